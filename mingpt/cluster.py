@@ -1,0 +1,315 @@
+"""The workers of one generation: who they are, how they meet, what they agree on, how they part.
+
+The only reader of the launcher's environment. It promises:
+
+- Workers of one generation meet under keys that no earlier generation wrote. The agent's store outlives the workers, and
+  neither the restart count nor the port tells generations apart when there are several agents. So each worker offers a
+  fresh nonce, and rank 0 answers under that nonce with the generation's name: nothing a dead worker left can be mistaken
+  for an answer.
+- What one worker cannot accept, all refuse, and rank 0 says why, once.
+- A worker that leaves says so in the store, unless it was killed; the next generation knows who left no word.
+
+torch is imported where it is needed, so that a wrong setting is answered without waiting for it.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from mingpt.config import TrainerConfig, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+MEETING_S = 600.0  # a worker may still be importing torch, or another node still booting
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said: nothing under plain `python`, torchrun's variables otherwise."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master: tuple[str, int] | None = None  # None: no process group, no other worker
+    agent_hosts_store: bool = False
+    elastic: bool = False  # an agent of torchrun is our parent and starts a new generation if we fail
+    restarts: int = 0
+    restarts_allowed: int = 0
+    omp_threads: int | None = None
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        env = os.environ
+        threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdigit() else None
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return cls(omp_threads=threads)
+        return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1)), (env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+                   env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", "TORCHELASTIC_RUN_ID" in env, int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                   int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)), threads)
+
+    def threads(self, config: TrainerConfig) -> int:
+        """CPU threads for this worker: the setting, or OMP_NUM_THREADS where the setting stands at its default."""
+        return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
+
+    def refuse(self, error: UserError) -> NoReturn:
+        """Say it, once, and end the job with exit code 2, however many restarts are left."""
+        agent = os.getppid() if self.elastic else None
+        if agent and self.local_rank:
+            # The first worker of the node tells the agent, after rank 0 has spoken. Leaving before would have it stopped in mid-sentence.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+            time.sleep(MEETING_S)
+        if self.rank == 0:
+            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.flush()
+        if agent:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.kill(agent, signal.SIGTERM)
+        os._exit(2)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How the generation before this one ended, as far as its store tells."""
+
+    world_size: int
+    words: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
+
+    def vanished(self) -> list[int]:
+        """Ranks that left no word: killed, or cut off."""
+        return [rank for rank in range(self.world_size) if rank not in self.words]
+
+    def step(self) -> int | None:
+        """The step that the generation had completed."""
+        return max((word["step"] for word in self.words.values()), default=None)
+
+    def sentence(self) -> str:
+        failed = {rank: word["why"] for rank, word in self.words.items() if word["why"].startswith("failed")}
+        if gone := self.vanished():
+            return ("worker " if len(gone) == 1 else "workers ") + ", ".join(map(str, gone)) + " vanished"
+        if failed:
+            return "; ".join(f"worker {rank} {why}" for rank, why in failed.items())
+        return "; ".join(sorted({f"the workers were {word['why']}" for word in self.words.values()}))
+
+
+class Cluster:
+    """This worker's place in its generation. Every method that exchanges something must be called by all workers.
+
+    `step` is the last completed step, kept by the trainer for whoever asks how far this worker came.
+    """
+
+    def __init__(self, launch: Launch, config: TrainerConfig) -> None:
+        import torch
+
+        self.launch, self.rank, self.world_size, self.step = launch, launch.rank, launch.world_size, 0
+        self.threads = launch.threads(config)
+        torch.set_num_threads(self.threads)
+        self.generation, self.before = uuid.uuid4().hex, None
+        self._store: Any = None
+        if launch.master:
+            self._store, self._farewells = self._connect(hosting=launch.rank == 0 and not launch.agent_hosts_store), self._connect(hosting=False)
+            self.generation = self._meet()
+            self.before = self._departed() if self.rank == 0 else None
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            torch.distributed.init_process_group(backend, store=torch.distributed.PrefixStore(self.generation, self._store), rank=self.rank,
+                                                 world_size=self.world_size, timeout=timedelta(seconds=config.timeout_s))
+            self._watch_signals()
+        self.device = self.all_or_none(lambda: find_device(config.device, launch))
+        if len(set(self.gather(self.device.type))) > 1:  # one group works with one kind of device
+            self.device = torch.device("cpu")
+
+    def use_threads(self, recorded: int) -> None:
+        """Compute with the number of threads that the run began with: it decides bits."""
+        import torch
+
+        if recorded != self.threads:
+            log.info("using %d CPU threads per worker, as this run began, not %d", recorded, self.threads)
+            self.threads = recorded
+            torch.set_num_threads(recorded)
+
+    def _connect(self, hosting: bool) -> Any:
+        from torch.distributed import TCPStore
+
+        assert self.launch.master
+        host, port = self.launch.master
+        return TCPStore(host, port, is_master=hosting, wait_for_workers=False, timeout=timedelta(seconds=MEETING_S))
+
+    def _meet(self) -> str:
+        """The name of this generation, which every worker of it and nobody else gets from its rank 0."""
+        store, nonce = self._store, uuid.uuid4().hex
+        if self.rank:
+            store.set(f"hello/{self.rank}", nonce)
+            name = str(store.get(f"answer/{nonce}").decode())  # waits for it
+            store.set(f"{name}/here/{self.rank}", "")
+            return name
+        answered: dict[int, bytes] = {}
+        missing = set(range(1, self.world_size))
+        deadline = time.monotonic() + MEETING_S
+        while missing:
+            for rank in sorted(missing):
+                if store.check([f"hello/{rank}"]) and answered.get(rank) != (offered := store.get(f"hello/{rank}")):
+                    answered[rank] = offered  # perhaps a dead worker's; then another offer follows
+                    store.set(f"answer/{offered.decode()}", nonce)
+            missing = {rank for rank in missing if not store.check([f"{nonce}/here/{rank}"])}
+            if missing and time.monotonic() > deadline:
+                raise TimeoutError(f"workers {sorted(missing)} did not come within {MEETING_S:g} s")
+            time.sleep(POLL_S if missing else 0)
+        return nonce
+
+    def _departed(self) -> Departure | None:
+        """On rank 0: how the last generation in this store ended; and this one's name in its place."""
+        before = None
+        if self._store.check(["generation"]):
+            name, size = json.loads(self._store.get("generation"))
+            words = {rank: json.loads(self._store.get(f"{name}/left/{rank}")) for rank in range(size) if self._store.check([f"{name}/left/{rank}"])}
+            before = Departure(size, words)
+        self._store.set("generation", json.dumps([self.generation, self.world_size]))
+        return before
+
+    def admitted(self) -> bool:
+        """Whether an earlier generation of this job has passed the checks of its first start."""
+        here = self.launch.restarts > 0 or (self._store is not None and self._store.check(["admitted"]))
+        return any(self.gather(here))
+
+    def admit(self) -> None:
+        if self._store is not None:
+            self._store.set("admitted", "")
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank."""
+        if self.world_size == 1:
+            return [value]
+        from torch.distributed import all_gather_object
+
+        values: list[Any] = [None] * self.world_size
+        all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T | None, source: int) -> T:
+        """The source's value."""
+        if self.world_size == 1:
+            return value  # type: ignore[return-value]
+        from torch.distributed import broadcast_object_list
+
+        box = [value]
+        broadcast_object_list(box, src=source)
+        return box[0]  # type: ignore[return-value]
+
+    def share(self, content: bytes | None, source: int) -> bytes:
+        """The source's bytes, however many."""
+        if self.world_size == 1:
+            return content or b""
+        import torch
+
+        size = self.broadcast(None if content is None else len(content), source)
+        box = torch.empty(size, dtype=torch.uint8) if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if size:
+            torch.distributed.broadcast(box, src=source)
+        return box.numpy().tobytes()
+
+    def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Everybody's sum, in place. Exact, and so free of order, where all but one contribute zeros."""
+        if self.world_size > 1:
+            import torch
+
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def all_or_none(self, work: Callable[[], T]) -> T:
+        """The work's result here; if it raised UserError on some workers, then the lowest one's error on all."""
+        result, error = None, None
+        try:
+            result = work()
+        except UserError as refusal:
+            error = str(refusal)
+        for refusal_there in self.gather(error):
+            if refusal_there is not None:
+                raise UserError(refusal_there)
+        return result  # type: ignore[return-value]
+
+    def say_farewell(self, why: str) -> None:
+        """Leave word for the next generation. The first word stands."""
+        if self._store is not None:
+            from torch.distributed import DistError
+
+            try:
+                self._farewells.compare_set(f"{self.generation}/left/{self.rank}", "", json.dumps({"why": why, "step": self.step}))
+            except DistError:
+                pass  # the store died with its agent: nobody is left to read it
+
+    def _watch_signals(self) -> None:
+        """Leave word when told to go. In a thread: Python's handlers do not run while the main thread waits inside a collective."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # so that the signal is written to the pipe and does nothing else
+        signal.set_wakeup_fd(writing)
+
+        def leave() -> None:
+            number = os.read(reading, 1)[0]
+            self.say_farewell(f"told to stop by {signal.Signals(number).name}")
+            os._exit(128 + number)
+
+        threading.Thread(target=leave, daemon=True).start()
+
+    def leave_after(self, error: BaseException) -> NoReturn:
+        """Exit code 1 after an error; where a peer vanished, without the backend's traceback, which tells only that."""
+        lost = is_lost_peer(error)
+        self.say_farewell("left without a peer" if lost else f"failed ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})")
+        if not lost:
+            import traceback
+
+            traceback.print_exception(error)
+        elif self.launch.restarts >= self.launch.restarts_allowed:
+            sys.stderr.write(f"worker {self.rank} lost a peer after step {self.step}, and torchrun has no restart left (--max-restarts)\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    def leave(self) -> NoReturn:
+        """Exit code 0, at once: a peer that dies while this process tidies up would wait for it in vain."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another worker is gone. Gloo says so in words only."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed" in text or "Connection reset" in text))
+
+
+def find_device(wanted: str, launch: Launch) -> "torch.device":
+    """Raises UserError if the device is not there."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" or (wanted == "auto" and gpus >= launch.local_world_size):  # NCCL refuses two workers on one GPU
+        if launch.local_rank >= gpus:
+            raise UserError(f"trainer.device=cuda asks for GPU {launch.local_rank} and this machine has {gpus}: start fewer workers or set trainer.device=cpu")
+        torch.cuda.set_device(launch.local_rank)
+        return torch.device("cuda", launch.local_rank)
+    if wanted == "mps" or (wanted == "auto" and launch.world_size == 1 and torch.backends.mps.is_available()):
+        if not torch.backends.mps.is_available():
+            raise UserError("trainer.device=mps asks for Apple's GPU and this machine has none: set trainer.device=cpu")
+        if launch.world_size > 1:
+            raise UserError(f"trainer.device=mps works for one process, not for {launch.world_size}: set trainer.device=cpu")
+        return torch.device("mps")
+    return torch.device("cpu")
