@@ -54,7 +54,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, start: int) -> Tensor:
         """(B, H, T, D) features of positions start, start + 1, ..., rotated."""
-        cos, sin = (table[start : start + x.size(2)].to(x.dtype) for table in (self.cos, self.sin))
+        cos, sin = (table[start : start + x.size(2)].to(x.dtype) for table in (self.cos, self.sin))  # (T, D / 2)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -87,13 +87,12 @@ class CausalSelfAttention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        mask = self.mask[start : start + query.size(2), : key.size(2)]  # (T, positions so far)
+        # In the type of the scores: a float32 mask would lift these largest of all tensors to float32.
+        mask = self.mask[start : start + query.size(2), : key.size(2)].to(query.dtype)  # (T, positions so far)
         if query.device.type != "cpu" or key.size(2) > WRITTEN_OUT_BELOW:
-            causal = start == 0
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=None if causal else mask.to(query.dtype), is_causal=causal, dropout_p=dropout)
-        scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.size(-1))) + mask  # (B, H, T, positions so far)
-        weights = F.dropout(F.softmax(scores, dim=-1), dropout)
-        return weights.to(value.dtype) @ value
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask if start else None, is_causal=not start, dropout_p=dropout)
+        scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1) + mask  # (B, H, T, positions so far)
+        return F.dropout(F.softmax(scores, dim=-1), dropout) @ value
 
 
 class MLP(nn.Module):

@@ -89,7 +89,7 @@ class Folder:
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def steps(self, kind: str = "json") -> list[int]:
