@@ -101,6 +101,8 @@ class Trainer:
         self.progress = Progress(self.step, config.max_steps) if self.main else None
         if self.step == 0:
             self.report_evaluation()
+        if config.max_steps == 0:
+            self.save()
         self.restart_clock()
         while self.step < config.max_steps:
             norm = self.train_step()
