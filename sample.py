@@ -9,7 +9,9 @@ from mingpt.config import ModelConfig, UserError
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", nargs="?", default="out/default", help="run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)")
+    parser.add_argument(
+        "run", nargs="?", default="out/default", help="run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
+    )
     parser.add_argument("--prompt", default="\n", help="text to go on from (default: a line's end)")
     parser.add_argument("--tokens", type=int, default=300, help="how many to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")

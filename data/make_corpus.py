@@ -14,10 +14,11 @@ unevenly, the second line of a couplet rhymes with the first, nobody speaks twic
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import random
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 CHARACTERS = 1_000_000
@@ -27,13 +28,56 @@ VAL_FRACTION = 0.1
 SPEAKERS = ["ADRIAN", "BEATRIX", "CORDELIA", "DUNCAN", "ELINOR", "FESTE", "GONZALO", "HERMIA"]
 PLACES = ["A garden", "A harbour at dawn", "The palace", "Before the walls", "A wood", "A tavern by the road", "The queen's tent", "A hall"]
 ADJECTIVES = ["gentle", "bitter", "golden", "silent", "weary", "proud", "humble", "broken", "noble", "cruel", "merry", "pale"]
-NOUNS = ["king", "queen", "river", "shadow", "lover", "captain", "garden", "winter", "sister", "brother", "sailor", "candle",
-         "beggar", "flower", "hunter", "raven", "tower", "mirror", "prisoner", "widow"]
-VERBS = ["follow", "remember", "abandon", "honour", "answer", "conquer", "forgive", "mourn", "adore", "betray", "wait for", "sing of",
-         "dream of", "forget"]
-RHYMES = [["night", "light", "sight", "knight"], ["day", "way", "play", "clay"], ["heart", "art", "part", "dart"],
-          ["stone", "throne", "bone", "moan"], ["sea", "tree", "plea", "knee"], ["flame", "name", "game", "shame"],
-          ["sword", "word", "lord", "hoard"], ["breath", "death"], ["grave", "wave", "slave", "cave"], ["rose", "snows", "foes", "prose"]]
+NOUNS = [
+    "king",
+    "queen",
+    "river",
+    "shadow",
+    "lover",
+    "captain",
+    "garden",
+    "winter",
+    "sister",
+    "brother",
+    "sailor",
+    "candle",
+    "beggar",
+    "flower",
+    "hunter",
+    "raven",
+    "tower",
+    "mirror",
+    "prisoner",
+    "widow",
+]
+VERBS = [
+    "follow",
+    "remember",
+    "abandon",
+    "honour",
+    "answer",
+    "conquer",
+    "forgive",
+    "mourn",
+    "adore",
+    "betray",
+    "wait for",
+    "sing of",
+    "dream of",
+    "forget",
+]
+RHYMES = [
+    ["night", "light", "sight", "knight"],
+    ["day", "way", "play", "clay"],
+    ["heart", "art", "part", "dart"],
+    ["stone", "throne", "bone", "moan"],
+    ["sea", "tree", "plea", "knee"],
+    ["flame", "name", "game", "shame"],
+    ["sword", "word", "lord", "hoard"],
+    ["breath", "death"],
+    ["grave", "wave", "slave", "cave"],
+    ["rose", "snows", "foes", "prose"],
+]
 
 Options = tuple[tuple[str, float], ...]
 
@@ -43,13 +87,13 @@ def weighted(words: list[str], ending: str, falling: float = 1.0) -> Options:
     return tuple((word + ending, falling**place) for place, word in enumerate(words))
 
 
-@lru_cache(maxsize=None)
+@cache
 def surprisals(options: Options, chosen: str) -> tuple[float, ...]:
     """Nats for each character of `chosen`, given the options and the characters before it."""
     texts = [text for text, _ in options]
     assert not any(a != b and b.startswith(a) for a in texts for b in texts), f"an option begins another: {texts}"
     open_weight = [sum(weight for text, weight in options if text.startswith(chosen[:length])) for length in range(len(chosen) + 1)]
-    return tuple(math.log(before / after) for before, after in zip(open_weight, open_weight[1:], strict=False))
+    return tuple(math.log(before / after) for before, after in itertools.pairwise(open_weight))
 
 
 class Play:
@@ -62,8 +106,8 @@ class Play:
 
     def choose(self, options: Options) -> str:
         left = self.random.random() * sum(weight for _, weight in options)
-        for chosen, weight in options:
-            left -= weight
+        for text, weight in options:
+            chosen, left = text, left - weight
             if left < 0:
                 break
         self.text.append(chosen)
@@ -139,8 +183,12 @@ def main() -> None:
     text, nats = write_play(CHARACTERS, SEED)
     first_scored = int(len(text) * (1 - VAL_FRACTION)) + 1  # the first validation character has nothing before it to be predicted from
     floor = math.fsum(nats[first_scored:]) / len(nats[first_scored:])
-    about = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "characters": len(text), "val_fraction": VAL_FRACTION,
-             "val_nats_per_character": round(floor, 6)}
+    about = {
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "characters": len(text),
+        "val_fraction": VAL_FRACTION,
+        "val_nats_per_character": round(floor, 6),
+    }
     files = {"input.txt": text, "input.json": json.dumps(about, indent=2) + "\n"}
     folder = Path(__file__).parent
     for name, content in files.items():

@@ -57,9 +57,18 @@ class Launch:
         threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdigit() else None
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return cls(omp_threads=threads)
-        return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1)), (env["MASTER_ADDR"], int(env["MASTER_PORT"])),
-                   env.get("TORCHELASTIC_USE_AGENT_STORE") == "True", "TORCHELASTIC_RUN_ID" in env, int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-                   int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)), threads)
+        return cls(
+            int(env["RANK"]),
+            int(env["WORLD_SIZE"]),
+            int(env.get("LOCAL_RANK", 0)),
+            int(env.get("LOCAL_WORLD_SIZE", 1)),
+            (env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+            env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            "TORCHELASTIC_RUN_ID" in env,
+            int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+            threads,
+        )
 
     def threads(self, config: TrainerConfig) -> int:
         """CPU threads for this worker: the setting, or OMP_NUM_THREADS where the setting stands at its default."""
@@ -124,8 +133,13 @@ class Cluster:
             self.generation = self._meet()
             self.before = self._departed() if self.rank == 0 else None
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            torch.distributed.init_process_group(backend, store=torch.distributed.PrefixStore(self.generation, self._store), rank=self.rank,
-                                                 world_size=self.world_size, timeout=timedelta(seconds=config.timeout_s))
+            torch.distributed.init_process_group(
+                backend,
+                store=torch.distributed.PrefixStore(self.generation, self._store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=config.timeout_s),
+            )
             self._watch_signals()
         self.device = self.all_or_none(lambda: find_device(config.device, launch))
         if len(set(self.gather(self.device.type))) > 1:  # one group works with one kind of device
@@ -271,7 +285,9 @@ class Cluster:
     def leave_after(self, error: BaseException) -> NoReturn:
         """Exit code 1 after an error; where a peer vanished, without the backend's traceback, which tells only that."""
         lost = is_lost_peer(error)
-        self.say_farewell("left without a peer" if lost else f"failed ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})")
+        self.say_farewell(
+            "left without a peer" if lost else f"failed ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})"
+        )
         if not lost:
             import traceback
 
@@ -293,7 +309,9 @@ def is_lost_peer(error: BaseException) -> bool:
     from torch.distributed import DistError
 
     text = str(error)
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed" in text or "Connection reset" in text))
+    return isinstance(error, DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed" in text or "Connection reset" in text)
+    )
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
@@ -303,7 +321,9 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" or (wanted == "auto" and gpus >= launch.local_world_size):  # NCCL refuses two workers on one GPU
         if launch.local_rank >= gpus:
-            raise UserError(f"trainer.device=cuda asks for GPU {launch.local_rank} and this machine has {gpus}: start fewer workers or set trainer.device=cpu")
+            raise UserError(
+                f"trainer.device=cuda asks for GPU {launch.local_rank} and this machine has {gpus}: start fewer workers or set trainer.device=cpu"
+            )
         torch.cuda.set_device(launch.local_rank)
         return torch.device("cuda", launch.local_rank)
     if wanted == "mps" or (wanted == "auto" and launch.world_size == 1 and torch.backends.mps.is_available()):

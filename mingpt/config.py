@@ -22,12 +22,21 @@ class UserError(ValueError):
     """Something only the user can put right, said in one sentence. A worker that meets one exits with code 2."""
 
 
-def knob(default: Any, about: str, *, result: bool = False, at_least: float | None = None, above: float | None = None,
-         below: float | None = None, at_most: float | None = None) -> Any:
+def knob(
+    default: Any,
+    about: str,
+    *,
+    result: bool = False,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> Any:
     """A setting: its default, its meaning, its range, and whether it can change the `result` of a run."""
     limits = {"at least": at_least, "above": above, "below": below, "at most": at_most}
-    return field(default=default, metadata={"about": about, "result": result,
-                                            "limits": {words: limit for words, limit in limits.items() if limit is not None}})
+    return field(
+        default=default, metadata={"about": about, "result": result, "limits": {words: limit for words, limit in limits.items() if limit is not None}}
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,9 @@ class TrainerConfig:
     sample_tokens: int = knob(200, "tokens of text written at each evaluation; 0 for none", at_least=0)
     eval_only: bool = knob(False, "evaluate the newest snapshot and train nothing")
     device: Literal["auto", "cpu", "cuda", "mps"] = knob("auto", "auto takes cuda, else mps for a single process, else cpu")
-    dtype: Literal["auto", "float32", "bfloat16"] = knob("auto", "arithmetic of the matrix products; auto takes bfloat16 where it is native", result=True)
+    dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "arithmetic of the matrix products; auto takes bfloat16 where it is native", result=True
+    )
     compile: bool = knob(False, "torch.compile the model; where that fails the run goes on without", result=True)
     threads: int = knob(1, "CPU threads per worker; OMP_NUM_THREADS is obeyed where this stands at 1", at_least=1)
     timeout_s: float = knob(300, "seconds after which a worker that waits for another gives it up", above=0)
@@ -93,8 +104,11 @@ class SnapshotConfig:
     keep_best: bool = knob(True, "also keep the snapshot with the lowest validation loss")
     path: Optional[str] = knob(None, "folder or fsspec URL for snapshots; null is run_dir/snapshots")
     resume: Literal["auto", "changed", "must", "never"] = knob(
-        "auto", "auto goes on where the newest valid snapshot stands; changed also under other settings; must needs one; never wants none")
-    init_from: Optional[str] = knob(None, "start a fresh run with the weights of another: run folder, snapshot, or GPT-2 safetensors file", result=True)
+        "auto", "auto goes on where the newest valid snapshot stands; changed also under other settings; must needs one; never wants none"
+    )
+    init_from: Optional[str] = knob(
+        None, "start a fresh run with the weights of another: run folder, snapshot, or GPT-2 safetensors file", result=True
+    )
 
 
 @dataclass(frozen=True)
@@ -127,12 +141,19 @@ class Setting:
         if typing.get_origin(self.type) is Literal:
             return "one of " + ", ".join(options)
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(self.type, "text or null")
-        return " and ".join([f"{kind} {words} {limit:g}" if not i else f"{words} {limit:g}" for i, (words, limit) in enumerate(self.limits.items())]) or kind
+        return (
+            " and ".join([f"{kind} {words} {limit:g}" if not i else f"{words} {limit:g}" for i, (words, limit) in enumerate(self.limits.items())])
+            or kind
+        )
 
     def accepts(self, value: Any) -> bool:
         """Whether `value`, already of the right type, is in range."""
-        checks = {"at least": lambda limit: value >= limit, "above": lambda limit: value > limit,
-                  "below": lambda limit: value < limit, "at most": lambda limit: value <= limit}
+        checks = {
+            "at least": lambda limit: value >= limit,
+            "above": lambda limit: value > limit,
+            "below": lambda limit: value < limit,
+            "at most": lambda limit: value <= limit,
+        }
         return value not in (float("inf"), float("-inf")) and value == value and all(checks[words](limit) for words, limit in self.limits.items())
 
 
@@ -172,8 +193,11 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Settings that can change the result and do not agree, as "key: old -> new"; both nested as in a config file."""
     was, now = flatten(old), flatten(new)
-    return [f"{key}: {was.get(key, item.default)} -> {now.get(key, item.default)}" for key, item in settings().items()
-            if item.result and was.get(key, item.default) != now.get(key, item.default)]
+    return [
+        f"{key}: {was.get(key, item.default)} -> {now.get(key, item.default)}"
+        for key, item in settings().items()
+        if item.result and was.get(key, item.default) != now.get(key, item.default)
+    ]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -227,7 +251,9 @@ def build(flat: dict[str, Any]) -> Config:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1) or [full for full in known if full.endswith("." + key)]
             if key in (item.name for item in fields(Config)):
-                raise UserError(f"{key} is a section and takes settings such as {next(full for full in known if full.startswith(key))}, not {value!r}")
+                raise UserError(
+                    f"{key} is a section and takes settings such as {next(full for full in known if full.startswith(key))}, not {value!r}"
+                )
             raise UserError(f"unknown setting '{key}'" + (f"; did you mean '{near[0]}'?" if near else f"; there is no section '{key.split('.')[0]}'"))
     typed = {}
     for key, item in known.items():
@@ -241,8 +267,15 @@ def build(flat: dict[str, Any]) -> Config:
         except Exception:  # jsonargparse raises several kinds; whichever, the value does not fit
             raise UserError(f"{key} must be {item.allowed()}, not {value!r}") from None
     nested = nest(typed)
-    parts = {name: kind(**nested[name]) for name, kind in typing.get_type_hints(Config).items() if is_dataclass(kind)}
-    config = Config(run_dir=nested["run_dir"], seed=nested["seed"], **parts)
+    config = Config(
+        run_dir=nested["run_dir"],
+        seed=nested["seed"],
+        data=DataConfig(**nested["data"]),
+        model=ModelConfig(**nested["model"]),
+        optimizer=OptimizerConfig(**nested["optimizer"]),
+        trainer=TrainerConfig(**nested["trainer"]),
+        snapshot=SnapshotConfig(**nested["snapshot"]),
+    )
     check(config)
     return config
 
@@ -270,8 +303,10 @@ def check_workers(config: Config, workers: int) -> None:
     """Raises UserError if a step has fewer micro-batches than the job's first generation has workers."""
     micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
     if micro_batches < workers:
-        raise UserError(f"{workers} workers cannot share the {micro_batches} micro-batches of a step: lower trainer.micro_batch_size "
-                        f"(now {config.trainer.micro_batch_size}) to {config.trainer.batch_size // workers} or less, or start at most {micro_batches} workers")
+        raise UserError(
+            f"{workers} workers cannot share the {micro_batches} micro-batches of a step: lower trainer.micro_batch_size "
+            f"(now {config.trainer.micro_batch_size}) to {config.trainer.batch_size // workers} or less, or start at most {micro_batches} workers"
+        )
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -298,8 +333,14 @@ def dump(config: Config) -> str:
 
 
 def help_text(items: Iterable[Setting]) -> str:
-    lines = ["usage: train.py [CONFIG.yaml] [section.key=value ...] [--print_config] [--help]", "",
-             f"CONFIG.yaml is {DEFAULT_FILE} if none is named. Settings marked * can change the result of a run.", ""]
-    lines += [f"  {'*' if item.result else ' '} {item.key}={item.default if item.default is not None else 'null'}\n"
-              f"        {item.about} ({item.allowed()})" for item in items]
+    lines = [
+        "usage: train.py [CONFIG.yaml] [section.key=value ...] [--print_config] [--help]",
+        "",
+        f"CONFIG.yaml is {DEFAULT_FILE} if none is named. Settings marked * can change the result of a run.",
+        "",
+    ]
+    lines += [
+        f"  {'*' if item.result else ' '} {item.key}={item.default if item.default is not None else 'null'}\n        {item.about} ({item.allowed()})"
+        for item in items
+    ]
     return "\n".join(lines) + "\n"

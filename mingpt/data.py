@@ -49,7 +49,9 @@ class Vocabulary:
         table[self._codes] = np.arange(len(self), dtype=smallest)
         tokens = table[codes]
         if len(wrong := np.flatnonzero(self._codes[tokens] != codes)):
-            raise UserError(f"the character {text[wrong[0]]!r} (U+{ord(text[wrong[0]]):04X}) is not in the vocabulary of the {len(self)} characters trained on")
+            raise UserError(
+                f"the character {text[wrong[0]]!r} (U+{ord(text[wrong[0]]):04X}) is not in the vocabulary of the {len(self)} characters trained on"
+            )
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -165,9 +167,17 @@ def prepare(content: bytes, config: DataConfig) -> Corpus:
     n_train = int(len(text) * (1 - config.val_fraction))
     for part, length in (("training", n_train), ("validation", len(text) - n_train)):
         if length < config.block_size + 1:
-            raise UserError(f"the {part} part of {config.path} has {length:,} characters, fewer than one window of data.block_size + 1 = "
-                            f"{config.block_size + 1}: use a longer text, a smaller data.block_size or another data.val_fraction")
+            raise UserError(
+                f"the {part} part of {config.path} has {length:,} characters, fewer than one window of data.block_size + 1 = "
+                f"{config.block_size + 1}: use a longer text, a smaller data.block_size or another data.val_fraction"
+            )
     vocabulary = Vocabulary.of(text)
     tokens, fingerprint = vocabulary.encode(text), hashlib.sha256(content).hexdigest()
-    return Corpus(CharDataset(tokens[:n_train], config.block_size), CharDataset(tokens[n_train:], config.block_size), vocabulary, fingerprint,
-                  len(text[n_train + 1 :].encode()), entropy_floor(config, fingerprint))
+    return Corpus(
+        CharDataset(tokens[:n_train], config.block_size),
+        CharDataset(tokens[n_train:], config.block_size),
+        vocabulary,
+        fingerprint,
+        len(text[n_train + 1 :].encode()),
+        entropy_floor(config, fingerprint),
+    )

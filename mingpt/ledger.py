@@ -19,7 +19,14 @@ class Ledger:
 
     def __init__(self, run_dir: Path, versions: dict[str, str]) -> None:
         self.path = run_dir / "run.json"
-        self.content: dict[str, Any] = {"id": uuid.uuid4().hex, "status": "running", "generations": [], "changes": [], "steps_lost": 0, "seconds_lost": 0.0}
+        self.content: dict[str, Any] = {
+            "id": uuid.uuid4().hex,
+            "status": "running",
+            "generations": [],
+            "changes": [],
+            "steps_lost": 0,
+            "seconds_lost": 0.0,
+        }
         try:
             self.content |= json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,12 @@ class Metrics:
         self.path = run_dir / "metrics.jsonl"
         self.kept = [record for record in read_records(self.path) if record["step"] <= restored_step and restored_step]
         replace_file(self.path, "".join(json.dumps(record) + "\n" for record in self.kept))
-        self.file = open(self.path, "a", encoding="utf-8")
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         self.last: dict[str, dict[str, Any]] = {}
         for record in self.kept:
             self.last["val" if "val/loss" in record else "train"] = record
 
-    def record(self, step: int, values: dict[str, float | None]) -> dict[str, Any]:
+    def record(self, step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
         """Write one record; values that are None are not known here and left out."""
         entry = {"step": step, **{name: value for name, value in values.items() if value is not None}}
         self.file.write(json.dumps(entry) + "\n")
@@ -139,7 +140,11 @@ def draw_losses(run_dir: Path, floor: float | None, restarts: list[int]) -> None
     records = read_records(run_dir / "metrics.jsonl")
     figure = Figure(figsize=(8, 4.5), dpi=110)
     axes = figure.subplots()
-    for name, style in (("train/loss", {"color": "tab:blue", "alpha": 0.6, "linewidth": 1.0}), ("val/loss", {"color": "tab:orange", "marker": "o", "markersize": 3})):
+    styles: dict[str, dict[str, Any]] = {
+        "train/loss": {"color": "tab:blue", "alpha": 0.6, "linewidth": 1.0},
+        "val/loss": {"color": "tab:orange", "marker": "o", "markersize": 3},
+    }
+    for name, style in styles.items():
         points = [(record["step"], record[name]) for record in records if name in record]
         axes.plot([step for step, _ in points], [loss for _, loss in points], label=name, **style)
     for number, step in enumerate(restarts):

@@ -168,10 +168,7 @@ class GPT(nn.Module):
         if start + tokens.size(1) > self.block_size:
             raise ValueError(f"{start + tokens.size(1)} tokens do not fit in block_size {self.block_size}")
         x = self.wte(tokens)  # (B, T, C)
-        if self.wpe:
-            x = x + self.wpe.weight[start : start + tokens.size(1)]
-        else:
-            x = F.rms_norm(x, (x.size(-1),), eps=1e-6)
+        x = x + self.wpe.weight[start : start + tokens.size(1)] if self.wpe else F.rms_norm(x, (x.size(-1),), eps=1e-6)
         x = self.drop(x)
         for number, block in enumerate(self.h):
             x = block(x, number, cache)

@@ -28,14 +28,26 @@ class Optimizer:
         self.named = dict(model.named_parameters())
         hidden = {name for name, weight in self.named.items() if weight.ndim == 2 and name.startswith("h.")} if config.name == "muon" else set()
         rest = [(name, weight) for name, weight in self.named.items() if name not in hidden]
-        groups = [{"params": [weight for _, weight in rest if weight.ndim >= 2], "weight_decay": config.weight_decay},
-                  {"params": [weight for _, weight in rest if weight.ndim < 2], "weight_decay": 0.0}]
+        groups = [
+            {"params": [weight for _, weight in rest if weight.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [weight for _, weight in rest if weight.ndim < 2], "weight_decay": 0.0},
+        ]
         fused = all(weight.device.type in ("cpu", "cuda") for weight in self.named.values())
-        self.parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)]
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                [group for group in groups if group["params"]], lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused
+            )
+        ]
         if hidden:
-            self.parts.append(torch.optim.Muon([self.named[name] for name in self.named if name in hidden], lr=config.learning_rate,
-                                               weight_decay=config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(
+                torch.optim.Muon(
+                    [self.named[name] for name in self.named if name in hidden],
+                    lr=config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    momentum=config.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
 
     def step(self, rate: float) -> None:
         """Update every parameter from its gradient at this learning rate."""
@@ -50,8 +62,13 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """{"<parameter>.<state>": tensor}, empty before the first step."""
-        return {f"{name}.{key}": value for name, weight in self.named.items() for part in self.parts
-                for key, value in part.state.get(weight, {}).items() if isinstance(value, Tensor)}
+        return {
+            f"{name}.{key}": value
+            for name, weight in self.named.items()
+            for part in self.parts
+            for key, value in part.state.get(weight, {}).items()
+            if isinstance(value, Tensor)
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over what `state_dict` gave, onto each parameter's device."""

@@ -20,7 +20,9 @@ def open_folder(config: Config, cluster: Cluster) -> Folder:
     """The snapshots of this run. Raises UserError if they could not bring back a worker that died, or cannot be written."""
     folder = Folder(config.snapshot.path or str(Path(config.run_dir) / "snapshots"))
     if folder.private and cluster.launch.master:
-        raise UserError(f"snapshot.path {folder.url} lives in the memory of one process and cannot bring back workers that died: use a folder or an object store")
+        raise UserError(
+            f"snapshot.path {folder.url} lives in the memory of one process and cannot bring back workers that died: use a folder or an object store"
+        )
     if cluster.rank == 0 and not config.trainer.eval_only:
         folder.prepare()
     return folder
@@ -51,26 +53,36 @@ def check(snapshot: Snapshot | None, config: Config, url: str, fingerprint: str)
     if resume == "never":
         raise UserError(f"{url} holds a snapshot of step {manifest['step']}, and snapshot.resume=never wants none: choose another run_dir")
     if manifest["data"]["sha256"] != fingerprint:
-        raise UserError(f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} were trained on "
-                        f"({manifest['data']['sha256'][:12]}...): choose another run_dir, with snapshot.init_from to keep the weights")
+        raise UserError(
+            f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} were trained on "
+            f"({manifest['data']['sha256'][:12]}...): choose another run_dir, with snapshot.init_from to keep the weights"
+        )
     changes = differences(manifest["config"], to_dict(config))
     if changes and resume != "changed":
-        raise UserError(f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): "
-                        "set them back, choose another run_dir, or go on with the new ones by snapshot.resume=changed")
+        raise UserError(
+            f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): "
+            "set them back, choose another run_dir, or go on with the new ones by snapshot.resume=changed"
+        )
     return changes
 
 
 def compare_software(then: dict[str, Any], now: dict[str, Any]) -> None:
     """One line on what else than the configuration could change the bits."""
     if changed := [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]:
-        log.info("the bits may differ from those of an undisturbed run, because the snapshot was written with other software or hardware (%s)", "; ".join(changed))
+        log.info(
+            "the bits may differ from those of an undisturbed run, because the snapshot was written with other software or hardware (%s)",
+            "; ".join(changed),
+        )
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
     """Take every weight. Raises UserError if they are another model's."""
     mine = dict(model.named_parameters())
-    wrong = [f"{name}: {tuple(tensors[name].shape) if name in tensors else 'missing'} -> {tuple(weight.shape)}" for name, weight in mine.items()
-             if name not in tensors or tensors[name].shape != weight.shape]
+    wrong = [
+        f"{name}: {tuple(tensors[name].shape) if name in tensors else 'missing'} -> {tuple(weight.shape)}"
+        for name, weight in mine.items()
+        if name not in tensors or tensors[name].shape != weight.shape
+    ]
     if wrong or tensors.keys() - mine.keys():
         more = f"{len(tensors.keys() - mine.keys())} tensors that this model lacks" if tensors.keys() - mine.keys() else ""
         raise UserError(f"{origin} holds the weights of another model ({'; '.join([*wrong[:3], *filter(None, [more])])})")
@@ -83,8 +95,11 @@ def from_gpt2(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face's GPT-2 tensors under this project's names; its Conv1D matrices are (in, out), ours (out, in)."""
     named = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     turned = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-    return {name: tensor.t().contiguous() if name.endswith(turned) else tensor for name, tensor in named.items()
-            if not name.endswith((".attn.bias", ".attn.masked_bias")) and name != "lm_head.weight"}
+    return {
+        name: tensor.t().contiguous() if name.endswith(turned) else tensor
+        for name, tensor in named.items()
+        if not name.endswith((".attn.bias", ".attn.masked_bias")) and name != "lm_head.weight"
+    }
 
 
 def init_from(model: GPT, where: str, vocabulary: Vocabulary) -> None:

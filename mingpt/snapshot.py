@@ -66,7 +66,7 @@ def unseal(content: bytes) -> dict[str, Any]:
     if not whole:
         raise Damaged("its manifest is damaged")
     if manifest["schema"] != SCHEMA:
-        raise UserError(f"the snapshot of step {manifest['step']} has format {manifest['schema']}, and this program reads format {SCHEMA}: use the program that wrote it")
+        raise UserError(f"the snapshot of step {manifest['step']} has format {manifest['schema']}, and this program reads format {SCHEMA}")
     return dict(manifest)
 
 
@@ -271,4 +271,3 @@ def open_anywhere(where: str) -> Snapshot:
             except Damaged as damage:
                 log.warning("snapshot of step %d in %s passed over: %s", step, place, damage)
     raise UserError(f"there is no snapshot in {where}: give a run folder such as out/default, or a file step_*.safetensors")
-

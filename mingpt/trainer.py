@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from mingpt import resume
 from mingpt.cluster import Cluster
 from mingpt.config import Config, UserError, dump, to_dict
-from mingpt.data import NOT_SCORED, Corpus, prepare, read_bytes
+from mingpt.data import Corpus, prepare, read_bytes
 from mingpt.generate import generate
 from mingpt.ledger import Ledger
 from mingpt.metrics import Metrics, Picture, Progress, open_log, peak_flops, replace_file
@@ -78,8 +78,14 @@ class Trainer:
         trained = compiled(self.model, device) if config.trainer.compile else self.model
         self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True) if self.cluster.launch.master else None
         self.forward: Callable[..., Any] = self.ddp or trained
-        self.sampler = ElasticSampler(self.corpus.train, batch_size=config.trainer.batch_size, micro_batch_size=config.trainer.micro_batch_size,
-                                      seed=config.seed, num_replicas=self.cluster.world_size, rank=self.cluster.rank)
+        self.sampler = ElasticSampler(
+            self.corpus.train,
+            batch_size=config.trainer.batch_size,
+            micro_batch_size=config.trainer.micro_batch_size,
+            seed=config.seed,
+            num_replicas=self.cluster.world_size,
+            rank=self.cluster.rank,
+        )
         self.sampler.seek(self.windows)
         self.micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
         self.losses = torch.zeros(self.micro_batches, dtype=torch.float64)  # of the last step; those of other workers stay zero
@@ -189,10 +195,19 @@ class Trainer:
             step_s = (time.perf_counter() - self.clock) / steps
             peak = peak_flops(torch.cuda.get_device_name()) if self.cluster.device.type == "cuda" else None
             flops = self.model.flops_per_token() * tokens_per_step / step_s
-            record = self.metrics.record(self.step, {
-                "train/loss": math.fsum(losses.tolist()) / self.micro_batches, "lr": self.rate, "grad_norm": float(norm),
-                "tokens": self.windows * self.config.data.block_size, "tokens_per_s": tokens_per_step / step_s, "step_s": step_s,
-                "data_s": self.data_s / steps, "mfu": flops / peak / self.cluster.world_size if peak else None})
+            record = self.metrics.record(
+                self.step,
+                {
+                    "train/loss": math.fsum(losses.tolist()) / self.micro_batches,
+                    "lr": self.rate,
+                    "grad_norm": float(norm),
+                    "tokens": self.windows * self.config.data.block_size,
+                    "tokens_per_s": tokens_per_step / step_s,
+                    "step_s": step_s,
+                    "data_s": self.data_s / steps,
+                    "mfu": flops / peak / self.cluster.world_size if peak else None,
+                },
+            )
             assert self.progress
             self.progress.show(record)
             self.ledger.seen(self.step, step_s)
@@ -202,7 +217,13 @@ class Trainer:
         values = self.evaluate()
         if self.main:
             record = self.metrics.record(self.step, values)
-            log.info("step %d/%d  val/loss %.4f  val/bits_per_byte %.4f", self.step, self.config.trainer.max_steps, record["val/loss"], record["val/bits_per_byte"])
+            log.info(
+                "step %d/%d  val/loss %.4f  val/bits_per_byte %.4f",
+                self.step,
+                self.config.trainer.max_steps,
+                record["val/loss"],
+                record["val/bits_per_byte"],
+            )
             if text := self.sample():
                 log.info("%s", "\n".join("    " + line for line in text.splitlines()))
             self.picture.draw(self.ledger.restarts())
@@ -219,8 +240,15 @@ class Trainer:
             return
         tensors = {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
         tensors |= {f"optimizer.{name}": state for name, state in self.optimizer.state_dict().items()}
-        manifest = {"step": self.step, "windows": self.windows, "config": to_dict(self.config), "vocabulary": self.corpus.vocabulary.characters,
-                    "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint}, "software": self.software(), "metrics": dict(self.metrics.last)}
+        manifest = {
+            "step": self.step,
+            "windows": self.windows,
+            "config": to_dict(self.config),
+            "vocabulary": self.corpus.vocabulary.characters,
+            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint},
+            "software": self.software(),
+            "metrics": dict(self.metrics.last),
+        }
         self.metrics.sync()  # records of a step that has a snapshot are never written again
         self.writer.start(manifest, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
 
@@ -249,15 +277,40 @@ class Trainer:
             return
         parameters = sum(weight.numel() for weight in self.model.parameters())
         steps_per_epoch = self.sampler.windows_per_epoch / trainer.batch_size
-        log.info("%s with %s parameters, %s, %d worker%s on %s with %d CPU thread%s each", self.config.model.arch, f"{parameters:,}", self.software()["dtype"], workers,
-                 "s" * (workers > 1), self.software()["device"], self.cluster.threads, "s" * (self.cluster.threads > 1))
-        log.info("%s of %s characters, %d distinct; %s tokens per step, %.1f steps per epoch, %d steps", self.config.data.path,
-                 f"{len(self.corpus.train.tokens) + len(self.corpus.val.tokens):,}", len(self.corpus.vocabulary),
-                 f"{trainer.batch_size * self.config.data.block_size:,}", steps_per_epoch, trainer.max_steps)
+        log.info(
+            "%s with %s parameters, %s, %d worker%s on %s with %d CPU thread%s each",
+            self.config.model.arch,
+            f"{parameters:,}",
+            self.software()["dtype"],
+            workers,
+            "s" * (workers > 1),
+            self.software()["device"],
+            self.cluster.threads,
+            "s" * (self.cluster.threads > 1),
+        )
+        log.info(
+            "%s of %s characters, %d distinct; %s tokens per step, %.1f steps per epoch, %d steps",
+            self.config.data.path,
+            f"{len(self.corpus.train.tokens) + len(self.corpus.val.tokens):,}",
+            len(self.corpus.vocabulary),
+            f"{trainer.batch_size * self.config.data.block_size:,}",
+            steps_per_epoch,
+            trainer.max_steps,
+        )
         shares = [range(rank * self.micro_batches // workers, (rank + 1) * self.micro_batches // workers) for rank in range(workers)]
-        log.info("micro-batches of %d windows in a step: %s", trainer.micro_batch_size,
-                 ", ".join(f"worker {rank} reads {share.start}-{share.stop - 1}" if share else f"worker {rank} idles" for rank, share in enumerate(shares)))
-        log.info("snapshots every %d steps to %s; %s", self.config.snapshot.every, self.folder.url, f"going on from step {self.step}" if self.restored else "a fresh run")
+        log.info(
+            "micro-batches of %d windows in a step: %s",
+            trainer.micro_batch_size,
+            ", ".join(
+                f"worker {rank} reads {share.start}-{share.stop - 1}" if share else f"worker {rank} idles" for rank, share in enumerate(shares)
+            ),
+        )
+        log.info(
+            "snapshots every %d steps to %s; %s",
+            self.config.snapshot.every,
+            self.folder.url,
+            f"going on from step {self.step}" if self.restored else "a fresh run",
+        )
         for change in self.changes:
             log.info("changed on purpose: %s", change)
 

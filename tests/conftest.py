@@ -15,9 +15,22 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SMALL = {"data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "trainer.batch_size": 8, "trainer.micro_batch_size": 1,
-         "trainer.max_steps": 30, "trainer.eval_every": 10, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.timeout_s": 30,
-         "trainer.device": "cpu", "snapshot.every": 5, "snapshot.keep_last": 100}
+SMALL = {
+    "data.block_size": 32,
+    "model.n_layer": 2,
+    "model.n_head": 2,
+    "model.n_embd": 32,
+    "trainer.batch_size": 8,
+    "trainer.micro_batch_size": 1,
+    "trainer.max_steps": 30,
+    "trainer.eval_every": 10,
+    "trainer.log_every": 1,
+    "trainer.sample_tokens": 0,
+    "trainer.timeout_s": 30,
+    "trainer.device": "cpu",
+    "snapshot.every": 5,
+    "snapshot.keep_last": 100,
+}
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -37,7 +50,9 @@ class Job:
     """A running command with everything it started; ends with the test."""
 
     def __init__(self, command: list[str], **env: str) -> None:
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
 
     def workers(self) -> list[int]:
         """Process ids of the workers: torchrun's direct children with train.py in their command line."""
@@ -94,11 +109,16 @@ def start() -> Iterator[Callable[..., Job]]:
         job.process.communicate()
 
 
-def command(*words: Any, workers: int | None = None, torchrun: tuple[str, ...] = ("--standalone",), restarts: int = 0, small: bool = True, **settings: Any) -> list[str]:
+def command(
+    *words: Any, workers: int | None = None, torchrun: tuple[str, ...] = ("--standalone",), restarts: int = 0, small: bool = True, **settings: Any
+) -> list[str]:
     """The command line of a run; without `workers` plain python. Settings spell a dot as two underscores."""
     given = (SMALL if small else {}) | {key.replace("__", "."): value for key, value in settings.items()}
-    launcher = [sys.executable] if workers is None else [
-        sys.executable, "-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
+    launcher = (
+        [sys.executable]
+        if workers is None
+        else [sys.executable, "-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
+    )
     return [*launcher, "train.py", *map(str, words), *(f"{key}={value}" for key, value in given.items())]
 
 

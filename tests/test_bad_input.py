@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def sentence(done: Done) -> str:
 def refuse(start: Start, text: Path, tmp_path: Path) -> Callable[..., str]:
     """The sentence with which plain `python train.py` refuses these settings; nothing may have been written."""
 
-    def run(*words: object, **settings: object) -> str:
+    def run(*words: object, **settings: Any) -> str:
         said = sentence(start(command(*words, **{"run_dir": tmp_path / "run", "data__path": text} | settings)).finish())
         assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "log.txt"]
         return said
@@ -64,8 +65,14 @@ def test_a_url_without_its_driver_names_the_package(refuse: Callable[..., str]) 
     assert "gcsfs" in refuse(snapshot__path="gcs://bucket/snapshots")
 
 
-@pytest.mark.parametrize(("content", "expected"), [
-    (b"", "is empty"), (b"abcdefgh" * 5, "has 4 characters, fewer than one window"), (b"abc" * 200 + b"\xfe" + b"abc" * 200, "is not UTF-8: byte 0xfe at offset 600")])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty"),
+        (b"abcdefgh" * 5, "has 4 characters, fewer than one window"),
+        (b"abc" * 200 + b"\xfe" + b"abc" * 200, "is not UTF-8: byte 0xfe at offset 600"),
+    ],
+)
 def test_a_text_that_cannot_be_used(content: bytes, expected: str, refuse: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(content)
     assert expected in refuse(data__path=tmp_path / "text")
@@ -89,13 +96,22 @@ def test_a_snapshot_folder_that_cannot_be_written(refuse: Callable[..., str], tm
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device that the test says is missing")
 def test_a_device_that_is_not_there(refuse: Callable[..., str]) -> None:
-    assert refuse(trainer__device="cuda") == "trainer.device=cuda asks for GPU 0 and this machine has 0: start fewer workers or set trainer.device=cpu"
+    assert (
+        refuse(trainer__device="cuda") == "trainer.device=cuda asks for GPU 0 and this machine has 0: start fewer workers or set trainer.device=cpu"
+    )
 
 
-@pytest.mark.parametrize(("settings", "expected"), [
-    ({"model__n_layer": 3, "optimizer__learning_rate": 0.5}, "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.01 -> 0.5"),
-    ({"snapshot__resume": "never"}, "snapshot.resume=never wants none"), ({"data__path": "other"}, "is not the text that the snapshots")])
-def test_another_runs_snapshots_are_left_alone(settings: dict[str, object], expected: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model__n_layer": 3, "optimizer__learning_rate": 0.5}, "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.01 -> 0.5"),
+        ({"snapshot__resume": "never"}, "snapshot.resume=never wants none"),
+        ({"data__path": "other"}, "is not the text that the snapshots"),
+    ],
+)
+def test_another_runs_snapshots_are_left_alone(
+    settings: dict[str, Any], expected: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     shutil.copytree(undisturbed, tmp_path / "run")
     (tmp_path / "other").write_text(text.read_text()[1:])
     if "data__path" in settings:
@@ -105,10 +121,17 @@ def test_another_runs_snapshots_are_left_alone(settings: dict[str, object], expe
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("settings", "expected"), [
-    ({"model__n_heads": 3}, "unknown setting 'model.n_heads'"), ({"trainer__micro_batch_size": 8}, "2 workers cannot share the 1 micro-batches"),
-    ({"data__path": "nowhere.txt"}, "data.path nowhere.txt does not exist")])
-def test_under_torchrun_the_sentence_comes_once_and_the_job_ends(settings: dict[str, object], expected: str, start: Start, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model__n_heads": 3}, "unknown setting 'model.n_heads'"),
+        ({"trainer__micro_batch_size": 8}, "2 workers cannot share the 1 micro-batches"),
+        ({"data__path": "nowhere.txt"}, "data.path nowhere.txt does not exist"),
+    ],
+)
+def test_under_torchrun_the_sentence_comes_once_and_the_job_ends(
+    settings: dict[str, Any], expected: str, start: Start, text: Path, tmp_path: Path
+) -> None:
     done = start(command(workers=2, restarts=50, **{"run_dir": tmp_path / "run", "data__path": text} | settings)).finish(60)
     assert done.code != 0 and done.err.count(expected) == 1 and done.err.count("error: ") == 1, done.err
 

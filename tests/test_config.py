@@ -54,34 +54,45 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     assert stop.value.code == 0 and all(key in text and item.about in text for key, item in settings().items())
 
 
-@pytest.mark.parametrize(("argument", "sentence"), [
-    ("model.n_layers=3", "unknown setting 'model.n_layers'; did you mean 'model.n_layer'?"),
-    ("n_layer=3", "unknown setting 'n_layer'; did you mean 'model.n_layer'?"),
-    ("model=3", "model is a section"),
-    ("model.n_layer=two", "model.n_layer must be a whole number at least 1, not 'two'"),
-    ("model.n_layer=0", "model.n_layer must be a whole number at least 1, not 0"),
-    ("model.n_layer=2.5", "model.n_layer must be a whole number"),
-    ("model.dropout=1", "model.dropout must be a number at least 0 and below 1, not 1.0"),
-    ("optimizer.learning_rate=nan", "optimizer.learning_rate must be a number above 0"),
-    ("optimizer.learning_rate=inf", "optimizer.learning_rate must be a number above 0"),
-    ("model.arch=gpt3", "model.arch must be one of gpt2, modern, not 'gpt3'"),
-    ("trainer.compile=perhaps", "trainer.compile must be true or false"),
-    ("model.n_head=3", "model.n_embd (128) must be divisible by model.n_head (3)"),
-    ("model.n_head=128", "must be even for the rotary positions"),
-    ("trainer.micro_batch_size=7", "trainer.batch_size (64) must be divisible by trainer.micro_batch_size (7)"),
-    ("data.sha256=abc", "data.sha256 must be 64 hexadecimal digits"),
-    ("--trainer.max_steps", "--trainer.max_steps needs a value"),
-    ("elsewhere.yaml", "the configuration file elsewhere.yaml cannot be read: No such file or directory"),
-])
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("model.n_layers=3", "unknown setting 'model.n_layers'; did you mean 'model.n_layer'?"),
+        ("n_layer=3", "unknown setting 'n_layer'; did you mean 'model.n_layer'?"),
+        ("model=3", "model is a section"),
+        ("model.n_layer=two", "model.n_layer must be a whole number at least 1, not 'two'"),
+        ("model.n_layer=0", "model.n_layer must be a whole number at least 1, not 0"),
+        ("model.n_layer=2.5", "model.n_layer must be a whole number"),
+        ("model.dropout=1", "model.dropout must be a number at least 0 and below 1, not 1.0"),
+        ("optimizer.learning_rate=nan", "optimizer.learning_rate must be a number above 0"),
+        ("optimizer.learning_rate=inf", "optimizer.learning_rate must be a number above 0"),
+        ("model.arch=gpt3", "model.arch must be one of gpt2, modern, not 'gpt3'"),
+        ("trainer.compile=perhaps", "trainer.compile must be true or false"),
+        ("model.n_head=3", "model.n_embd (128) must be divisible by model.n_head (3)"),
+        ("model.n_head=128", "must be even for the rotary positions"),
+        ("trainer.micro_batch_size=7", "trainer.batch_size (64) must be divisible by trainer.micro_batch_size (7)"),
+        ("data.sha256=abc", "data.sha256 must be 64 hexadecimal digits"),
+        ("--trainer.max_steps", "--trainer.max_steps needs a value"),
+        ("elsewhere.yaml", "the configuration file elsewhere.yaml cannot be read: No such file or directory"),
+    ],
+)
 def test_a_mistake_is_one_sentence(argument: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
         parse([argument])
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [
-    ("model: [1, 2\n", "is not valid YAML"), ("model: {n_layer: 1}}\n", "is not valid YAML"), ("- a\n- b\n", "must hold sections"), ("modle:\n  n_layer: 3\n", "unknown setting 'modle.n_layer'; did you mean 'model.n_layer'?"),
-    ("model:\n", "model is a section"), ("\tmodel: 3\n", "is not valid YAML")])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("model: [1, 2\n", "is not valid YAML"),
+        ("model: {n_layer: 1}}\n", "is not valid YAML"),
+        ("- a\n- b\n", "must hold sections"),
+        ("modle:\n  n_layer: 3\n", "unknown setting 'modle.n_layer'; did you mean 'model.n_layer'?"),
+        ("model:\n", "model is a section"),
+        ("\tmodel: 3\n", "is not valid YAML"),
+    ],
+)
 def test_a_broken_file_is_one_sentence(content: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text(content)
     with pytest.raises(UserError) as error:

@@ -50,8 +50,14 @@ def test_validation_scores_every_token_but_the_first_exactly_once(length: int) -
     assert all(torch.equal(inputs + 1, targets) and len(inputs) <= 3 for inputs, targets in batches)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [
-    (b"", "is empty"), (b"abc" * 10, "the validation part .* has 3 characters"), (b"a" * 50 + b"\xff" + b"a" * 50, "is not UTF-8: byte 0xff at offset 50")])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty"),
+        (b"abc" * 10, "the validation part .* has 3 characters"),
+        (b"a" * 50 + b"\xff" + b"a" * 50, "is not UTF-8: byte 0xff at offset 50"),
+    ],
+)
 def test_a_text_that_cannot_be_used_is_refused(content: bytes, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         prepare(content, DataConfig(block_size=8))
@@ -72,12 +78,12 @@ def test_a_remote_text_is_cached_and_its_checksum_holds(tmp_path: Path, monkeypa
     assert read_bytes(DataConfig(path=url, sha256=digest)) == TEXT.encode() == cached.read_bytes()
     (tmp_path / "texts.zip").unlink()
     assert read_bytes(DataConfig(path=url, sha256=digest)) == TEXT.encode()
-    with pytest.raises(UserError, match="cannot be read|does not exist"):
+    with pytest.raises(UserError, match=r"cannot be read|does not exist"):
         read_bytes(DataConfig(path=url, sha256="0" * 64))
 
 
 def test_another_checksum_is_refused() -> None:
-    with pytest.raises(UserError, match="data.sha256 asks for 000"):
+    with pytest.raises(UserError, match=r"data\.sha256 asks for 000"):
         read_bytes(DataConfig(path=str(ROOT / "data" / "input.txt"), sha256="0" * 64))
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, Job, children, command, final_hash, manifest, reached, records, wait_until
@@ -19,19 +20,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def two_agents(start: Start, form: str, restarts: int, **settings: object) -> list[Job]:
+def two_agents(start: Start, form: str, restarts: int, **settings: Any) -> list[Job]:
     """One worker each under two agents that meet at an endpoint (`rendezvous`) or at a fixed address (`static`)."""
     port = free_port()
     jobs = []
     for node in (0, 1):
-        meeting = ("--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test") if form == "rendezvous" else (
-            f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
+        meeting = (
+            ("--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test")
+            if form == "rendezvous"
+            else (f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
+        )
         jobs.append(start(command(workers=1, torchrun=("--nnodes=2", *meeting), restarts=restarts, **settings)))
     return jobs
 
 
 @pytest.mark.parametrize("workers", [None, 1, 4])
-def test_the_loss_curve_is_the_same_for_any_number_of_workers(workers: int | None, start: Start, text: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_the_loss_curve_is_the_same_for_any_number_of_workers(
+    workers: int | None, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     done = start(command(workers=workers, run_dir=tmp_path, data__path=text)).finish()
     assert done.code == 0, done.err
     for name in ("train/loss", "val/loss"):
@@ -53,7 +59,10 @@ def test_a_killed_worker_costs_no_bit(victim: int, start: Start, text: Path, und
     assert told["status"] == "finished" and [entry["workers"] for entry in told["generations"]] == [2, 2]
     assert told["generations"][0]["end"] == f"worker {victim} vanished" and told["seconds_lost"] > 0
     (line,) = [line for line in done.err.splitlines() if "vanished at step" in line]
-    assert line == f"worker {victim} vanished at step {told['generations'][0]['to_step']}; resumed from {told['generations'][1]['from_step']} with 2 workers"
+    assert (
+        line
+        == f"worker {victim} vanished at step {told['generations'][0]['to_step']}; resumed from {told['generations'][1]['from_step']} with 2 workers"
+    )
     assert "Traceback" not in done.err.replace("traceback :", "")
 
 
@@ -76,7 +85,7 @@ def test_two_agents_go_on_after_a_killed_worker(victim: int, start: Start, text:
 
 def test_two_resumes_one_of_them_at_an_epochs_end(start: Start, text: Path, undisturbed: Path, tmp_path: Path) -> None:
     """The whole job is killed twice; a batch size of which a whole number of steps is an epoch puts one snapshot at its end."""
-    settings = {"run_dir": tmp_path / "run", "data__path": tmp_path / "text", "trainer__batch_size": 10, "snapshot__every": 1}
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": tmp_path / "text", "trainer__batch_size": 10, "snapshot__every": 1}
     n_train = 10 * 12 * 32 + 1  # 120 windows: an epoch is 12 steps of 10
     (tmp_path / "text").write_text(text.read_text()[: n_train * 10 // 9 + 1])
     whole = start(command(**settings | {"run_dir": tmp_path / "whole"})).finish()
@@ -121,7 +130,7 @@ def test_a_finished_run_says_so_and_a_longer_one_is_asked_for(start: Start, text
 
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
-    settings = {"run_dir": run_dir, "data__path": text}
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text}
     done = start(command(**settings, trainer__eval_only=True)).finish()
     assert done.code == 0 and f"val/loss {records(undisturbed, 'val/loss')[30]:.4f}" in done.err
     done = start(command(**settings)).finish()
@@ -149,16 +158,32 @@ def test_a_gpt2_file_can_be_the_beginning(start: Start, text: Path, tmp_path: Pa
 
     transformers = pytest.importorskip("transformers", reason="requirements-dev.txt installs it")
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2))
-    save_file({f"transformer.{name.removeprefix('transformer.')}": tensor.clone() for name, tensor in theirs.transformer.state_dict().items()}, tmp_path / "gpt2.safetensors")
-    done = start(command(run_dir=tmp_path / "run", data__path=text, model__arch="gpt2", optimizer__name="adamw", trainer__max_steps=0, snapshot__init_from=tmp_path / "gpt2.safetensors")).finish()
+    save_file(
+        {f"transformer.{name.removeprefix('transformer.')}": tensor.clone() for name, tensor in theirs.transformer.state_dict().items()},
+        tmp_path / "gpt2.safetensors",
+    )
+    done = start(
+        command(
+            run_dir=tmp_path / "run",
+            data__path=text,
+            model__arch="gpt2",
+            optimizer__name="adamw",
+            trainer__max_steps=0,
+            snapshot__init_from=tmp_path / "gpt2.safetensors",
+        )
+    ).finish()
     assert done.code == 0 and "wte.weight begins afresh" in done.err, done.err
     from mingpt.snapshot import Folder
 
     mine = Folder(str(tmp_path / "run" / "snapshots")).read(0).part("model.")
-    assert torch.equal(mine["h.1.mlp.c_fc.weight"], theirs.transformer.h[1].mlp.c_fc.weight.t()) and torch.equal(mine["wpe.weight"], theirs.transformer.wpe.weight[:32])
+    assert torch.equal(mine["h.1.mlp.c_fc.weight"], theirs.transformer.h[1].mlp.c_fc.weight.t()) and torch.equal(
+        mine["wpe.weight"], theirs.transformer.wpe.weight[:32]
+    )
 
 
-def test_a_run_whose_snapshots_live_in_an_object_store_resumes(start: Start, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
     from moto.server import ThreadedMotoServer
 
@@ -166,7 +191,12 @@ def test_a_run_whose_snapshots_live_in_an_object_store_resumes(start: Start, tex
     server.start()
     try:
         host, port = server.get_host_and_port()
-        store = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        store = {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
         for key, value in store.items():
             monkeypatch.setenv(key, value)
         import fsspec
@@ -187,7 +217,7 @@ def test_a_run_whose_snapshots_live_in_an_object_store_resumes(start: Start, tex
 
 
 def test_a_url_in_memory_serves_one_process_and_no_job(start: Start, text: Path, tmp_path: Path) -> None:
-    settings = {"run_dir": tmp_path, "data__path": text, "snapshot__path": "memory://one", "trainer__max_steps": 5}
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "snapshot__path": "memory://one", "trainer__max_steps": 5}
     assert start(command(**settings)).finish().code == 0
     done = start(command(workers=1, **settings)).finish()
     assert done.code != 0 and "snapshot.path memory://one lives in the memory of one process" in done.err
@@ -196,7 +226,9 @@ def test_a_url_in_memory_serves_one_process_and_no_job(start: Start, text: Path,
 def test_four_workers_as_torchrun_starts_them_by_default(start: Start, text: Path, tmp_path: Path) -> None:
     done = start(command(workers=4, torchrun=(f"--master_port={free_port()}",), run_dir=tmp_path, data__path=text, trainer__max_steps=3)).finish()
     assert done.code == 0 and "worker 3 reads 6-7" in done.err, done.err
-    assert (tmp_path / "loss.png").stat().st_size > 10_000 and {"config.yaml", "run.json", "metrics.jsonl", "log.txt"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "loss.png").stat().st_size > 10_000 and {"config.yaml", "run.json", "metrics.jsonl", "log.txt"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 def test_a_model_that_compiles_trains(start: Start, text: Path, tmp_path: Path) -> None:

@@ -48,7 +48,9 @@ def test_gpt2_gives_the_logits_of_transformers() -> None:
     from mingpt.resume import from_gpt2, load_weights
 
     torch.manual_seed(2)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=31, n_positions=24, n_embd=48, n_layer=3, n_head=4, initializer_range=0.3)).eval()
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=31, n_positions=24, n_embd=48, n_layer=3, n_head=4, initializer_range=0.3)
+    ).eval()
     ours = model("gpt2")
     load_weights(ours, from_gpt2(theirs.state_dict()), "transformers")
     with torch.no_grad():

@@ -15,7 +15,13 @@ TENSORS = {"model.wte": torch.arange(12.0).view(3, 4), "optimizer.wte.step": tor
 
 
 def manifest(step: int, loss: float | None = None) -> dict[str, Any]:
-    return {"step": step, "windows": step * 8, "config": {}, "vocabulary": "ab", "metrics": {} if loss is None else {"val": {"step": step, "val/loss": loss}}}
+    return {
+        "step": step,
+        "windows": step * 8,
+        "config": {},
+        "vocabulary": "ab",
+        "metrics": {} if loss is None else {"val": {"step": step, "val/loss": loss}},
+    }
 
 
 @pytest.fixture
@@ -150,7 +156,13 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
     folder = Folder(str(tmp_path / "run" / "snapshots"))
     folder.prepare()
     folder.write(manifest(7), TENSORS)
-    for where in (tmp_path / "run", folder.root, folder.path("step_00000007.safetensors"), folder.path("step_00000007.json"), f"file://{tmp_path}/run/"):
+    for where in (
+        tmp_path / "run",
+        folder.root,
+        folder.path("step_00000007.safetensors"),
+        folder.path("step_00000007.json"),
+        f"file://{tmp_path}/run/",
+    ):
         assert open_anywhere(str(where)).manifest["step"] == 7
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.yaml").write_text(json.dumps({"snapshot": {"path": folder.root}}))
