@@ -45,7 +45,7 @@ class DataConfig:
 
     path: str = knob("data/input.txt", "UTF-8 text: a path or any fsspec URL (https://, s3://, ...); a URL is cached under ~/.cache/mingpt")
     sha256: Optional[str] = knob(None, "expected SHA-256 of the text in hex; null accepts any")
-    block_size: int = knob(128, "context length in tokens; a window holds one token more", at_least=1, result=True)
+    block_size: int = knob(256, "context length in tokens; a window holds one token more", at_least=1, result=True)
     val_fraction: float = knob(0.1, "share of the text, its tail, kept for validation", above=0, below=1, result=True)
 
 
@@ -54,8 +54,8 @@ class ModelConfig:
     """What is trained."""
 
     arch: Literal["gpt2", "modern"] = knob("modern", "gpt2: GPT-2 exactly; modern: rotary positions, RMSNorm, QK-norm, squared ReLU", result=True)
-    n_layer: int = knob(4, "blocks", at_least=1, result=True)
-    n_head: int = knob(4, "attention heads per block; divides n_embd", at_least=1, result=True)
+    n_layer: int = knob(3, "blocks", at_least=1, result=True)
+    n_head: int = knob(2, "attention heads per block; divides n_embd", at_least=1, result=True)
     n_embd: int = knob(128, "width of the residual stream", at_least=1, result=True)
     dropout: float = knob(0.0, "probability that an activation is dropped in training", at_least=0, below=1, result=True)
 
@@ -65,7 +65,7 @@ class OptimizerConfig:
     """How a gradient becomes an update. Linear warm-up, then a cosine down to `learning_rate * min_lr_fraction` at max_steps."""
 
     name: Literal["adamw", "muon"] = knob("muon", "adamw for every tensor, or muon for the blocks' matrices and adamw for the rest", result=True)
-    learning_rate: float = knob(0.01, "peak learning rate; muon's updates are scaled to the size of adamw's", above=0, result=True)
+    learning_rate: float = knob(0.007, "peak learning rate; muon's updates are scaled to the size of adamw's", above=0, result=True)
     min_lr_fraction: float = knob(0.02, "learning rate at the last step, as a share of the peak", at_least=0, at_most=1, result=True)
     warmup_steps: int = knob(20, "steps over which the learning rate rises from zero", at_least=0, result=True)
     weight_decay: float = knob(0.1, "decoupled weight decay of tensors with two or more dimensions", at_least=0, result=True)
@@ -79,10 +79,10 @@ class OptimizerConfig:
 class TrainerConfig:
     """How long, how large, how often, on what."""
 
-    max_steps: int = knob(500, "optimizer steps in the run", at_least=0, result=True)
-    batch_size: int = knob(64, "windows per step over all workers; their number never changes it", at_least=1, result=True)
-    micro_batch_size: int = knob(8, "windows in one forward and backward pass; divides batch_size", at_least=1, result=True)
-    eval_every: int = knob(100, "steps between evaluations of the whole validation split", at_least=1)
+    max_steps: int = knob(280, "optimizer steps in the run", at_least=0, result=True)
+    batch_size: int = knob(16, "windows per step over all workers; their number never changes it", at_least=1, result=True)
+    micro_batch_size: int = knob(2, "windows in one forward and backward pass; divides batch_size", at_least=1, result=True)
+    eval_every: int = knob(70, "steps between evaluations of the whole validation split", at_least=1)
     log_every: int = knob(10, "steps between records of the training loss", at_least=1)
     sample_tokens: int = knob(200, "tokens of text written at each evaluation; 0 for none", at_least=0)
     eval_only: bool = knob(False, "evaluate the newest snapshot and train nothing")
@@ -99,7 +99,7 @@ class TrainerConfig:
 class SnapshotConfig:
     """What survives, and how a run goes on."""
 
-    every: int = knob(50, "steps between snapshots; there is always one at max_steps", at_least=1)
+    every: int = knob(20, "steps between snapshots; there is always one at max_steps", at_least=1)
     keep_last: int = knob(3, "newest snapshots kept", at_least=1)
     keep_best: bool = knob(True, "also keep the snapshot with the lowest validation loss")
     path: Optional[str] = knob(None, "folder or fsspec URL for snapshots; null is run_dir/snapshots")

@@ -104,7 +104,7 @@ def test_a_device_that_is_not_there(refuse: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"model__n_layer": 3, "optimizer__learning_rate": 0.5}, "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.01 -> 0.5"),
+        ({"model__n_layer": 3, "optimizer__learning_rate": 0.5}, "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.007 -> 0.5"),
         ({"snapshot__resume": "never"}, "snapshot.resume=never wants none"),
         ({"data__path": "other"}, "is not the text that the snapshots"),
     ],

@@ -70,7 +70,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         ("trainer.compile=perhaps", "trainer.compile must be true or false"),
         ("model.n_head=3", "model.n_embd (128) must be divisible by model.n_head (3)"),
         ("model.n_head=128", "must be even for the rotary positions"),
-        ("trainer.micro_batch_size=7", "trainer.batch_size (64) must be divisible by trainer.micro_batch_size (7)"),
+        ("trainer.micro_batch_size=7", "trainer.batch_size (16) must be divisible by trainer.micro_batch_size (7)"),
         ("data.sha256=abc", "data.sha256 must be 64 hexadecimal digits"),
         ("--trainer.max_steps", "--trainer.max_steps needs a value"),
         ("elsewhere.yaml", "the configuration file elsewhere.yaml cannot be read: No such file or directory"),
@@ -113,4 +113,4 @@ def test_more_workers_than_micro_batches_names_both_ways_out() -> None:
 
 def test_only_settings_that_change_the_result_differ() -> None:
     old, new = to_dict(build({})), to_dict(build({"run_dir": "elsewhere", "trainer.log_every": 3, "model.n_layer": 2, "snapshot.every": 9}))
-    assert differences(old, new) == ["model.n_layer: 4 -> 2"]
+    assert differences(old, new) == ["model.n_layer: 3 -> 2"]

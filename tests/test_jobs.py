@@ -3,21 +3,14 @@
 import json
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Job, children, command, final_hash, manifest, reached, records, wait_until
+from conftest import ROOT, Job, children, command, final_hash, free_port, manifest, reached, records, wait_until
 
 Start = Callable[..., Job]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def two_agents(start: Start, form: str, restarts: int, **settings: Any) -> list[Job]:
