@@ -79,10 +79,10 @@ class OptimizerConfig:
 class TrainerConfig:
     """How long, how large, how often, on what."""
 
-    max_steps: int = knob(280, "optimizer steps in the run", at_least=0, result=True)
+    max_steps: int = knob(340, "optimizer steps in the run", at_least=0, result=True)
     batch_size: int = knob(16, "windows per step over all workers; their number never changes it", at_least=1, result=True)
     micro_batch_size: int = knob(2, "windows in one forward and backward pass; divides batch_size", at_least=1, result=True)
-    eval_every: int = knob(70, "steps between evaluations of the whole validation split", at_least=1)
+    eval_every: int = knob(85, "steps between evaluations of the whole validation split", at_least=1)
     log_every: int = knob(10, "steps between records of the training loss", at_least=1)
     sample_tokens: int = knob(200, "tokens of text written at each evaluation; 0 for none", at_least=0)
     eval_only: bool = knob(False, "evaluate the newest snapshot and train nothing")
