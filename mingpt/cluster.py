@@ -17,15 +17,17 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mingpt.config import TrainerConfig, UserError
+from mingpt.stopping import REQUESTS, Listener
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 MEETING_S = 600.0  # a worker may still be importing torch, or another node still booting
 POLL_S = 0.01
+
+
+class Told(RuntimeError):
+    """An error that its one sentence explains: no traceback is printed."""
+
+
+class EndOfJob(Told):
+    """A failure that would repeat: no further generation may start. Raised on all workers alike."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Launch:
     local_world_size: int = 1
     master: tuple[str, int] | None = None  # None: no process group, no other worker
     agent_hosts_store: bool = False
-    elastic: bool = False  # an agent of torchrun is our parent and starts a new generation if we fail
+    agent: int | None = None  # process id of torchrun's agent, our parent, which starts a new generation if we fail
     restarts: int = 0
     restarts_allowed: int = 0
     omp_threads: int | None = None
@@ -64,7 +74,7 @@ class Launch:
             int(env.get("LOCAL_WORLD_SIZE", 1)),
             (env["MASTER_ADDR"], int(env["MASTER_PORT"])),
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            "TORCHELASTIC_RUN_ID" in env,
+            os.getppid() if "TORCHELASTIC_RUN_ID" in env else None,
             int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
             threads,
@@ -74,20 +84,21 @@ class Launch:
         """CPU threads for this worker: the setting, or OMP_NUM_THREADS where the setting stands at its default."""
         return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
 
-    def refuse(self, error: UserError) -> NoReturn:
-        """Say it, once, and end the job with exit code 2, however many restarts are left."""
-        agent = os.getppid() if self.elastic else None
-        if agent and self.local_rank:
+    def refuse(self, error: UserError | EndOfJob) -> NoReturn:
+        """Say it, once, and end the job, however many restarts are left: exit code 2 after a UserError, 1 otherwise. All workers call it."""
+        code = 2 if isinstance(error, UserError) else 1
+        signal.set_wakeup_fd(-1)  # from here on a signal ends this process with our exit code
+        if self.agent and self.local_rank:
             # The first worker of the node tells the agent, after rank 0 has spoken. Leaving before would have it stopped in mid-sentence.
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
             time.sleep(MEETING_S)
         if self.rank == 0:
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()
-        if agent:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            os.kill(agent, signal.SIGTERM)
-        os._exit(2)
+        if self.agent:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
+            os.kill(self.agent, signal.SIGTERM)
+        os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -120,16 +131,18 @@ class Cluster:
     `step` is the last completed step, kept by the trainer for whoever asks how far this worker came.
     """
 
-    def __init__(self, launch: Launch, config: TrainerConfig) -> None:
+    def __init__(self, launch: Launch, config: TrainerConfig, listener: Listener) -> None:
         import torch
 
         self.launch, self.rank, self.world_size, self.step = launch, launch.rank, launch.world_size, 0
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
         self.generation, self.before = uuid.uuid4().hex, None
+        self.listener = listener
         self._store: Any = None
         if launch.master:
             self._store, self._farewells = self._connect(hosting=launch.rank == 0 and not launch.agent_hosts_store), self._connect(hosting=False)
+            listener.say_farewell = self.say_farewell
             self.generation = self._meet()
             self.before = self._departed() if self.rank == 0 else None
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -140,7 +153,6 @@ class Cluster:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=config.timeout_s),
             )
-            self._watch_signals()
         self.device = self.all_or_none(lambda: find_device(config.device, launch))
         if len(set(self.gather(self.device.type))) > 1:  # one group works with one kind of device
             self.device = torch.device("cpu")
@@ -153,6 +165,34 @@ class Cluster:
             log.info("using %d CPU threads per worker, as this run began, not %d", recorded, self.threads)
             self.threads = recorded
             torch.set_num_threads(recorded)
+
+    def arithmetic(self, wanted: str) -> "torch.dtype":
+        """The type of the matrix products: bfloat16 where it is asked for or, under auto, native."""
+        import torch
+
+        kind = self.device.type
+        native = torch.cuda.get_device_capability() >= (8, 0) if kind == "cuda" else kind == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if wanted == "bfloat16" or (wanted == "auto" and native) else torch.float32
+
+    def software(self) -> dict[str, Any]:
+        """What the bits depend on beside the configuration."""
+        import torch
+
+        cpu = f"{self.device.type} {torch.backends.cpu.get_cpu_capability()}"
+        return {"torch": torch.__version__, "device": torch.cuda.get_device_name() if self.device.type == "cuda" else cpu, "threads": self.threads}
+
+    def insist_on_determinism(self) -> None:
+        """From here on an operation without a deterministic kernel is an error that names it."""
+        import torch
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # finds bugs in kernels, for the price of writing every tensor twice
+
+    def listen(self, stop_file: Path) -> None:
+        """From here on a request to stop waits for the end of a step, where all workers agree on it."""
+        self.listener.stop_file = stop_file
+        self.listener.agreeing = True
 
     def _connect(self, hosting: bool) -> Any:
         from torch.distributed import TCPStore
@@ -242,6 +282,26 @@ class Cluster:
             torch.distributed.all_reduce(tensor)
         return tensor
 
+    def exchange(self, losses: "torch.Tensor") -> Callable[[], tuple[list[float], str | None]]:
+        """Begin to share (M,) losses, zero where they are another worker's, and the wish to stop; the result waits for all of it.
+
+        Returns every micro-batch's loss and the request to stop that any worker has heard, the same on all workers.
+        """
+        import torch
+
+        heard = torch.tensor([float(self.listener.asked == name) for name in REQUESTS], dtype=torch.float64)
+        vector = torch.cat([losses.detach().double().cpu(), heard])
+        work = torch.distributed.all_reduce(vector, async_op=True) if self.world_size > 1 else None
+
+        def result() -> tuple[list[float], str | None]:
+            if work is not None:
+                work.wait()
+            values = vector.tolist()
+            asked = values[len(values) - len(REQUESTS) :]
+            return values[: -len(REQUESTS)], next((name for name, count in zip(REQUESTS, asked, strict=True) if count), None)
+
+        return result
+
     def barrier(self) -> None:
         self.gather(None)
 
@@ -267,41 +327,32 @@ class Cluster:
             except DistError:
                 pass  # the store died with its agent: nobody is left to read it
 
-    def _watch_signals(self) -> None:
-        """Leave word when told to go. In a thread: Python's handlers do not run while the main thread waits inside a collective."""
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # so that the signal is written to the pipe and does nothing else
-        signal.set_wakeup_fd(writing)
-
-        def leave() -> None:
-            number = os.read(reading, 1)[0]
-            self.say_farewell(f"told to stop by {signal.Signals(number).name}")
-            os._exit(128 + number)
-
-        threading.Thread(target=leave, daemon=True).start()
-
     def leave_after(self, error: BaseException) -> NoReturn:
         """Exit code 1 after an error; where a peer vanished, without the backend's traceback, which tells only that."""
         lost = is_lost_peer(error)
         self.say_farewell(
             "left without a peer" if lost else f"failed ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})"
         )
-        if not lost:
-            import traceback
-
+        if isinstance(error, Told):
+            sys.stderr.write(f"error: worker {self.rank}: {error}\n")
+        elif not lost:
             traceback.print_exception(error)
         elif self.launch.restarts >= self.launch.restarts_allowed:
             sys.stderr.write(f"worker {self.rank} lost a peer after step {self.step}, and torchrun has no restart left (--max-restarts)\n")
         sys.stderr.flush()
         os._exit(1)
 
-    def leave(self) -> NoReturn:
-        """Exit code 0, at once: a peer that dies while this process tidies up would wait for it in vain."""
+    def leave(self, stopped_by: str | None = None) -> NoReturn:
+        """At once: a peer that dies while this process tidies up would wait for it in vain.
+
+        Exit code 0; under torchrun, 128 + signal after SIGTERM and SIGINT, so that the agent decides whether to start a next generation.
+        """
+        again = stopped_by in ("SIGTERM", "SIGINT") and self.launch.agent
+        if again:
+            self.say_farewell(f"told to stop by {stopped_by}")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(128 + getattr(signal, str(stopped_by)) if again else 0)
 
 
 def is_lost_peer(error: BaseException) -> bool:

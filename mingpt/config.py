@@ -92,6 +92,7 @@ class TrainerConfig:
     )
     compile: bool = knob(False, "torch.compile the model; where that fails the run goes on without", result=True)
     threads: int = knob(1, "CPU threads per worker; OMP_NUM_THREADS is obeyed where this stands at 1", at_least=1)
+    reduction: Literal["exact", "fast"] = knob("exact", "exact: the same bits for any number of workers; fast: DDP's own all-reduce", result=True)
     timeout_s: float = knob(300, "seconds after which a worker that waits for another gives it up", above=0)
 
 

@@ -10,61 +10,85 @@ from typing import Any
 from mingpt.cluster import Departure
 from mingpt.metrics import replace_file
 
+HOPELESS = 3  # generations that fail at the same step, one after the other
+
 
 class Ledger:
-    """Kept by rank 0. `status` is running, finished, stopped or failed; times are seconds since 1970.
+    """Kept by rank 0. `status` is running, finished, stopped or failed; times are seconds, `began` and `seen` since 1970.
 
-    A generation is the workers between two restarts: how many, the steps they began and ended at, when, and how it ended.
+    A generation is the workers between two restarts: how many, the steps it began at and came to, and how it ended. `exact` says
+    that `to_step` was told by a worker of it and is not merely the last step on record. `restart` tells it from a job's first.
     """
 
     def __init__(self, run_dir: Path, versions: dict[str, str]) -> None:
         self.path = run_dir / "run.json"
-        self.content: dict[str, Any] = {
-            "id": uuid.uuid4().hex,
-            "status": "running",
-            "generations": [],
-            "changes": [],
-            "steps_lost": 0,
-            "seconds_lost": 0.0,
-        }
+        self.content: dict[str, Any] = {"id": uuid.uuid4().hex, "status": "running", "generations": [], "changes": []}
+        self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0}
         try:
             self.content |= json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             pass  # a new run
         self.content["versions"] = versions | {"python": platform.python_version()}
+        self.generations: list[dict[str, Any]] = self.content["generations"]
 
-    def begin(self, workers: int, step: int, departure: Departure | None, changes: list[str]) -> str | None:
+    def begin(self, workers: int, step: int, departure: Departure | None, restart: bool, changes: list[str]) -> str | None:
         """A generation starts at `step`. Returns one line on the one before, if that did not end in order."""
-        now, sentence = time.time(), None
+        sentence = None
         if changes:
             self.content["changes"].append({"step": step, "settings": changes})
-        if self.content["generations"] and self.content["status"] in ("running", "failed"):
-            last = self.content["generations"][-1]
-            last["to_step"] = max(last["to_step"], step, (departure.step() if departure else None) or 0)
-            last["end"] = departure.sentence() if departure else "all workers vanished" if self.content["status"] == "running" else last["end"]
-            redone = last["to_step"] - step
-            self.content["steps_lost"] += redone
-            self.content["seconds_lost"] = round(self.content["seconds_lost"] + now - last["seen"] + redone * last.get("step_s", 0.0), 3)
+        if self.generations and self.generations[-1]["end"] == "running":
+            self.close(self.generations[-1], step, departure)
+            last = self.generations[-1]
             sentence = f"{last['end']} at step {last['to_step']}; resumed from {step} with {workers} worker{'s' * (workers > 1)}"
-        self.content["generations"].append({"workers": workers, "from_step": step, "to_step": step, "began": now, "seen": now, "end": "running"})
+        now = time.time()
+        self.generations.append(
+            {"workers": workers, "from_step": step, "to_step": step, "exact": False, "restart": restart, "began": now, "seen": now, "end": "running"}
+        )
         self.content["status"] = "running"
         self.write()
         return sentence
 
-    def seen(self, step: int, step_s: float | None = None) -> None:
+    def close(self, last: dict[str, Any], step: int, departure: Departure | None) -> None:
+        """Book the end of a generation that could not do so itself, and what it cost to be back at `step`."""
+        told = departure.step() if departure else None
+        last["exact"] = told is not None and told >= last["to_step"]
+        last["to_step"] = max(last["to_step"], told or 0, step)
+        last["end"] = departure.sentence() if departure else "all workers vanished"
+        redone = last["to_step"] - step
+        self.content["steps_lost"] += redone
+        self.content["seconds_lost"] = round(self.content["seconds_lost"] + time.time() - last["seen"] + redone * last.get("step_s", 0.0), 3)
+
+    def hopeless(self) -> str | None:
+        """One sentence if the last generations of this job all failed at the same step."""
+        ended = [entry for entry in self.generations if entry["end"] != "running"][-HOPELESS:]
+        same = len({entry["to_step"] for entry in ended}) == 1 and all(entry["exact"] for entry in ended)
+        if len(ended) < HOPELESS or not same or not all(entry["restart"] for entry in ended[1:]):
+            return None
+        return f"{HOPELESS} generations failed one after the other at step {ended[0]['to_step'] + 1} ({ended[-1]['end']}): going on would repeat it"
+
+    def seen(self, step: int, step_s: float) -> None:
         """The running generation has completed `step`, at so many seconds a step."""
-        self.content["generations"][-1] |= {"to_step": step, "seen": time.time()} | ({"step_s": step_s} if step_s is not None else {})
+        self.generations[-1] |= {"to_step": step, "seen": time.time(), "step_s": step_s}
         self.write()
 
-    def end(self, status: str, step: int, how: str | None = None) -> None:
-        if self.content["generations"]:
-            self.content["generations"][-1] |= {"to_step": step, "seen": time.time(), "end": how or status}
+    def end(self, status: str, step: int, how: str) -> None:
+        self.generations[-1] |= {"to_step": step, "exact": True, "seen": time.time(), "end": how}
         self.content["status"] = status
         self.write()
 
     def restarts(self) -> list[int]:
         """The steps at which later generations began."""
-        return [generation["from_step"] for generation in self.content["generations"][1:]]
+        return [entry["from_step"] for entry in self.generations[1:]]
+
+    def summary(self) -> str:
+        """The whole run in a line."""
+        count, redone, lost = len(self.generations), self.content["steps_lost"], self.content["seconds_lost"]
+        return f"{count} generation{'s' * (count > 1)}, {redone} steps done twice, {lost:.1f} s lost, goodput {self.content['goodput']:.1%}"
 
     def write(self) -> None:
+        # Time after an orderly stop is nobody's loss: a run's time is that of its generations and what was lost between them.
+        trained = sum(entry["seen"] - entry["began"] for entry in self.generations)
+        between = sum(max(0.0, after["began"] - before["seen"]) for before, after in zip(self.generations, self.generations[1:], strict=False)
+                      if not before["end"].startswith(("finished", "stopped")))  # fmt: skip
+        self.content["goodput"] = round(1 - self.content["seconds_lost"] / max(trained + between, self.content["seconds_lost"], 1e-9), 4)
         replace_file(self.path, json.dumps(self.content, indent=1) + "\n")

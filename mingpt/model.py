@@ -12,8 +12,10 @@
 B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 """
 
+import logging
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 
 from mingpt.config import ModelConfig
 from mingpt.data import NOT_SCORED
+
+log = logging.getLogger(__name__)
 
 ROTARY_BASE = 10_000.0
 WRITTEN_OUT_BELOW = 512  # tokens up to which plain products beat the CPU's flash-attention kernel, whose backward pass is slow
@@ -181,3 +185,17 @@ class GPT(nn.Module):
         matrices = sum(weight.numel() for name, weight in self.named_parameters() if weight.ndim == 2 and name not in ("wte.weight", "wpe.weight"))
         head = self.wte.weight.numel() if self.config.arch == "gpt2" else 0  # tied: listed once, as wte
         return 6.0 * (matrices + head) + 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
+
+
+def compiled(model: GPT, device: torch.device) -> Callable[..., Any]:
+    """The compiled model if it compiles, else the model itself and one line why."""
+    tokens = torch.zeros((1, model.block_size), dtype=torch.long, device=device)
+    try:
+        result = torch.compile(model)
+        result(tokens, tokens)[1].backward()
+    except Exception as error:  # whatever stage of the compiler fails, the run can do without it
+        log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, (str(error).splitlines() or [""])[0])
+        return model
+    finally:
+        model.zero_grad(set_to_none=True)
+    return result

@@ -237,6 +237,12 @@ class Writer:
             if step != best:
                 self.folder.remove(step)
 
+    def idle(self, timeout_s: float) -> bool:
+        """Whether the last write is over, after waiting for it at most so long."""
+        if self.thread:
+            self.thread.join(timeout_s)
+        return not (self.thread and self.thread.is_alive())
+
     def finish(self) -> None:
         """Wait until the last snapshot is durable; raises what kept it from being written."""
         if self.thread:

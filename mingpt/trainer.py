@@ -1,8 +1,8 @@
 """The loop: a run is a function of its configuration, whoever computes it.
 
 A step is `batch_size / micro_batch_size` micro-batches, shared among the workers. What a micro-batch is made of, its windows
-and its dropout, depends on (seed, step, micro-batch) alone, so the whole state of a run between two steps is the model, the
-optimizer and one integer, the windows dealt so far. That is what a snapshot holds.
+and its dropout, depends on (seed, step, micro-batch) alone, and the gradients are summed in one order. So the whole state of a run
+between two steps is the model, the optimizer and one integer, the windows dealt so far. That is what a snapshot holds.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,133 +19,186 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from mingpt import resume
-from mingpt.cluster import Cluster
-from mingpt.config import Config, UserError, dump, to_dict
+from mingpt import audit, resume
+from mingpt.cluster import Cluster, EndOfJob, Told
+from mingpt.config import Config, UserError, to_dict
 from mingpt.data import Corpus, prepare, read_bytes
 from mingpt.generate import generate
-from mingpt.ledger import Ledger
-from mingpt.metrics import Metrics, Picture, Progress, open_log, peak_flops, replace_file
-from mingpt.model import GPT
+from mingpt.metrics import open_log, peak_flops
+from mingpt.model import GPT, compiled
 from mingpt.optim import Optimizer, learning_rate
+from mingpt.reduce import GradientTree
+from mingpt.report import Report
 from mingpt.sampler import ElasticSampler, mix
 from mingpt.snapshot import Snapshot, Writer
 
 log = logging.getLogger(__name__)
 
 
-class OutOfMemory(RuntimeError):
-    """A micro-batch does not fit into memory."""
+class Poison(EndOfJob):
+    """A loss or gradient that is not a finite number; the update was not made."""
 
 
 class Trainer:
     """One worker's part of a run. Construct it on every worker, then call `run` once."""
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
-        self.config, self.cluster, self.main = config, cluster, cluster.rank == 0
+        self.config, self.cluster = config, cluster
+        main = cluster.rank == 0
         self.run_dir = cluster.all_or_none(lambda: make_run_dir(config))
-        open_log(self.run_dir if self.main else None)
+        open_log(self.run_dir if main else None)
         self.corpus = read_corpus(config, cluster)
         self.folder = cluster.all_or_none(lambda: resume.open_folder(config, cluster))
-        snapshot, self.changes = resume.newest_snapshot(self.folder, cluster), []
-        if not cluster.admitted():
-            self.changes = resume.check(snapshot, config, self.folder.url, self.corpus.fingerprint)
+        snapshot, changes, restart = resume.newest_snapshot(self.folder, cluster), [], cluster.admitted()
+        if not restart:
+            changes = resume.check(snapshot, config, self.folder.url, self.corpus.fingerprint)
         if snapshot:
             cluster.use_threads(snapshot.manifest["software"]["threads"])
-        self.dtype = arithmetic(config.trainer.dtype, cluster.device)
+        self.dtype = cluster.arithmetic(config.trainer.dtype)
+        self.software = cluster.software() | {"dtype": str(self.dtype).removeprefix("torch.")}
         self.build(snapshot)
-        if self.main:
+        if main:
             cluster.admit()
+        self.report, self.writer = None, Writer(self.folder, config.snapshot.keep_last, config.snapshot.keep_best)
+        self.nothing_left = bool(snapshot) and self.step >= config.trainer.max_steps
+        if main and not config.trainer.eval_only and not self.nothing_left:
+            self.report = Report(config, cluster, self.corpus, self.step, changes, self.software, restart)
 
     def build(self, snapshot: Snapshot | None) -> None:
         """Model, optimizer and sampler, as the snapshot left them or as the seed makes them."""
-        config, device = self.config, self.cluster.device
+        config, cluster = self.config, self.cluster
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, vocab_size=len(self.corpus.vocabulary), block_size=config.data.block_size)
+        self.step, self.windows, chain = 0, 0, audit.START
         if snapshot:
-            resume.load_weights(self.model, snapshot.part("model."), f"the snapshot of step {snapshot.manifest['step']}")
+            self.step, self.windows, chain = (snapshot.manifest[key] for key in ("step", "windows", "audit"))
+            resume.compare_software(snapshot.manifest["software"], self.software)
+            resume.load_weights(self.model, snapshot.part("model."), f"the snapshot of step {self.step}")
         elif config.snapshot.init_from:
-            self.cluster.all_or_none(lambda: resume.init_from(self.model, str(config.snapshot.init_from), self.corpus.vocabulary))
-        self.model.to(device)
+            cluster.all_or_none(lambda: resume.init_from(self.model, str(config.snapshot.init_from), self.corpus.vocabulary))
+        self.model.to(cluster.device)
         self.optimizer = Optimizer(self.model, config.optimizer)
-        self.step = self.windows = 0
-        if snapshot:
-            self.step, self.windows = snapshot.manifest["step"], snapshot.manifest["windows"]
-            if snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
-                self.optimizer.load_state_dict(snapshot.part("optimizer."))
-        self.cluster.step = self.step
-        self.restored = snapshot.manifest if snapshot else None
-        trained = compiled(self.model, device) if config.trainer.compile else self.model
+        if snapshot and snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
+            self.optimizer.load_state_dict(snapshot.part("optimizer."))
+        cluster.step = self.step
+        self.micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
+        self.samplers = [
+            ElasticSampler(self.corpus.train, batch_size=config.trainer.batch_size, micro_batch_size=config.trainer.micro_batch_size,
+                           seed=config.seed, num_replicas=cluster.world_size, rank=rank) for rank in range(cluster.world_size)
+        ]  # fmt: skip
+        self.sampler, self.shares = self.samplers[cluster.rank], [sampler.micro_batches() for sampler in self.samplers]
+        self.sampler.seek(self.windows)
+        self.mine = self.shares[cluster.rank]
+        self.audit = audit.Audit(chain, self.micro_batches)
+        self.digests: dict[int, bytes] = {}  # of this worker's micro-batches in the step under way
+        self.losses = torch.zeros(self.micro_batches, device=cluster.device)  # of one step; those of other workers stay zero
+        self.distribute()
+
+    def distribute(self) -> None:
+        """How gradients become the workers' common mean."""
+        trained = compiled(self.model, self.cluster.device) if self.config.trainer.compile else self.model
         self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True) if self.cluster.launch.master else None
         self.forward: Callable[..., Any] = self.ddp or trained
-        self.sampler = ElasticSampler(
-            self.corpus.train,
-            batch_size=config.trainer.batch_size,
-            micro_batch_size=config.trainer.micro_batch_size,
-            seed=config.seed,
-            num_replicas=self.cluster.world_size,
-            rank=self.cluster.rank,
-        )
-        self.sampler.seek(self.windows)
-        self.micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
-        self.losses = torch.zeros(self.micro_batches, dtype=torch.float64)  # of the last step; those of other workers stay zero
+        self.tree = None
+        if self.config.trainer.reduction == "exact":
+            self.cluster.insist_on_determinism()
+            self.tree = GradientTree(list(self.model.parameters()), self.shares, self.cluster.rank)
+            if self.ddp:
+                self.ddp.register_comm_hook(None, self.tree.hook)
+        # The hook adds; DDP's own reduction takes the mean over the workers.
+        self.scale = (1 if self.tree else self.cluster.world_size) / self.micro_batches
 
-    def run(self) -> None:
-        """Train from where the run stands to max_steps; on return everything is durable, on all workers."""
-        config = self.config.trainer
-        if self.restored:
-            resume.compare_software(self.restored["software"], self.software())
+    def run(self) -> str | None:
+        """Train from where the run stands to max_steps, or until told to stop; then everything is durable, on all workers.
+
+        Returns what asked the run to stop, if something did.
+        """
+        config, stop = self.config.trainer, None
         if config.eval_only:
             log.info("step %d  val/loss %.4f  val/bits_per_byte %.4f", self.step, *self.evaluate().values())
-            return
-        if self.step >= config.max_steps and self.restored:
+            return None
+        if self.nothing_left:
             log.info("the run already stands at step %d and trainer.max_steps is %d: nothing is left to do", self.step, config.max_steps)
-            return
-        self.open_records()
-        self.announce()
+            return None
+        if hopeless := self.cluster.broadcast(self.report.hopeless() if self.report else None, 0):
+            raise EndOfJob(hopeless)
+        if self.report:
+            parameters = sum(weight.numel() for weight in self.model.parameters())
+            self.report.plan(self.step, parameters, self.sampler.windows_per_epoch, self.shares, self.folder.url)
+        self.cluster.listen(self.run_dir / "STOP")
         self.batches = iter(DataLoader(self.corpus.train, batch_size=config.micro_batch_size, sampler=self.sampler, collate_fn=lambda batch: batch))
-        self.progress = Progress(self.step, config.max_steps) if self.main else None
+        self.restart_clock()
         if self.step == 0:
             self.report_evaluation()
+        self.restart_clock()
+        while self.step < config.max_steps and not stop:
+            norm, stop = self.train_step()
+            self.after_step(norm, stop)
         if config.max_steps == 0:
             self.save()
-        self.restart_clock()
-        while self.step < config.max_steps:
-            norm = self.train_step()
-            self.after_step(norm)
-        if self.main:
-            self.close_records()
-        self.cluster.barrier()
+        self.finish(stop if self.step < config.max_steps else None)
+        return stop if self.step < config.max_steps else None
 
-    def train_step(self) -> Tensor:
-        """One optimizer update; returns the norm of the gradient before clipping."""
-        mine = self.sampler.micro_batches()
+    def train_step(self) -> tuple[float, str | None]:
+        """One optimizer update. Returns the norm of the gradient before clipping, and what asked the run to stop, if anything did."""
+        if self.tree:
+            self.tree.begin()
         with out_of_memory_named():
-            for micro_batch in mine:
+            for micro_batch in self.mine:
                 began = time.perf_counter()
-                inputs, targets = (part.to(self.cluster.device, non_blocking=True) for part in next(self.batches))
+                inputs, targets = next(self.batches)
+                self.digests[micro_batch] = audit.digest(inputs, targets)
                 self.data_s += time.perf_counter() - began
-                last = micro_batch == mine[-1]
-                self.accumulate(micro_batch, inputs, targets, share=last)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip or math.inf)
+                self.accumulate(micro_batch, inputs, targets)
+            if not self.mine and self.ddp:
+                self.attend()
+            exchanged = self.cluster.exchange(self.losses)
+            if self.tree and not self.ddp:
+                self.tree.finish()
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip or math.inf))
+            self.step_losses, stop = exchanged()
+            self.refuse_poison(norm)
             self.rate = learning_rate(self.step + 1, self.config.optimizer, self.config.trainer.max_steps)
             self.optimizer.step(self.rate)
             self.optimizer.zero_grad()
+        self.audit.steps.append(self.digests)
+        self.digests = {}
         self.step += 1
         self.windows += self.config.trainer.batch_size
         self.cluster.step = self.step
-        return norm
+        return norm, stop
 
-    def accumulate(self, micro_batch: int, inputs: Tensor, targets: Tensor, share: bool) -> None:
-        """Add a micro-batch's part of the gradient; with the last one the workers `share` theirs."""
+    def accumulate(self, micro_batch: int, inputs: Tensor, targets: Tensor) -> None:
+        """Add a micro-batch's part of the gradient; with a worker's last one, all workers share theirs."""
         if self.config.model.dropout:
             torch.manual_seed(mix(self.config.seed, self.step, micro_batch))
+        share = self.ddp is not None and micro_batch == self.mine[-1]
         with contextlib.nullcontext() if share or not self.ddp else self.ddp.no_sync():
             with self.autocast():
-                _, loss = self.forward(inputs, targets)
-            # DDP takes the mean over workers; the gradient is to be the mean over micro-batches.
-            (loss * (self.cluster.world_size / self.micro_batches)).backward()
+                _, loss = self.forward(inputs.to(self.cluster.device, non_blocking=True), targets.to(self.cluster.device, non_blocking=True))
+            (loss * self.scale).backward()
         self.losses[micro_batch] = loss.detach()
+        if self.tree and not share:
+            self.tree.take(micro_batch)
+
+    def attend(self) -> None:
+        """A worker too many takes part in the exchange with nothing of its own."""
+        tokens = torch.zeros(1, 1, dtype=torch.long, device=self.cluster.device)
+        self.forward(tokens, tokens)[1].mul(0.0).backward()
+
+    def refuse_poison(self, norm: float) -> None:
+        """Gradient and losses are the same on all workers, so all of them raise Poison, or none."""
+        bad = [number for number, loss in enumerate(self.step_losses) if not math.isfinite(loss)]
+        if math.isfinite(norm) and not bad:
+            return
+        size = self.config.trainer.micro_batch_size
+        where = [f"micro-batch {number} (windows at {', '.join(map(str, self.sampler.deal(self.windows + number * size, size)))})" for number in bad]
+        what = f"loss of {'; '.join(where)}" if bad else f"gradient of windows {self.windows} to {self.windows + self.config.trainer.batch_size - 1}"
+        sentence = f"step {self.step + 1}: the {what} is not finite; the update was not made and the last snapshot stands"
+        if self.report:
+            self.writer.finish()
+            self.report.failed(self.step, sentence)
+        raise Poison(sentence)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.cluster.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
@@ -165,17 +218,16 @@ class Trainer:
         nats = math.fsum(self.cluster.sum(sums).tolist())
         return {"val/loss": nats / scored, "val/bits_per_byte": nats / math.log(2) / self.corpus.val_bytes}
 
-    # Reporting and saving
-
-    def after_step(self, norm: Tensor) -> None:
+    def after_step(self, norm: float, stop: str | None) -> None:
+        """Records, evaluation and snapshot as they fall due; records come first, so that a snapshot's step has all of its own."""
         config, last = self.config, self.step == self.config.trainer.max_steps
-        if self.progress:
-            self.progress.advance()
+        if self.report:
+            self.report.progress.advance()
         if last or self.step % config.trainer.log_every == 0:
             self.report_training(norm)
         if last or self.step % config.trainer.eval_every == 0:
             self.pause_clock(self.report_evaluation)
-        if last or self.step % config.snapshot.every == 0:
+        if last or stop or self.step % config.snapshot.every == 0:
             self.pause_clock(self.save)
 
     def restart_clock(self) -> None:
@@ -187,140 +239,53 @@ class Trainer:
         work()
         self.clock += time.perf_counter() - began
 
-    def report_training(self, norm: Tensor) -> None:
+    def report_training(self, norm: float) -> None:
         """One record of the step just done, with rates over the steps since the record before."""
-        losses = self.cluster.sum(self.losses.clone())
-        if self.main:
-            steps, tokens_per_step = self.step - self.timed_from, self.config.trainer.batch_size * self.config.data.block_size
-            step_s = (time.perf_counter() - self.clock) / steps
-            peak = peak_flops(torch.cuda.get_device_name()) if self.cluster.device.type == "cuda" else None
-            flops = self.model.flops_per_token() * tokens_per_step / step_s
-            record = self.metrics.record(
-                self.step,
-                {
-                    "train/loss": math.fsum(losses.tolist()) / self.micro_batches,
-                    "lr": self.rate,
-                    "grad_norm": float(norm),
-                    "tokens": self.windows * self.config.data.block_size,
-                    "tokens_per_s": tokens_per_step / step_s,
-                    "step_s": step_s,
-                    "data_s": self.data_s / steps,
-                    "mfu": flops / peak / self.cluster.world_size if peak else None,
-                },
-            )
-            assert self.progress
-            self.progress.show(record)
-            self.ledger.seen(self.step, step_s)
+        steps, tokens_per_step = self.step - self.timed_from, self.config.trainer.batch_size * self.config.data.block_size
+        step_s = (time.perf_counter() - self.clock) / steps
+        peak = peak_flops(self.software["device"])
+        share = self.model.flops_per_token() * tokens_per_step / step_s / self.cluster.world_size
+        if self.report:
+            self.report.training(self.step, {
+                "train/loss": math.fsum(self.step_losses) / self.micro_batches, "lr": self.rate, "grad_norm": norm,
+                "tokens": self.windows * self.config.data.block_size, "tokens_per_s": tokens_per_step / step_s, "step_s": step_s,
+                "data_s": self.data_s / steps, "mfu": share / peak if peak else None,
+            })  # fmt: skip
         self.restart_clock()
 
     def report_evaluation(self) -> None:
         values = self.evaluate()
-        if self.main:
-            record = self.metrics.record(self.step, values)
-            log.info(
-                "step %d/%d  val/loss %.4f  val/bits_per_byte %.4f",
-                self.step,
-                self.config.trainer.max_steps,
-                record["val/loss"],
-                record["val/bits_per_byte"],
-            )
-            if text := self.sample():
-                log.info("%s", "\n".join("    " + line for line in text.splitlines()))
-            self.picture.draw(self.ledger.restarts())
-
-    def sample(self) -> str:
-        """Text that the model writes now, behind a line's end if the vocabulary has one."""
-        characters, count = self.corpus.vocabulary.characters, self.config.trainer.sample_tokens
-        prompt = [max(characters.find("\n"), 0)]
-        return self.corpus.vocabulary.decode(list(generate(self.model, prompt, count, seed=self.config.seed)))
+        if self.report:
+            vocabulary = self.corpus.vocabulary
+            prompt = [max(vocabulary.characters.find("\n"), 0)]
+            text = vocabulary.decode(list(generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)))
+            self.report.evaluation(self.step, values, text)
 
     def save(self) -> None:
         """Copy the state and write it in the background."""
-        if not self.main:
+        chain = self.audit.gather(self.cluster)
+        if not self.report:
             return
         tensors = {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
         tensors |= {f"optimizer.{name}": state for name, state in self.optimizer.state_dict().items()}
         manifest = {
-            "step": self.step,
-            "windows": self.windows,
-            "config": to_dict(self.config),
-            "vocabulary": self.corpus.vocabulary.characters,
-            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint},
-            "software": self.software(),
-            "metrics": dict(self.metrics.last),
-        }
-        self.metrics.sync()  # records of a step that has a snapshot are never written again
+            "step": self.step, "windows": self.windows, "config": to_dict(self.config), "vocabulary": self.corpus.vocabulary.characters,
+            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint}, "audit": chain,
+            "software": self.software, "metrics": dict(self.report.metrics.last),
+        }  # fmt: skip
+        self.report.metrics.sync()  # records of a step that has a snapshot are never written again
         self.writer.start(manifest, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
 
-    def software(self) -> dict[str, Any]:
-        """What the bits depend on beside the configuration."""
-        device = self.cluster.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
-        return {"torch": torch.__version__, "device": name, "threads": self.cluster.threads, "dtype": str(self.dtype).removeprefix("torch.")}
-
-    def open_records(self) -> None:
-        if self.main:
-            replace_file(self.run_dir / "config.yaml", dump(self.config))
-            self.metrics = Metrics(self.run_dir, self.step)
-            self.ledger = Ledger(self.run_dir, {"torch": torch.__version__})
-            self.picture = Picture(self.run_dir, self.corpus.entropy_floor)
-            self.writer = Writer(self.folder, self.config.snapshot.keep_last, self.config.snapshot.keep_best)
-
-    def announce(self) -> None:
-        """The plan, before the first step."""
-        if not self.main:
-            return
-        trainer, workers = self.config.trainer, self.cluster.world_size
-        died = self.ledger.begin(workers, self.step, self.cluster.before, self.changes)
-        if died:
-            log.warning("%s", died)
-            return
-        parameters = sum(weight.numel() for weight in self.model.parameters())
-        steps_per_epoch = self.sampler.windows_per_epoch / trainer.batch_size
-        log.info(
-            "%s with %s parameters, %s, %d worker%s on %s with %d CPU thread%s each",
-            self.config.model.arch,
-            f"{parameters:,}",
-            self.software()["dtype"],
-            workers,
-            "s" * (workers > 1),
-            self.software()["device"],
-            self.cluster.threads,
-            "s" * (self.cluster.threads > 1),
-        )
-        log.info(
-            "%s of %s characters, %d distinct; %s tokens per step, %.1f steps per epoch, %d steps",
-            self.config.data.path,
-            f"{len(self.corpus.train.tokens) + len(self.corpus.val.tokens):,}",
-            len(self.corpus.vocabulary),
-            f"{trainer.batch_size * self.config.data.block_size:,}",
-            steps_per_epoch,
-            trainer.max_steps,
-        )
-        shares = [range(rank * self.micro_batches // workers, (rank + 1) * self.micro_batches // workers) for rank in range(workers)]
-        log.info(
-            "micro-batches of %d windows in a step: %s",
-            trainer.micro_batch_size,
-            ", ".join(
-                f"worker {rank} reads {share.start}-{share.stop - 1}" if share else f"worker {rank} idles" for rank, share in enumerate(shares)
-            ),
-        )
-        log.info(
-            "snapshots every %d steps to %s; %s",
-            self.config.snapshot.every,
-            self.folder.url,
-            f"going on from step {self.step}" if self.restored else "a fresh run",
-        )
-        for change in self.changes:
-            log.info("changed on purpose: %s", change)
-
-    def close_records(self) -> None:
-        assert self.progress
-        self.progress.close()
-        self.writer.finish()
-        self.ledger.end("finished", self.step)
-        self.picture.draw(self.ledger.restarts(), wait=True)
-        log.info("finished at step %d; snapshot in %s, metrics and loss.png in %s", self.step, self.folder.url, self.run_dir)
+    def finish(self, stopped_by: str | None) -> None:
+        """Nobody leaves before the last snapshot is durable."""
+        while not self.cluster.broadcast(self.writer.idle(timeout_s=1.0), 0):
+            pass  # short turns, so that a long upload is no silence to the other workers
+        if self.report:
+            self.writer.finish()
+            if stopped_by:
+                (self.run_dir / "STOP").unlink(missing_ok=True)
+            self.report.ended(self.step, stopped_by, self.folder.url)
+        self.cluster.barrier()
 
 
 def make_run_dir(config: Config) -> Path:
@@ -337,31 +302,11 @@ def read_corpus(config: Config, cluster: Cluster) -> Corpus:
     return prepare(cluster.share(content, source=0), config.data)
 
 
-def arithmetic(wanted: str, device: torch.device) -> torch.dtype:
-    """The type of the matrix products: bfloat16 where it is asked for or, under auto, native."""
-    native = torch.cuda.get_device_capability() >= (8, 0) if device.type == "cuda" else device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if wanted == "bfloat16" or (wanted == "auto" and native) else torch.float32
-
-
-def compiled(model: GPT, device: torch.device) -> Callable[..., Any]:
-    """The compiled model if it compiles, else the model itself and one line why."""
-    tokens = torch.zeros((1, model.block_size), dtype=torch.long, device=device)
-    try:
-        result = torch.compile(model)
-        result(tokens, tokens)[1].backward()
-    except Exception as error:  # whatever stage of the compiler fails, the run can do without it
-        log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, (str(error).splitlines() or [""])[0])
-        return model
-    finally:
-        model.zero_grad(set_to_none=True)
-    return result  # type: ignore[no-any-return]
-
-
 @contextlib.contextmanager
-def out_of_memory_named() -> Any:
+def out_of_memory_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error) or "not enough memory" in str(error):
-            raise OutOfMemory("out of memory: lower trainer.micro_batch_size (the result stays the same up to rounding)") from error
+            raise Told("out of memory: lower trainer.micro_batch_size; the batch stays the same") from error
         raise

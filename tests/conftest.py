@@ -89,6 +89,14 @@ class Job:
                 pass  # it ended by itself
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; an orphan that is dead and not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Job, children, command, final_hash, free_port, manifest, reached, records, wait_until
+from conftest import ROOT, Job, alive, children, command, final_hash, free_port, manifest, reached, records, wait_until
 
 Start = Callable[..., Job]
 
@@ -232,5 +232,5 @@ def test_a_model_that_compiles_trains(start: Start, text: Path, tmp_path: Path) 
 def test_nothing_is_left_of_a_job_that_ended(start: Start, text: Path, tmp_path: Path) -> None:
     job = start(command(workers=2, run_dir=tmp_path, data__path=text, trainer__max_steps=2))
     workers = wait_until(lambda: len(found := job.workers()) == 2 and found, job)
-    assert job.finish().code == 0 and not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert job.finish().code == 0 and not any(alive(pid) for pid in workers)
     assert children(job.process.pid) == [] and ROOT.exists()
