@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 STEPS = 150
@@ -97,9 +98,10 @@ def main() -> int:
                 while any(alive(pid) for pid in pids) and time.monotonic() - first < 60:
                     time.sleep(0.005)
                 took, done = time.monotonic() - first, done + 1
-                told = json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {"status": "none", "generations": []}
+                told: dict[str, Any] = (
+                    json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {"status": "none", "generations": []}
+                )
                 step_s = max((entry.get("step_s", 0.0) for entry in told["generations"]), default=0.0)
-                # Two agents' worth of import time aside, a job that has begun to train is stopped in order.
                 fine = took < 5 + step_s and newest(run_dir) >= before and not any(alive(pid) for pid in pids)
                 good += fine
                 row = {"stop": done, "kind": kind, "after_s": round(after, 2), "gone_s": round(took, 2), "status": told["status"]}

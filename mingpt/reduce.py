@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+
 V = TypeVar("V")
 Stack = list[tuple[int, int, V]]  # (level, index, sum), from left to right
 
@@ -159,6 +161,6 @@ class Exchanger:
             push(stack, level, index, part, self.leaves, lambda left, right: left.add_(right))
         ((_, _, total),) = stack
         whole = buffer if chunk * workers == size else buffer.new_empty(chunk * workers)
-        dist.all_gather_into_tensor(whole, total.contiguous() if mine == chunk else torch.cat([total, total.new_zeros(chunk - mine)]))
+        all_gather_single(whole, total.contiguous() if mine == chunk else torch.cat([total, total.new_zeros(chunk - mine)]))
         if whole is not buffer:
             buffer.copy_(whole[:size])

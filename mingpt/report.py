@@ -27,7 +27,7 @@ class Report:
         self.ledger = Ledger(run_dir, {"torch": software["torch"]})
         self.picture = Picture(run_dir, corpus.entropy_floor)
         self.died = self.ledger.begin(self.workers, step, cluster.before, restart, changes)
-        self.changes = changes
+        self.changes, self.restart = changes, restart
         self.progress = Progress(step, config.trainer.max_steps)
 
     def hopeless(self) -> str | None:
@@ -37,9 +37,10 @@ class Report:
         return sentence
 
     def plan(self, step: int, parameters: int, windows_per_epoch: int, shares: Sequence[range], snapshots: str) -> None:
-        """What is going to happen, before the first step; after a death, what happened."""
+        """What is going to happen, before the first step; in a restarted generation, what happened to the one before."""
         if self.died:
             log.warning("%s", self.died)
+        if self.restart:
             return
         config, plural = self.config, lambda count: "s" * (count > 1)
         log.info(

@@ -234,3 +234,32 @@ def test_nothing_is_left_of_a_job_that_ended(start: Start, text: Path, tmp_path:
     workers = wait_until(lambda: len(found := job.workers()) == 2 and found, job)
     assert job.finish().code == 0 and not any(alive(pid) for pid in workers)
     assert children(job.process.pid) == [] and ROOT.exists()
+
+
+TOO_MANY = """
+import sys
+sys.argv[0] = "train.py"
+sys.path.insert(0, ".")
+import train
+train.check_workers = lambda *_: None  # as in a later generation, when nodes have joined
+train.main()
+"""
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_workers_too_many_idle_and_change_nothing(reduction: str, start: Start, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TOO_MANY)
+    for workers in (3, 1):
+        words = command(
+            workers=workers,
+            run_dir=tmp_path / str(workers),
+            data__path=text,
+            trainer__micro_batch_size=4,
+            trainer__max_steps=4,
+            trainer__reduction=reduction,
+        )
+        done = start([str(tmp_path / "train.py") if word == "train.py" else word for word in words]).finish()
+        assert done.code == 0, done.err
+    assert reduction == "fast" or final_hash(tmp_path / "3", 4) == final_hash(tmp_path / "1", 4)
+    one, three = records(tmp_path / "1"), records(tmp_path / "3")
+    assert all(abs(one[step] - three[step]) < 1e-3 for step in one)
