@@ -34,6 +34,8 @@ from mingpt.snapshot import Snapshot, Writer
 
 log = logging.getLogger(__name__)
 
+EVAL_TOKENS = 4096  # in one batch at least: without a backward pass there is room, and small batches cost more than they hold
+
 
 class Poison(EndOfJob):
     """A loss or gradient that is not a finite number; the update was not made."""
@@ -207,7 +209,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Mean loss over every token of the validation split, dropout off; batches are dealt in turn to the workers."""
         self.model.eval()
-        size, world = self.config.trainer.micro_batch_size, self.cluster.world_size
+        size, world = max(self.config.trainer.micro_batch_size, EVAL_TOKENS // self.config.data.block_size), self.cluster.world_size
         scored = len(self.corpus.val.tokens) - 1
         sums = torch.zeros(scored // (size * self.config.data.block_size) + 2, dtype=torch.float64)
         for number, (inputs, targets) in itertools.islice(enumerate(self.corpus.val.in_order(size)), self.cluster.rank, None, world):
