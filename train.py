@@ -5,30 +5,24 @@ under torchrun; 1 anything else.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
-from mingpt.cluster import Cluster, EndOfJob, Launch
-from mingpt.config import UserError, check_workers, parse
-from mingpt.stopping import Listener
+from mingpt.config import Config, parse
+from mingpt.job import work
+
+if TYPE_CHECKING:
+    from mingpt.cluster import Cluster
+    from mingpt.trainer import Trainer
+
+
+def make_trainer(config: Config, cluster: "Cluster") -> "Trainer":
+    from mingpt.trainer import Trainer  # after the settings are known to be right: it imports torch
+
+    return Trainer(config, cluster)
 
 
 def main() -> None:
-    launch = Launch.from_environment()
-    listener, cluster = Listener(launch.agent), None
-    try:
-        config = parse(sys.argv[1:])
-        if not launch.restarts:
-            check_workers(config, launch.world_size)
-        cluster = Cluster(launch, config.trainer, listener)
-        from mingpt.trainer import Trainer  # after the settings are known to be right: it imports torch
-
-        stopped_by = Trainer(config, cluster).run()
-    except (UserError, EndOfJob) as error:
-        launch.refuse(error)
-    except Exception as error:
-        if cluster is None:
-            raise
-        cluster.leave_after(error)
-    cluster.leave(stopped_by)
+    work(lambda: parse(sys.argv[1:]), make_trainer)
 
 
 if __name__ == "__main__":

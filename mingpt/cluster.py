@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 MEETING_S = 600.0  # a worker may still be importing torch, or another node still booting
+FAREWELL_S = 2.0
 POLL_S = 0.01
 
 
@@ -83,6 +85,10 @@ class Launch:
     def threads(self, config: TrainerConfig) -> int:
         """CPU threads for this worker: the setting, or OMP_NUM_THREADS where the setting stands at its default."""
         return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
+
+    def another_chance(self) -> bool:
+        """Whether the agent starts a next generation if this one fails."""
+        return self.agent is not None and self.restarts < self.restarts_allowed
 
     def refuse(self, error: UserError | EndOfJob) -> NoReturn:
         """Say it, once, and end the job, however many restarts are left: exit code 2 after a UserError, 1 otherwise. All workers call it."""
@@ -235,7 +241,8 @@ class Cluster:
 
     def admitted(self) -> bool:
         """Whether an earlier generation of this job has passed the checks of its first start."""
-        here = self.launch.restarts > 0 or (self._store is not None and self._store.check(["admitted"]))
+        # A store that the agent hosts outlives the generations; another is as young as this one, and the agent's count must do.
+        here = bool(self._store is not None and self._store.check(["admitted"])) if self.launch.agent_hosts_store else self.launch.restarts > 0
         return any(self.gather(here))
 
     def admit(self) -> None:
@@ -320,12 +327,11 @@ class Cluster:
     def say_farewell(self, why: str) -> None:
         """Leave word for the next generation. The first word stands."""
         if self._store is not None:
-            from torch.distributed import DistError
-
-            try:
-                self._farewells.compare_set(f"{self.generation}/left/{self.rank}", "", json.dumps({"why": why, "step": self.step}))
-            except DistError:
-                pass  # the store died with its agent: nobody is left to read it
+            # In a thread, and not waited for beyond reason: the store may have died with its agent, or be cut off.
+            word = (f"{self.generation}/left/{self.rank}", "", json.dumps({"why": why, "step": self.step}))
+            writing = threading.Thread(target=leave_word, args=(self._farewells, word), daemon=True)
+            writing.start()
+            writing.join(FAREWELL_S)
 
     def leave_after(self, error: BaseException) -> NoReturn:
         """Exit code 1 after an error; where a peer vanished, without the backend's traceback, which tells only that."""
@@ -337,7 +343,7 @@ class Cluster:
             sys.stderr.write(f"error: worker {self.rank}: {error}\n")
         elif not lost:
             traceback.print_exception(error)
-        elif self.launch.restarts >= self.launch.restarts_allowed:
+        elif not self.launch.another_chance():
             sys.stderr.write(f"worker {self.rank} lost a peer after step {self.step}, and torchrun has no restart left (--max-restarts)\n")
         sys.stderr.flush()
         os._exit(1)
@@ -353,6 +359,15 @@ class Cluster:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + getattr(signal, str(stopped_by)) if again else 0)
+
+
+def leave_word(store: Any, word: tuple[str, str, str]) -> None:
+    from torch.distributed import DistError
+
+    try:
+        store.compare_set(*word)
+    except DistError:
+        pass  # nobody is left to read it
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -22,8 +22,6 @@ from torch.utils.data import Dataset
 
 from mingpt.config import DataConfig, UserError
 
-NOT_SCORED = -1  # a target with this value has no part in the loss
-
 
 class Vocabulary:
     """The distinct characters of a text, in code-point order; a token is a character's place among them."""

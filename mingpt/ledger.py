@@ -1,6 +1,7 @@
 """run.json: what happened to a run, generation by generation, for whoever asks later."""
 
 import json
+import logging
 import platform
 import time
 import uuid
@@ -9,6 +10,8 @@ from typing import Any
 
 from mingpt.cluster import Departure
 from mingpt.metrics import replace_file
+
+log = logging.getLogger(__name__)
 
 HOPELESS = 3  # generations that fail at the same step, one after the other
 
@@ -28,6 +31,9 @@ class Ledger:
             self.content |= json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             pass  # a new run
+        except ValueError:
+            self.path.replace(self.path.with_name("damaged-run.json"))
+            log.warning("%s is damaged and set aside as damaged-run.json", self.path)
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
 
@@ -37,7 +43,7 @@ class Ledger:
         if changes:
             self.content["changes"].append({"step": step, "settings": changes})
         if self.generations and self.generations[-1]["end"] == "running":
-            self.close(self.generations[-1], step, departure)
+            self.close(self.generations[-1], step, departure, restart)
             last = self.generations[-1]
             sentence = f"{last['end']} at step {last['to_step']}; resumed from {step} with {workers} worker{'s' * (workers > 1)}"
         now = time.time()
@@ -48,18 +54,21 @@ class Ledger:
         self.write()
         return sentence
 
-    def close(self, last: dict[str, Any], step: int, departure: Departure | None) -> None:
+    def close(self, last: dict[str, Any], step: int, departure: Departure | None, restart: bool) -> None:
         """Book the end of a generation that could not do so itself, and what it cost to be back at `step`."""
-        told = departure.step() if departure else None
+        told, recorded = departure.step() if departure else None, last["to_step"]
         last["exact"] = told is not None and told >= last["to_step"]
         last["to_step"] = max(last["to_step"], told or 0, step)
         last["end"] = departure.sentence() if departure else "all workers vanished"
-        redone = last["to_step"] - step
-        self.content["steps_lost"] += redone
-        self.content["seconds_lost"] = round(self.content["seconds_lost"] + time.time() - last["seen"] + redone * last.get("step_s", 0.0), 3)
+        self.content["steps_lost"] += last["to_step"] - step
+        # Since the last record until now, unless the job itself had ended; and the recorded steps that must be done again.
+        waited = time.time() - last["seen"] if restart else 0.0
+        self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + max(0, recorded - step) * last.get("step_s", 0.0), 3)
 
     def hopeless(self) -> str | None:
         """One sentence if the last generations of this job all failed at the same step."""
+        if not self.generations[-1]["restart"]:
+            return None  # somebody started the job again, perhaps with the cause put right
         ended = [entry for entry in self.generations if entry["end"] != "running"][-HOPELESS:]
         same = len({entry["to_step"] for entry in ended}) == 1 and all(entry["exact"] for entry in ended)
         if len(ended) < HOPELESS or not same or not all(entry["restart"] for entry in ended[1:]):
@@ -89,6 +98,6 @@ class Ledger:
         # Time after an orderly stop is nobody's loss: a run's time is that of its generations and what was lost between them.
         trained = sum(entry["seen"] - entry["began"] for entry in self.generations)
         between = sum(max(0.0, after["began"] - before["seen"]) for before, after in zip(self.generations, self.generations[1:], strict=False)
-                      if not before["end"].startswith(("finished", "stopped")))  # fmt: skip
+                      if after["restart"])  # fmt: skip
         self.content["goodput"] = round(1 - self.content["seconds_lost"] / max(trained + between, self.content["seconds_lost"], 1e-9), 4)
         replace_file(self.path, json.dumps(self.content, indent=1) + "\n")

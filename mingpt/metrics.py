@@ -42,7 +42,10 @@ def open_log(run_dir: Path | None) -> None:
 def replace_file(path: Path, content: str) -> None:
     """Write a small file whole or not at all."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(content, encoding="utf-8")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mingpt.config import ModelConfig
-from mingpt.data import NOT_SCORED
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +165,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValues | None = None) -> tuple[Tensor, Tensor | None]:
         """(B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
-        A target of NOT_SCORED has no part in the mean. With a cache the input goes on behind the positions stored there.
+        With a cache the input goes on behind the positions stored there.
         """
         start = cache.length if cache else 0
         if start + tokens.size(1) > self.block_size:
@@ -177,7 +176,7 @@ class GPT(nn.Module):
         for number, block in enumerate(self.h):
             x = block(x, number, cache)
         logits = self.lm_head(self.ln_f(x))  # (B, T, V)
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NOT_SCORED)
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return logits, loss
 
     def flops_per_token(self) -> float:

@@ -140,7 +140,7 @@ class Exchanger:
             try:
                 self.sum_up(buffer, parts)
                 future.set_result(buffer)
-            except RuntimeError as error:  # a peer is gone: DDP raises it where it waits
+            except Exception as error:  # most often a peer is gone: the words reach the backward pass, where DDP waits for the future
                 future.set_exception(error)
 
     def sum_up(self, buffer: Tensor, parts: list[Tensor]) -> None:

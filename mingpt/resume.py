@@ -23,40 +23,50 @@ def open_folder(config: Config, cluster: Cluster) -> Folder:
         raise UserError(
             f"snapshot.path {folder.url} lives in the memory of one process and cannot bring back workers that died: use a folder or an object store"
         )
-    if cluster.rank == 0 and not config.trainer.eval_only:
-        folder.prepare()
     return folder
 
 
-def newest_snapshot(folder: Folder, cluster: Cluster) -> Snapshot | None:
-    """The newest valid snapshot that any worker can see, handed to all of them. One worker of each node looks."""
-    mine = cluster.all_or_none(lambda: folder.newest() if cluster.launch.local_rank == 0 else None)
+def newest_snapshot(folder: Folder, cluster: Cluster) -> tuple[Snapshot | None, dict[int, str]]:
+    """The newest valid snapshot that any worker can see, handed to all of them; and the damaged ones seen from here. One worker a node looks."""
+    mine, wrong = cluster.all_or_none(lambda: folder.newest() if cluster.launch.local_rank == 0 else (None, {}))
     seen = cluster.gather(mine.manifest["step"] if mine else -1)
     if max(seen) < 0:
-        return None
+        return None, wrong
     source = seen.index(max(seen))
     mine = mine if cluster.rank == source else None
     manifest = cluster.broadcast(mine.manifest if mine else None, source)
-    return Snapshot(manifest, cluster.share(mine.content if mine else None, source))
+    return Snapshot(manifest, cluster.share(mine.content if mine else None, source)), wrong
 
 
-def check(snapshot: Snapshot | None, config: Config, url: str, fingerprint: str) -> list[str]:
-    """Whether a job may begin with this snapshot. Returns the settings changed on purpose; raises UserError."""
+def take_over(folder: Folder, cluster: Cluster, wrong: dict[int, str]) -> None:
+    """From here on the folder is this run's: damaged snapshots are set aside, and it must be possible to write. Raises UserError."""
+    for step, reason in wrong.items():
+        folder.set_aside(step, reason)
+    cluster.all_or_none(lambda: folder.prepare() if cluster.rank == 0 else None)
+
+
+def check(snapshot: Snapshot | None, config: Config, url: str, fingerprint: str, restart: bool) -> list[str]:
+    """Whether a generation may begin with this snapshot; a `restart`, after a job's first, may in all but the text.
+
+    Returns the settings changed on purpose; raises UserError.
+    """
     resume = config.snapshot.resume
     if snapshot is None:
-        if resume == "must":
+        if resume == "must" and not restart:
             raise UserError(f"there is no valid snapshot in {url} to resume from, and snapshot.resume=must needs one")
         if config.trainer.eval_only:
             raise UserError(f"there is no valid snapshot in {url} to evaluate")
         return []
     manifest = snapshot.manifest
-    if resume == "never":
+    if resume == "never" and not restart:
         raise UserError(f"{url} holds a snapshot of step {manifest['step']}, and snapshot.resume=never wants none: choose another run_dir")
     if manifest["data"]["sha256"] != fingerprint:
         raise UserError(
             f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} were trained on "
             f"({manifest['data']['sha256'][:12]}...): choose another run_dir, with snapshot.init_from to keep the weights"
         )
+    if restart:
+        return []
     changes = differences(manifest["config"], to_dict(config))
     if changes and resume != "changed":
         raise UserError(

@@ -147,12 +147,16 @@ class Folder:
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first."""
         for kind in ("json", "safetensors"):
-            self.files.rm_file(self.path(f"step_{step:08d}.{kind}"))
+            if self.files.exists(self.path(name := f"step_{step:08d}.{kind}")):
+                self.files.rm_file(self.path(name))
             self.sync()
 
     def manifest(self, step: int) -> dict[str, Any]:
         """Raises Damaged."""
-        return unseal(self.files.cat_file(self.path(f"step_{step:08d}.json")))
+        try:
+            return unseal(self.files.cat_file(self.path(f"step_{step:08d}.json")))
+        except FileNotFoundError:
+            raise Damaged("its manifest is missing") from None
 
     def read(self, step: int) -> Snapshot:
         """Raises Damaged unless every checksum holds."""
@@ -182,16 +186,15 @@ class Folder:
         self.sync()
         log.warning("snapshot of step %d set aside as %s*: %s", step, self.path(aside), reason)
 
-    def newest(self) -> Snapshot | None:
-        """The newest snapshot that holds; those newer ones that do not are set aside."""
+    def newest(self) -> tuple[Snapshot | None, dict[int, str]]:
+        """The newest snapshot that holds, and what is wrong with each newer one."""
+        wrong: dict[int, str] = {}
         for step in sorted({*self.steps("json"), *self.steps("safetensors")}, reverse=True):
             try:
-                if step not in self.steps("json"):
-                    raise Damaged("its manifest is missing")
-                return self.read(step)
+                return self.read(step), wrong
             except Damaged as damage:
-                self.set_aside(step, str(damage))
-        return None
+                wrong[step] = str(damage)
+        return None, wrong
 
 
 class Writer:
@@ -217,10 +220,14 @@ class Writer:
         try:
             self.folder.write(manifest, tensors)
             self.error = None
-            self.retire()
         except Exception as error:  # whatever the driver raises: the run goes on, the user is told
             self.error = error
             log.warning("snapshot of step %d could not be written: %s: %s", manifest["step"], type(error).__name__, error)
+            return
+        try:
+            self.retire()
+        except Exception as error:  # the new snapshot stands all the same
+            log.warning("old snapshots could not be removed: %s: %s", type(error).__name__, error)
 
     def retire(self) -> None:
         """Delete all but the newest `keep_last` and the best."""
@@ -236,11 +243,14 @@ class Writer:
         for step in steps[self.keep_last :]:
             if step != best:
                 self.folder.remove(step)
+        for step in self.folder.steps("safetensors"):
+            if step < min(self.folder.steps(), default=0):
+                self.folder.remove(step)  # a removal that was cut short
 
     def idle(self, timeout_s: float) -> bool:
         """Whether the last write is over, after waiting for it at most so long."""
         if self.thread:
-            self.thread.join(timeout_s)
+            self.thread.join(None if timeout_s == float("inf") else timeout_s)
         return not (self.thread and self.thread.is_alive())
 
     def finish(self) -> None:

@@ -47,11 +47,15 @@ class Listener:
                     heard_at = now
             if self.agent and os.getppid() != self.agent:
                 os._exit(1)
-            if self.stop_file and self.stop_file.exists():
-                self.asked = self.asked or "STOP"
+            try:
+                if self.stop_file and self.stop_file.exists():
+                    self.asked = self.asked or "STOP"
+            except OSError:
+                pass  # a network folder that is away for a moment; look again
 
     def hear(self, number: signal.Signals) -> None:
         if self.asked or not (self.agreeing or number == signal.SIGUSR1):
+            first = self.asked is None
             self.say_farewell(f"told to stop by {number.name}")
-            os._exit(128 + number)
+            os._exit(0 if first and self.agent is None else 128 + number)
         self.asked = number.name

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from mingpt import audit, resume
 from mingpt.cluster import Cluster, EndOfJob, Told
-from mingpt.config import Config, UserError, to_dict
+from mingpt.config import Config, UserError, check_workers, to_dict
 from mingpt.data import Corpus, prepare, read_bytes
 from mingpt.generate import generate
 from mingpt.metrics import open_log, peak_flops
@@ -51,9 +51,13 @@ class Trainer:
         open_log(self.run_dir if main else None)
         self.corpus = read_corpus(config, cluster)
         self.folder = cluster.all_or_none(lambda: resume.open_folder(config, cluster))
-        snapshot, changes, restart = resume.newest_snapshot(self.folder, cluster), [], cluster.admitted()
+        restart = cluster.admitted()
         if not restart:
-            changes = resume.check(snapshot, config, self.folder.url, self.corpus.fingerprint)
+            check_workers(config, cluster.world_size)
+        snapshot, wrong = resume.newest_snapshot(self.folder, cluster)
+        changes = resume.check(snapshot, config, self.folder.url, self.corpus.fingerprint, restart)
+        if not config.trainer.eval_only:
+            resume.take_over(self.folder, cluster, wrong)
         if snapshot:
             cluster.use_threads(snapshot.manifest["software"]["threads"])
         self.dtype = cluster.arithmetic(config.trainer.dtype)
@@ -62,27 +66,28 @@ class Trainer:
         if main:
             cluster.admit()
         self.report, self.writer = None, Writer(self.folder, config.snapshot.keep_last, config.snapshot.keep_best)
-        self.nothing_left = bool(snapshot) and self.step >= config.trainer.max_steps
+        # A job that died behind its last snapshot has still to say that it is finished.
+        self.nothing_left = bool(snapshot) and self.steps >= config.trainer.max_steps and not restart
         if main and not config.trainer.eval_only and not self.nothing_left:
-            self.report = Report(config, cluster, self.corpus, self.step, changes, self.software, restart)
+            self.report = Report(config, cluster, self.corpus, self.steps, changes, self.software, restart)
 
     def build(self, snapshot: Snapshot | None) -> None:
         """Model, optimizer and sampler, as the snapshot left them or as the seed makes them."""
         config, cluster = self.config, self.cluster
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, vocab_size=len(self.corpus.vocabulary), block_size=config.data.block_size)
-        self.step, self.windows, chain = 0, 0, audit.START
+        self.steps, self.windows, chain = 0, 0, audit.START
         if snapshot:
-            self.step, self.windows, chain = (snapshot.manifest[key] for key in ("step", "windows", "audit"))
+            self.steps, self.windows, chain = (snapshot.manifest[key] for key in ("step", "windows", "audit"))
             resume.compare_software(snapshot.manifest["software"], self.software)
-            resume.load_weights(self.model, snapshot.part("model."), f"the snapshot of step {self.step}")
+            resume.load_weights(self.model, snapshot.part("model."), f"the snapshot of step {self.steps}")
         elif config.snapshot.init_from:
             cluster.all_or_none(lambda: resume.init_from(self.model, str(config.snapshot.init_from), self.corpus.vocabulary))
         self.model.to(cluster.device)
         self.optimizer = Optimizer(self.model, config.optimizer)
         if snapshot and snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
             self.optimizer.load_state_dict(snapshot.part("optimizer."))
-        cluster.step = self.step
+        cluster.step = self.steps
         self.micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
         self.samplers = [
             ElasticSampler(self.corpus.train, batch_size=config.trainer.batch_size, micro_batch_size=config.trainer.micro_batch_size,
@@ -98,12 +103,18 @@ class Trainer:
 
     def distribute(self) -> None:
         """How gradients become the workers' common mean."""
-        trained = compiled(self.model, self.cluster.device) if self.config.trainer.compile else self.model
-        self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True) if self.cluster.launch.master else None
+        if self.config.trainer.reduction == "exact":
+            self.cluster.insist_on_determinism()
+        trained: Callable[..., Any] = self.model
+        if self.config.trainer.compile:
+            trained = compiled(self.model, self.cluster.device)
+            if not all(self.cluster.gather(trained is not self.model)):
+                trained = self.model  # all workers compute with the same kernels
+        # The buffers are constants: they need no broadcast.
+        self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True, broadcast_buffers=False) if self.cluster.launch.master else None
         self.forward: Callable[..., Any] = self.ddp or trained
         self.tree = None
         if self.config.trainer.reduction == "exact":
-            self.cluster.insist_on_determinism()
             self.tree = GradientTree(list(self.model.parameters()), self.shares, self.cluster.rank)
             if self.ddp:
                 self.ddp.register_comm_hook(None, self.tree.hook)
@@ -116,32 +127,37 @@ class Trainer:
         Returns what asked the run to stop, if something did.
         """
         config, stop = self.config.trainer, None
+        self.cluster.listen(self.run_dir / "STOP")
         if config.eval_only:
-            log.info("step %d  val/loss %.4f  val/bits_per_byte %.4f", self.step, *self.evaluate().values())
+            log.info("step %d  val/loss %.4f  val/bits_per_byte %.4f", self.steps, *self.evaluate().values())
             return None
         if self.nothing_left:
-            log.info("the run already stands at step %d and trainer.max_steps is %d: nothing is left to do", self.step, config.max_steps)
+            log.info("the run already stands at step %d and trainer.max_steps is %d: nothing is left to do", self.steps, config.max_steps)
             return None
         if hopeless := self.cluster.broadcast(self.report.hopeless() if self.report else None, 0):
             raise EndOfJob(hopeless)
         if self.report:
             parameters = sum(weight.numel() for weight in self.model.parameters())
-            self.report.plan(self.step, parameters, self.sampler.windows_per_epoch, self.shares, self.folder.url)
-        self.cluster.listen(self.run_dir / "STOP")
+            self.report.plan(self.steps, parameters, self.sampler.windows_per_epoch, self.shares, self.folder.url)
         self.batches = iter(DataLoader(self.corpus.train, batch_size=config.micro_batch_size, sampler=self.sampler, collate_fn=lambda batch: batch))
         self.restart_clock()
-        if self.step == 0:
+        if self.steps == 0:
             self.report_evaluation()
         self.restart_clock()
-        while self.step < config.max_steps and not stop:
-            norm, stop = self.train_step()
+        while self.steps < config.max_steps and not stop:
+            norm, stop = self.step()
             self.after_step(norm, stop)
         if config.max_steps == 0:
             self.save()
-        self.finish(stop if self.step < config.max_steps else None)
-        return stop if self.step < config.max_steps else None
+        self.finish(stop if self.steps < config.max_steps else None)
+        return stop if self.steps < config.max_steps else None
 
-    def train_step(self) -> tuple[float, str | None]:
+    def failed(self, error: Exception) -> None:
+        """Book a failure after which no generation follows. Called by whoever runs this trainer, on the worker that it hit."""
+        if self.report and not isinstance(error, EndOfJob) and not self.cluster.launch.another_chance():
+            self.report.failed(self.steps, f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def step(self) -> tuple[float, str | None]:
         """One optimizer update. Returns the norm of the gradient before clipping, and what asked the run to stop, if anything did."""
         if self.tree:
             self.tree.begin()
@@ -160,20 +176,20 @@ class Trainer:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip or math.inf))
             self.step_losses, stop = exchanged()
             self.refuse_poison(norm)
-            self.rate = learning_rate(self.step + 1, self.config.optimizer, self.config.trainer.max_steps)
+            self.rate = learning_rate(self.steps + 1, self.config.optimizer, self.config.trainer.max_steps)
             self.optimizer.step(self.rate)
             self.optimizer.zero_grad()
         self.audit.steps.append(self.digests)
         self.digests = {}
-        self.step += 1
+        self.steps += 1
         self.windows += self.config.trainer.batch_size
-        self.cluster.step = self.step
+        self.cluster.step = self.steps
         return norm, stop
 
     def accumulate(self, micro_batch: int, inputs: Tensor, targets: Tensor) -> None:
         """Add a micro-batch's part of the gradient; with a worker's last one, all workers share theirs."""
         if self.config.model.dropout:
-            torch.manual_seed(mix(self.config.seed, self.step, micro_batch))
+            torch.manual_seed(mix(self.config.seed, self.steps, micro_batch))
         share = self.ddp is not None and micro_batch == self.mine[-1]
         with contextlib.nullcontext() if share or not self.ddp else self.ddp.no_sync():
             with self.autocast():
@@ -196,10 +212,10 @@ class Trainer:
         size = self.config.trainer.micro_batch_size
         where = [f"micro-batch {number} (windows at {', '.join(map(str, self.sampler.deal(self.windows + number * size, size)))})" for number in bad]
         what = f"loss of {'; '.join(where)}" if bad else f"gradient of windows {self.windows} to {self.windows + self.config.trainer.batch_size - 1}"
-        sentence = f"step {self.step + 1}: the {what} is not finite; the update was not made and the last snapshot stands"
+        sentence = f"step {self.steps + 1}: the {what} is not finite; the update was not made and the last snapshot stands"
         if self.report:
-            self.writer.finish()
-            self.report.failed(self.step, sentence)
+            self.writer.idle(timeout_s=math.inf)
+            self.report.failed(self.steps, sentence)
         raise Poison(sentence)
 
     def autocast(self) -> torch.autocast:
@@ -222,18 +238,18 @@ class Trainer:
 
     def after_step(self, norm: float, stop: str | None) -> None:
         """Records, evaluation and snapshot as they fall due; records come first, so that a snapshot's step has all of its own."""
-        config, last = self.config, self.step == self.config.trainer.max_steps
+        config, last = self.config, self.steps == self.config.trainer.max_steps
         if self.report:
             self.report.progress.advance()
-        if last or self.step % config.trainer.log_every == 0:
+        if last or self.steps % config.trainer.log_every == 0:
             self.report_training(norm)
-        if last or self.step % config.trainer.eval_every == 0:
+        if last or self.steps % config.trainer.eval_every == 0:
             self.pause_clock(self.report_evaluation)
-        if last or stop or self.step % config.snapshot.every == 0:
+        if last or stop or self.steps % config.snapshot.every == 0:
             self.pause_clock(self.save)
 
     def restart_clock(self) -> None:
-        self.clock, self.timed_from, self.data_s = time.perf_counter(), self.step, 0.0
+        self.clock, self.timed_from, self.data_s = time.perf_counter(), self.steps, 0.0
 
     def pause_clock(self, work: Callable[[], None]) -> None:
         """Do something that is no part of a step's time."""
@@ -243,12 +259,12 @@ class Trainer:
 
     def report_training(self, norm: float) -> None:
         """One record of the step just done, with rates over the steps since the record before."""
-        steps, tokens_per_step = self.step - self.timed_from, self.config.trainer.batch_size * self.config.data.block_size
+        steps, tokens_per_step = self.steps - self.timed_from, self.config.trainer.batch_size * self.config.data.block_size
         step_s = (time.perf_counter() - self.clock) / steps
         peak = peak_flops(self.software["device"])
         share = self.model.flops_per_token() * tokens_per_step / step_s / self.cluster.world_size
         if self.report:
-            self.report.training(self.step, {
+            self.report.training(self.steps, {
                 "train/loss": math.fsum(self.step_losses) / self.micro_batches, "lr": self.rate, "grad_norm": norm,
                 "tokens": self.windows * self.config.data.block_size, "tokens_per_s": tokens_per_step / step_s, "step_s": step_s,
                 "data_s": self.data_s / steps, "mfu": share / peak if peak else None,
@@ -261,32 +277,36 @@ class Trainer:
             vocabulary = self.corpus.vocabulary
             prompt = [max(vocabulary.characters.find("\n"), 0)]
             text = vocabulary.decode(list(generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)))
-            self.report.evaluation(self.step, values, text)
+            self.report.evaluation(self.steps, values, text)
 
     def save(self) -> None:
         """Copy the state and write it in the background."""
+        self.wait_for_writer()
         chain = self.audit.gather(self.cluster)
         if not self.report:
             return
         tensors = {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
         tensors |= {f"optimizer.{name}": state for name, state in self.optimizer.state_dict().items()}
         manifest = {
-            "step": self.step, "windows": self.windows, "config": to_dict(self.config), "vocabulary": self.corpus.vocabulary.characters,
+            "step": self.steps, "windows": self.windows, "config": to_dict(self.config), "vocabulary": self.corpus.vocabulary.characters,
             "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint}, "audit": chain,
             "software": self.software, "metrics": dict(self.report.metrics.last),
         }  # fmt: skip
         self.report.metrics.sync()  # records of a step that has a snapshot are never written again
         self.writer.start(manifest, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
 
+    def wait_for_writer(self) -> None:
+        """Until the last snapshot is written or has failed; in short turns, so that a long upload is no silence to the other workers."""
+        while not self.cluster.broadcast(self.writer.idle(timeout_s=1.0), 0):
+            pass
+
     def finish(self, stopped_by: str | None) -> None:
         """Nobody leaves before the last snapshot is durable."""
-        while not self.cluster.broadcast(self.writer.idle(timeout_s=1.0), 0):
-            pass  # short turns, so that a long upload is no silence to the other workers
+        self.wait_for_writer()
         if self.report:
             self.writer.finish()
-            if stopped_by:
-                (self.run_dir / "STOP").unlink(missing_ok=True)
-            self.report.ended(self.step, stopped_by, self.folder.url)
+            (self.run_dir / "STOP").unlink(missing_ok=True)
+            self.report.ended(self.steps, stopped_by, self.folder.url)
         self.cluster.barrier()
 
 

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingpt.cluster import Cluster, EndOfJob, Launch
-from mingpt.config import Config, UserError, build
-from mingpt.stopping import Listener
+from mingpt.cluster import Cluster, Launch
+from mingpt.config import Config, build
+from mingpt.job import work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,21 +201,14 @@ def say(line: str) -> None:
 
 def worker(folder: Path, argv: list[str]) -> None:
     """train.py, with a trainer that kills itself as planned."""
-    launch = Launch.from_environment()
-    listener, cluster = Listener(launch.agent), None
     plan = json.loads((folder / "plan.json").read_text())
-    strike(folder, plan, "start-up", launch.rank, launch.world_size, STEPS)
-    try:
-        config = build(dict(word.split("=", 1) for word in argv))
-        cluster = Cluster(launch, config.trainer, listener)
-        stopped_by = victim(folder, plan)(config, cluster).run()
-    except (UserError, EndOfJob) as error:
-        launch.refuse(error)
-    except Exception as error:
-        if cluster is None:
-            raise
-        cluster.leave_after(error)
-    cluster.leave(stopped_by)
+
+    def read() -> Config:
+        launch = Launch.from_environment()
+        strike(folder, plan, "start-up", launch.rank, launch.world_size, STEPS)
+        return build(dict(word.split("=", 1) for word in argv))
+
+    work(read, victim(folder, plan))
 
 
 def strike(folder: Path, plan: dict[str, Any], phase: str, rank: int, workers: int, step: int) -> None:
@@ -258,18 +251,18 @@ def victim(folder: Path, plan: dict[str, Any]) -> Any:
                 self.tree.exchange.sum_up = sum_up  # type: ignore[method-assign]
 
         def strike(self, phase: str) -> None:
-            strike(folder, plan, phase, self.cluster.rank, self.cluster.world_size, self.step)
+            strike(folder, plan, phase, self.cluster.rank, self.cluster.world_size, self.steps)
 
         def accumulate(self, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
             self.strike("forward")
             if self.cluster.world_size == 1 and micro_batch == self.mine[-1]:
                 self.strike("reduction")  # a single worker's is the folding of its own parts
-            if plan["spoil"] == "window" and self.step == SPOILED_STEP and micro_batch == 0:
+            if plan["spoil"] == "window" and self.steps == SPOILED_STEP and micro_batch == 0:
                 inputs, targets = self.corpus.train[0]
                 inputs, targets = inputs.unsqueeze(0), targets.unsqueeze(0)
                 self.digests[0] = audit.digest(inputs, targets)
             super().accumulate(micro_batch, inputs, targets)
-            if plan["spoil"] == "sum" and self.step == SPOILED_STEP and self.tree and len(self.tree.stack) == 3:
+            if plan["spoil"] == "sum" and self.steps == SPOILED_STEP and self.tree and len(self.tree.stack) == 3:
                 # (a + b) + (c + d) and so on become a sum in another order: two partial sums change places.
                 (one, two) = self.tree.stack[0][2], self.tree.stack[2][2]
                 for left, right in zip(one, two, strict=True):

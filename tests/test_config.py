@@ -21,7 +21,7 @@ def test_every_shipped_configuration_loads_and_has_eight_micro_batches(path: Pat
 
 def test_every_setting_is_read_somewhere() -> None:
     code = "".join(path.read_text() for path in (ROOT / "mingpt").glob("*.py") if path.name != "config.py") + (ROOT / "train.py").read_text()
-    unread = [key for key in settings() if not re.search(rf"\b{key.rpartition('.')[2]}\b", code)]
+    unread = [key for key in settings() if not re.search(rf"\.{key.rpartition('.')[2]}\b", code)]
     assert unread == []
 
 

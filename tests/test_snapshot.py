@@ -38,8 +38,8 @@ def names(folder: Folder) -> list[str]:
 def test_what_was_saved_is_read_back(folder: Folder) -> None:
     folder.write(manifest(12), TENSORS)
     assert names(folder) == ["step_00000012.json", "step_00000012.safetensors"]
-    snapshot = folder.newest()
-    assert snapshot and snapshot.manifest["step"] == 12 and snapshot.manifest["bytes"] == len(snapshot.content)
+    snapshot, wrong = folder.newest()
+    assert snapshot and not wrong and snapshot.manifest["step"] == 12 and snapshot.manifest["bytes"] == len(snapshot.content)
     assert all(torch.equal(TENSORS[name], tensor) and TENSORS[name].dtype == tensor.dtype for name, tensor in snapshot.tensors().items())
     assert list(snapshot.part("optimizer.")) == ["wte.step"]
 
@@ -83,8 +83,9 @@ def test_half_a_snapshot_is_set_aside_by_name(folder: Folder, missing: str, capl
     for attempt in (1, 2):  # a second damaged snapshot of the same step does not overwrite the first
         folder.write(manifest(2), TENSORS)
         Path(folder.path(f"step_00000002.{missing}")).unlink()
-        snapshot = folder.newest()
-        assert snapshot and snapshot.manifest["step"] == 1
+        snapshot, wrong = folder.newest()
+        assert snapshot and snapshot.manifest["step"] == 1 and list(wrong) == [2]
+        folder.set_aside(2, wrong[2])
         assert f"snapshot of step 2 set aside as {folder.path(f'damaged-{attempt}-step_00000002.')}" in caplog.text
     assert len([name for name in names(folder) if name.startswith("damaged-")]) == 2 and folder.steps() == [1] == folder.steps("safetensors")
 
@@ -142,14 +143,15 @@ def test_a_place_that_cannot_be_written_or_has_no_driver_is_refused(tmp_path: Pa
 def test_snapshots_in_memory_work_like_any_other_url() -> None:
     folder = Folder(f"memory://{random.random()}/snapshots")
     folder.prepare()
-    assert folder.private and folder.newest() is None
+    assert folder.private and folder.newest() == (None, {})
     folder.write(manifest(1), TENSORS)
     folder.write(manifest(2), TENSORS)
     folder.files.pipe_file(folder.path("step_00000002.json"), b"torn")
-    snapshot = folder.newest()
+    snapshot, wrong = folder.newest()
     assert snapshot and snapshot.manifest["step"] == 1
+    folder.set_aside(2, wrong[2])
     folder.remove(1)
-    assert folder.newest() is None and len(folder.names()) == 2
+    assert folder.newest() == (None, {}) and len(folder.names()) == 2
 
 
 def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -> None:
@@ -169,3 +171,13 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
     assert open_anywhere(str(tmp_path / "other")).manifest["step"] == 7
     with pytest.raises(UserError, match="there is no snapshot in"):
         open_anywhere(str(tmp_path / "nowhere"))
+
+
+def test_a_removal_that_was_cut_short_is_finished_later(folder: Folder) -> None:
+    for step in (1, 2):
+        folder.write(manifest(step), TENSORS)
+    Path(folder.path("step_00000001.json")).unlink()
+    writer = Writer(folder, keep_last=1, keep_best=False)
+    writer.start(manifest(3), TENSORS)
+    writer.finish()
+    assert folder.steps("safetensors") == [3]

@@ -78,7 +78,7 @@ import train
 from mingpt.trainer import Trainer
 real = Trainer.accumulate
 def accumulate(self, micro_batch, inputs, targets):
-    if self.step == 12 and micro_batch == 5:
+    if self.steps == 12 and micro_batch == 5:
         {fault}
     real(self, micro_batch, inputs, targets)
 Trainer.accumulate = accumulate
@@ -102,5 +102,7 @@ def test_a_failure_that_would_repeat_ends_the_job(fault: str, sentence: str, gen
     assert max(int(path.stem[5:]) for path in (tmp_path / "run").glob("snapshots/step_*.json")) == 12
     from mingpt.snapshot import Folder
 
-    snapshot = Folder(str(tmp_path / "run" / "snapshots")).newest()
-    assert snapshot and snapshot.manifest["step"] == 12
+    snapshot, wrong = Folder(str(tmp_path / "run" / "snapshots")).newest()
+    assert snapshot and not wrong and snapshot.manifest["step"] == 12
+    mended = start(command(run_dir=tmp_path / "run", data__path=text, snapshot__every=4)).finish()
+    assert mended.code == 0 and json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished", mended.err
