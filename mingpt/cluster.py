@@ -66,7 +66,7 @@ class Launch:
     @classmethod
     def from_environment(cls) -> "Launch":
         env = os.environ
-        threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdigit() else None
+        threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return cls(omp_threads=threads)
         return cls(

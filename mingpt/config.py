@@ -91,7 +91,7 @@ class TrainerConfig:
         "auto", "arithmetic of the matrix products; auto takes bfloat16 where it is native", result=True
     )
     compile: bool = knob(False, "torch.compile the model; where that fails the run goes on without", result=True)
-    threads: int = knob(1, "CPU threads per worker; OMP_NUM_THREADS is obeyed where this stands at 1", at_least=1)
+    threads: int = knob(1, "CPU threads per worker; OMP_NUM_THREADS is obeyed where this stands at 1", at_least=1, at_most=1024)
     reduction: Literal["exact", "fast"] = knob("exact", "exact: the same bits for any number of workers; fast: DDP's own all-reduce", result=True)
     timeout_s: float = knob(300, "seconds after which a worker that waits for another gives it up", above=0)
 
@@ -117,7 +117,7 @@ class Config:
     """A run."""
 
     run_dir: str = knob("out/default", "folder for everything that the run writes")
-    seed: int = knob(1337, "decides initial weights, order of the windows and dropout", at_least=0, result=True)
+    seed: int = knob(1337, "decides initial weights, order of the windows and dropout", at_least=0, at_most=2**63 - 1, result=True)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -206,19 +206,33 @@ def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+class Loader(yaml.SafeLoader):
+    """YAML, in which the second of two equal keys does not silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_file(path: str) -> dict[str, Any]:
     """A config file as {dotted key: value}."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
+        if content is not None and not isinstance(content, dict):
+            raise UserError(f"{path} must hold sections such as 'model:' with settings below them, not {type(content).__name__}")
+        return flatten({str(key): value for key, value in (content or {}).items()})
+    except RecursionError:
+        raise UserError(f"{path} is not valid YAML for settings: it is nested without end") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the configuration file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{path} is not valid YAML: {getattr(error, 'problem', None) or error}{where}") from None
-    if content is not None and not isinstance(content, dict):
-        raise UserError(f"{path} must hold sections such as 'model:' with settings below them, not {type(content).__name__}")
-    return flatten({str(key): value for key, value in (content or {}).items() if value != {}})
+        raise UserError(f"{path} is not valid YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}{where}") from None
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
@@ -262,6 +276,8 @@ def build(flat: dict[str, Any]) -> Config:
         parser.add_argument("--value", type=item.type, default=item.default)
         value = flat.get(key, item.default)
         try:
+            if value is None and type(None) not in typing.get_args(item.type):
+                raise TypeError("null is no value here")
             # YAML would read text such as 1e3 or 12:30 as a number; where text is wanted, text it stays.
             given = str(value) if item.type is str and not isinstance(value, (str, dict, list, type(None))) else value
             typed[key] = parser.parse_object({"value": given}).value if key in flat else value
@@ -288,6 +304,8 @@ def check(config: Config) -> None:
         if not item.accepts(flat[key]):
             raise UserError(f"{key} must be {item.allowed()}, not {flat[key]!r}")
     model, trainer = config.model, config.trainer
+    if not config.run_dir or "://" in config.run_dir or "\0" in config.run_dir:
+        raise UserError(f"run_dir must be a local folder, not {config.run_dir!r}; snapshot.path may be a URL")
     if model.n_embd % model.n_head:
         raise UserError(f"model.n_embd ({model.n_embd}) must be divisible by model.n_head ({model.n_head})")
     if model.arch == "modern" and model.n_embd // model.n_head % 2:
@@ -321,7 +339,7 @@ def parse(argv: Sequence[str]) -> Config:
         raise SystemExit(0)
     print_config = "--print_config" in argv
     path, given = read_arguments([word for word in argv if word != "--print_config"])
-    config = build(read_file(path or DEFAULT_FILE) | given)
+    config = build(read_file(DEFAULT_FILE if path is None else path) | given)
     if print_config:
         sys.stdout.write(dump(config))
         raise SystemExit(0)

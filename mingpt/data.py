@@ -41,7 +41,7 @@ class Vocabulary:
 
     def encode(self, text: str) -> np.ndarray:
         """(len(text),) tokens of the smallest unsigned type. Raises UserError naming the first character it lacks."""
-        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         smallest = np.min_scalar_type(len(self) - 1)
         table = np.zeros(int(max(codes.max(initial=0), self._codes[-1])) + 1, dtype=smallest)
         table[self._codes] = np.arange(len(self), dtype=smallest)
@@ -110,7 +110,8 @@ def read_bytes(config: DataConfig) -> bytes:
     """The text's bytes, through the cache if `path` is remote. Raises UserError where they cannot be had or have another sha256."""
     remote = "://" in config.path and not config.path.startswith(("file://", "local://", "memory://"))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mingpt"
-    cached = folder / f"{hashlib.sha256(config.path.encode()).hexdigest()[:16]}-{config.path.rsplit('/', 1)[-1][:80]}"
+    name = hashlib.sha256(config.path.encode(errors="surrogateescape")).hexdigest()[:16] + "-" + config.path.rsplit("/", 1)[-1][:80]
+    cached = folder / name
     content = cached.read_bytes() if remote and cached.is_file() else None
     if content is not None and not expected(content, config):
         content = None  # the cache is stale or torn: fetch again

@@ -32,7 +32,7 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     """Draw a token from (V,) logits; temperature 0 takes the likeliest."""
     if temperature == 0:
         return int(logits.argmax())
-    logits = logits.float() / temperature
+    logits = (logits.float() - logits.max()) / temperature  # so that no temperature makes infinity of the largest
     if top_k:
         logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = float("-inf")
     return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))

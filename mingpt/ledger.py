@@ -28,7 +28,10 @@ class Ledger:
         self.content: dict[str, Any] = {"id": uuid.uuid4().hex, "status": "running", "generations": [], "changes": []}
         self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0}
         try:
-            self.content |= json.loads(self.path.read_text(encoding="utf-8"))
+            earlier = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(earlier, dict) or not isinstance(earlier.get("generations"), list):
+                raise ValueError("not a ledger")
+            self.content |= earlier
         except FileNotFoundError:
             pass  # a new run
         except ValueError:

@@ -1,5 +1,6 @@
 """What a person sees of a run: metrics.jsonl, log lines or a progress bar, the loss picture."""
 
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,10 @@ class ConsoleHandler(logging.Handler):
     """Lines on stderr that do not tear a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        except OSError:
+            pass  # the terminal or the pipe is gone; log.txt goes on
 
 
 def open_log(run_dir: Path | None) -> None:
@@ -58,18 +62,24 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            log.warning("a torn line of %s is left out: %.60r", path, line)
+            record = json.loads(line)
+            if isinstance(record["step"], int):
+                records.append(record)
+        except (ValueError, TypeError, KeyError):
+            log.warning("a line of %s that is no record is left out: %.60r", path, line)
     return records
 
 
 class Metrics:
     """One object per record in metrics.jsonl, each a whole flushed line with its `step`; one clean curve, however often the run died."""
 
-    def __init__(self, run_dir: Path, restored_step: int) -> None:
-        """Go on behind `restored_step`: records past it are dropped, all of them if it is 0."""
+    def __init__(self, run_dir: Path, restored_step: int, fresh: bool) -> None:
+        """Go on behind `restored_step`: records past it are dropped. A run that begins anew sets the records of an earlier one aside."""
         self.path = run_dir / "metrics.jsonl"
+        if fresh and any(record["step"] for record in read_records(self.path)):
+            number = next(number for number in itertools.count(1) if not (run_dir / f"metrics-old-{number}.jsonl").exists())
+            self.path.rename(run_dir / f"metrics-old-{number}.jsonl")
+            log.warning("the run begins anew: its earlier records are kept in %s", run_dir / f"metrics-old-{number}.jsonl")
         self.kept = [record for record in read_records(self.path) if record["step"] <= restored_step and restored_step]
         replace_file(self.path, "".join(json.dumps(record) + "\n" for record in self.kept))
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run

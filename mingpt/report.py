@@ -23,7 +23,7 @@ class Report:
         self.config, self.workers, self.corpus, self.software = config, cluster.world_size, corpus, software
         run_dir = Path(config.run_dir)
         replace_file(run_dir / "config.yaml", dump(config))
-        self.metrics = Metrics(run_dir, step)
+        self.metrics = Metrics(run_dir, step, fresh=step == 0 and not restart)
         self.ledger = Ledger(run_dir, {"torch": software["torch"]})
         self.picture = Picture(run_dir, corpus.entropy_floor)
         self.died = self.ledger.begin(self.workers, step, cluster.before, restart, changes)

@@ -68,6 +68,8 @@ def check(snapshot: Snapshot | None, config: Config, url: str, fingerprint: str,
     if restart:
         return []
     changes = differences(manifest["config"], to_dict(config))
+    if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
+        raise UserError(f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {manifest['step']}: choose another run_dir")
     if changes and resume != "changed":
         raise UserError(
             f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): "

@@ -157,6 +157,8 @@ class Folder:
             return unseal(self.files.cat_file(self.path(f"step_{step:08d}.json")))
         except FileNotFoundError:
             raise Damaged("its manifest is missing") from None
+        except (IsADirectoryError, PermissionError) as error:
+            raise Damaged(f"its manifest cannot be read: {error.strerror}") from None
 
     def read(self, step: int) -> Snapshot:
         """Raises Damaged unless every checksum holds."""
@@ -165,6 +167,8 @@ class Folder:
             content = self.files.cat_file(self.path(f"step_{step:08d}.safetensors"))
         except FileNotFoundError:
             raise Damaged("its tensor file is missing") from None
+        except (IsADirectoryError, PermissionError) as error:
+            raise Damaged(f"its tensor file cannot be read: {error.strerror}") from None
         if len(content) != manifest["bytes"]:
             raise Damaged(f"its tensor file has {len(content):,} bytes instead of {manifest['bytes']:,}")
         if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
@@ -277,8 +281,11 @@ def open_anywhere(where: str) -> Snapshot:
             raise UserError(f"the snapshot {where} cannot be used: {error}") from None
     places = [f"{where.rstrip('/')}/snapshots", where]
     if "://" not in where and (written := Path(where) / "config.yaml").is_file():
-        elsewhere = yaml.safe_load(written.read_text(encoding="utf-8"))["snapshot"]["path"]
-        places = [elsewhere, *places] if elsewhere else places
+        try:
+            elsewhere = yaml.safe_load(written.read_text(encoding="utf-8"))["snapshot"]["path"]
+            places = [elsewhere, *places] if elsewhere else places
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
+            log.warning("%s is damaged and passed over", written)
     for place in places:
         found = Folder(place)
         for step in found.steps():

@@ -62,7 +62,8 @@ class Trainer:
             cluster.use_threads(snapshot.manifest["software"]["threads"])
         self.dtype = cluster.arithmetic(config.trainer.dtype)
         self.software = cluster.software() | {"dtype": str(self.dtype).removeprefix("torch.")}
-        self.build(snapshot)
+        with out_of_memory_named():
+            self.build(snapshot)
         if main:
             cluster.admit()
         self.report, self.writer = None, Writer(self.folder, config.snapshot.keep_last, config.snapshot.keep_best)
@@ -132,6 +133,7 @@ class Trainer:
             log.info("step %d  val/loss %.4f  val/bits_per_byte %.4f", self.steps, *self.evaluate().values())
             return None
         if self.nothing_left:
+            self.remove_stop_file()
             log.info("the run already stands at step %d and trainer.max_steps is %d: nothing is left to do", self.steps, config.max_steps)
             return None
         if hopeless := self.cluster.broadcast(self.report.hopeless() if self.report else None, 0):
@@ -300,12 +302,19 @@ class Trainer:
         while not self.cluster.broadcast(self.writer.idle(timeout_s=1.0), 0):
             pass
 
+    def remove_stop_file(self) -> None:
+        """It has done its work; the same command is to go on."""
+        try:
+            (self.run_dir / "STOP").unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be removed (%s) and will stop the next run", self.run_dir / "STOP", error.strerror)
+
     def finish(self, stopped_by: str | None) -> None:
         """Nobody leaves before the last snapshot is durable."""
         self.wait_for_writer()
         if self.report:
             self.writer.finish()
-            (self.run_dir / "STOP").unlink(missing_ok=True)
+            self.remove_stop_file()
             self.report.ended(self.steps, stopped_by, self.folder.url)
         self.cluster.barrier()
 
@@ -313,8 +322,9 @@ class Trainer:
 def make_run_dir(config: Config) -> Path:
     try:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        (Path(config.run_dir) / "log.txt").open("a").close()
     except OSError as error:
-        raise UserError(f"run_dir {config.run_dir} cannot be made: {error.strerror}") from None
+        raise UserError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}") from None
     return Path(config.run_dir)
 
 
@@ -330,5 +340,5 @@ def out_of_memory_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error) or "not enough memory" in str(error):
-            raise Told("out of memory: lower trainer.micro_batch_size; the batch stays the same") from error
+            raise Told("out of memory: lower trainer.micro_batch_size, the batch stays the same; or train a smaller model") from error
         raise
