@@ -3,8 +3,8 @@
     python benchmarks/stops.py                 # 40 stops of two workers: SIGTERM and SIGINT to the agent, SIGUSR1 to a worker, a STOP file
 
 After each stop the same command is started again, until the run is finished, then a new run begins. A row a stop, as JSON: the seconds until
-the last process was gone, the step on the last record before, the step of the snapshot, processes left a second later. Exit code 1
-unless each stop took less than 5 s and a step, lost no step that a snapshot had, and left nothing, and each run ended with the hash of an
+the last process was gone, and the newest snapshot before and after. Exit code 1 unless each stop took less than 5 s and a step, lost no step
+that had a snapshot, wrote one of the step it stopped at if it had begun to train, left no process, and each run ended with the hash of an
 undisturbed one.
 """
 
@@ -103,6 +103,8 @@ def main() -> int:
                 )
                 step_s = max((entry.get("step_s", 0.0) for entry in told["generations"]), default=0.0)
                 fine = took < 5 + step_s and newest(run_dir) >= before and not any(alive(pid) for pid in pids)
+                if told["status"] == "stopped":  # it had begun to train: the step it stopped at has the snapshot
+                    fine = fine and newest(run_dir) == told["generations"][-1]["to_step"]
                 good += fine
                 row = {"stop": done, "kind": kind, "after_s": round(after, 2), "gone_s": round(took, 2), "status": told["status"]}
                 row |= {"snapshot_before": before, "snapshot": newest(run_dir), "agent_code": job.returncode, "ok": fine}

@@ -1,6 +1,7 @@
 """What rank 0 tells of a run while it goes: the plan, the records, the ledger, the picture."""
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ class Report:
             config.data.path, f"{len(self.corpus.train.tokens) + len(self.corpus.val.tokens):,}", len(self.corpus.vocabulary),
             f"{config.trainer.batch_size * config.data.block_size:,}", windows_per_epoch / config.trainer.batch_size, config.trainer.max_steps,
         )  # fmt: skip
+        idle = (os.cpu_count() or 1) - self.software["threads"]
+        if self.workers == 1 and self.software["device"].startswith("cpu") and idle > 0:
+            log.info(
+                "%d CPU core%s idle: start more workers, which changes no bit, or raise trainer.threads, which does",
+                idle,
+                "s stay" if idle > 1 else " stays",
+            )
         reads = [f"worker {rank} {f'reads {share.start}-{share.stop - 1}' if share else 'idles'}" for rank, share in enumerate(shares)]
         log.info("micro-batches of %d windows in a step: %s", config.trainer.micro_batch_size, ", ".join(reads))
         log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, f"going on from step {step}" if step else "a fresh run")
