@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 MEETING_S = 600.0  # a worker may still be importing torch, or another node still booting
+AGENT_S = 10.0
 FAREWELL_S = 2.0
 POLL_S = 0.01
 
@@ -205,7 +206,11 @@ class Cluster:
 
         assert self.launch.master
         host, port = self.launch.master
-        return TCPStore(host, port, is_master=hosting, wait_for_workers=False, timeout=timedelta(seconds=MEETING_S))
+        # A store that the agent hosts is there already, or never: then the agent died before this worker could watch over it.
+        there_within = AGENT_S if self.launch.agent_hosts_store else MEETING_S
+        store = TCPStore(host, port, is_master=hosting, wait_for_workers=False, timeout=timedelta(seconds=there_within))
+        store.set_timeout(timedelta(seconds=MEETING_S))
+        return store
 
     def _meet(self) -> str:
         """The name of this generation, which every worker of it and nobody else gets from its rank 0."""

@@ -88,7 +88,7 @@ class Trainer:
         self.optimizer = Optimizer(self.model, config.optimizer)
         if snapshot and snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
             self.optimizer.load_state_dict(snapshot.part("optimizer."))
-        cluster.step = self.steps
+        cluster.step, self.restored = self.steps, snapshot is not None
         self.micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
         self.samplers = [
             ElasticSampler(self.corpus.train, batch_size=config.trainer.batch_size, micro_batch_size=config.trainer.micro_batch_size,
@@ -127,7 +127,7 @@ class Trainer:
 
         Returns what asked the run to stop, if something did.
         """
-        config, stop = self.config.trainer, None
+        config = self.config.trainer
         self.cluster.listen(self.run_dir / "STOP")
         if config.eval_only:
             log.info("step %d  val/loss %.4f  val/bits_per_byte %.4f", self.steps, *self.evaluate().values())
@@ -143,13 +143,14 @@ class Trainer:
             self.report.plan(self.steps, parameters, self.sampler.windows_per_epoch, self.shares, self.folder.url)
         self.batches = iter(DataLoader(self.corpus.train, batch_size=config.micro_batch_size, sampler=self.sampler, collate_fn=lambda batch: batch))
         self.restart_clock()
-        if self.steps == 0:
+        _, stop = self.cluster.exchange(self.losses)()  # asked for while the workers were starting
+        if self.steps == 0 and not stop:
             self.report_evaluation()
         self.restart_clock()
         while self.steps < config.max_steps and not stop:
             norm, stop = self.step()
             self.after_step(norm, stop)
-        if config.max_steps == 0:
+        if self.steps == 0 and not self.restored:
             self.save()
         self.finish(stop if self.steps < config.max_steps else None)
         return stop if self.steps < config.max_steps else None

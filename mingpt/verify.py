@@ -208,7 +208,7 @@ def worker(folder: Path, argv: list[str]) -> None:
         strike(folder, plan, "start-up", launch.rank, launch.world_size, STEPS)
         return build(dict(word.split("=", 1) for word in argv))
 
-    work(read, victim(folder, plan))
+    work(read, lambda config, cluster: victim(folder, plan)(config, cluster))
 
 
 def strike(folder: Path, plan: dict[str, Any], phase: str, rank: int, workers: int, step: int) -> None:
