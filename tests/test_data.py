@@ -117,3 +117,15 @@ def test_the_floor_counts_every_choice_of_the_grammar() -> None:
     assert len(text) == len(nats) == 5000 and min(nats) >= 0
     with pytest.raises(AssertionError, match="begins another"):
         Play(1).choose((("a", 1.0), ("ab", 1.0)))
+
+
+SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare does not lie beside the project, and tests download nothing")
+def test_the_shakespeare_configuration_asks_for_the_well_known_text() -> None:
+    from mingpt.config import parse
+
+    config = parse([str(ROOT / "configs" / "shakespeare_char.yaml"), f"data.path={SHAKESPEARE}"]).data
+    corpus = prepare(read_bytes(config), config)  # its checksum is verified on the way
+    assert len(corpus.vocabulary) == 65 and len(corpus.train.tokens) + len(corpus.val.tokens) == 1_115_394
