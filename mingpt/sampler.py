@@ -70,10 +70,14 @@ class ElasticSampler(DistributedSampler[int]):
         """Go on as if `dealt` windows had been dealt already, whoever they went to. Takes no time and no memory."""
         self.dealt = dealt
 
+    def shares(self) -> list[range]:
+        """Which of a step's micro-batches each worker reads; empty for a worker too many."""
+        count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
+        return [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
+
     def micro_batches(self) -> range:
-        """Which of a step's micro-batches are this worker's; empty for a worker too many."""
-        count = self.batch_size // self.micro_batch_size
-        return range(self.rank * count // self.num_replicas, (self.rank + 1) * count // self.num_replicas)
+        """Those of this worker."""
+        return self.shares()[self.rank]
 
     def deal(self, first: int, count: int) -> np.ndarray:
         """(count,) start positions of the windows that are dealt `first`, `first` + 1, ... since the run began."""

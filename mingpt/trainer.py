@@ -90,11 +90,11 @@ class Trainer:
             self.optimizer.load_state_dict(snapshot.part("optimizer."))
         cluster.step, self.restored = self.steps, snapshot is not None
         self.micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
-        self.samplers = [
-            ElasticSampler(self.corpus.train, batch_size=config.trainer.batch_size, micro_batch_size=config.trainer.micro_batch_size,
-                           seed=config.seed, num_replicas=cluster.world_size, rank=rank) for rank in range(cluster.world_size)
-        ]  # fmt: skip
-        self.sampler, self.shares = self.samplers[cluster.rank], [sampler.micro_batches() for sampler in self.samplers]
+        self.sampler = ElasticSampler(
+            self.corpus.train, batch_size=config.trainer.batch_size, micro_batch_size=config.trainer.micro_batch_size,
+            seed=config.seed, num_replicas=cluster.world_size, rank=cluster.rank,
+        )  # fmt: skip
+        self.shares = self.sampler.shares()
         self.sampler.seek(self.windows)
         self.mine = self.shares[cluster.rank]
         self.audit = audit.Audit(chain, self.micro_batches)
