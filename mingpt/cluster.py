@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -193,7 +193,7 @@ class Cluster:
         import torch
 
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import torch._inductor, which takes as long as torch
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # finds bugs in kernels, for the price of writing every tensor twice
 
     def listen(self, stop_file: Path) -> None:
@@ -293,6 +293,27 @@ class Cluster:
 
             torch.distributed.all_reduce(tensor)
         return tensor
+
+    def level(self, weights: "Iterable[torch.nn.Parameter]") -> None:
+        """Give everybody rank 0's weights: initial values from one seed may differ between kinds of machines."""
+        if self.world_size > 1:
+            import torch
+
+            weights = list(weights)
+            vector = torch.nn.utils.parameters_to_vector(weights).detach()
+            torch.distributed.broadcast(vector, src=0)
+            torch.nn.utils.vector_to_parameters(vector, weights)
+
+    def everybodys(self, mine: "torch.Tensor") -> "torch.Tensor":
+        """(n,) of each worker as (workers, n), the same on all."""
+        if self.world_size == 1:
+            return mine.unsqueeze(0)
+        import torch
+
+        whole = mine.new_empty(self.world_size, len(mine))
+        gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor  # the name before torch 2.13
+        gather(whole.flatten(), mine)
+        return whole
 
     def exchange(self, losses: "torch.Tensor") -> Callable[[], tuple[list[float], str | None]]:
         """Begin to share (M,) losses, zero where they are another worker's, and the wish to stop; the result waits for all of it.

@@ -5,15 +5,19 @@ index * 2**level up to (index + 1) * 2**level, a left half plus a right half; wh
 is its left half. Floating-point addition is not associative, so the tree, and nothing else, decides the bits of the sum.
 
 Inside a worker, partial sums are kept like a binary counter, in place: as many additions as plain accumulation makes. Across
-workers, a DDP communication hook lets each worker add one chunk of every bucket along the tree (all-to-all) and share the result
-(all-gather): the bytes of a ring all-reduce. Workers whose micro-batches are no whole subtree send a few more partial sums. Buckets are
-exchanged one after the other in a thread, or on a stream, of their own, so that they overlap with the backward pass; were the second
-collective of one bucket issued when its first is done, workers would meet in different collectives and wait for ever.
+workers, each adds one chunk of every bucket of parameters along the tree (all-to-all) and shares the result (all-gather): the bytes of
+a ring all-reduce. Workers whose micro-batches are no whole subtree send a few more partial sums. Buckets are exchanged one after the
+other in a thread, or on a stream, of their own, as soon as the backward pass has filled them; were the second collective of one bucket
+issued when its first is done, workers would meet in different collectives and wait for ever.
+
+DistributedDataParallel would fill the buckets as well, through a communication hook, but imports torch._dynamo for it, which takes as
+long as torch itself at every start and restart.
 """
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+
+BUCKET_BYTES = 8 << 20  # large enough for the collectives to be worth it, small enough for the first to start early
 
 V = TypeVar("V")
 Stack = list[tuple[int, int, V]]  # (level, index, sum), from left to right
@@ -48,7 +54,7 @@ def cover(leaves: range, total: int) -> list[tuple[int, int]]:
 
 
 def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """left + right, in place of `right`: for the last leaf that is DDP's own bucket. Addition commutes to the bit."""
+    """left + right, in place of `right`."""
     torch._foreach_add_(right, left)
     return right
 
@@ -56,46 +62,92 @@ def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 class GradientTree:
     """The exact sum of a step's gradients for one worker, which computes the leaves `shares[rank]` of `leaves`.
 
-    A step is `begin`, then `take` after the backward pass of each leaf. Without DDP, `finish` leaves the sum in every `grad`.
-    With DDP, the backward pass of the last leaf is not taken: `hook` folds it in, bucket by bucket. A worker without leaves
-    lets DDP see some backward pass all the same, and contributes nothing.
+    A step is `begin`, then for each leaf `before`, its backward pass and `after`, then `finish`, which leaves the sum in every `grad`. A
+    worker without leaves calls `begin` and `finish` alone. With several workers the backward pass of the last leaf sends every bucket
+    on its way as soon as its gradients are there.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shares: list[range], rank: int) -> None:
         self.parameters = list(parameters)
-        self.place = {id(weight): number for number, weight in enumerate(self.parameters)}
-        self.leaves, self.mine, self.rank = max(share.stop for share in shares), shares[rank], rank
-        self.covers = [cover(share, self.leaves) for share in shares]
+        self.leaves, self.mine, self.workers = max(share.stop for share in shares), shares[rank], len(shares)
         self.stack: Stack[list[Tensor]] = []
-        self.exchange = Exchanger(self.covers, rank, self.leaves)
+        self.exchange = Exchanger([cover(share, self.leaves) for share in shares], rank, self.leaves)
+        self.buckets = in_buckets(self.parameters)
+        self.sharing = False
+        self.missing: list[set[int]] = []  # per bucket, the parameters whose gradient is still to come
+        self.sent: list[tuple[Tensor, Future[None]]] = []
+        if self.workers > 1:
+            for number, weight in enumerate(self.parameters):
+                weight.register_post_accumulate_grad_hook(lambda _, number=number: self.arrived(number))  # type: ignore[misc]
 
     def begin(self) -> None:
-        self.stack = []
+        self.stack, self.sent, self.missing = [], [], [set(bucket) for bucket in self.buckets]
 
-    def take(self, leaf: int) -> None:
+    def before(self, leaf: int) -> None:
+        self.sharing = self.workers > 1 and leaf == self.mine[-1]
+
+    def after(self, leaf: int) -> None:
         """Move every parameter's gradient into the tree as this leaf."""
-        gradients = []
-        for weight in self.parameters:
-            assert weight.grad is not None, "every parameter takes part in every micro-batch"
-            gradients.append(weight.grad)
-            weight.grad = None
-        push(self.stack, 0, leaf, gradients, self.leaves, add_lists)
+        if not self.sharing:
+            push(self.stack, 0, leaf, [self.gradient(number) for number in range(len(self.parameters))], self.leaves, add_lists)
 
-    def finish(self) -> None:
-        """Where there is one worker: the root becomes the gradient."""
-        ((_, _, total),) = self.stack
-        for weight, gradient in zip(self.parameters, total, strict=True):
-            weight.grad = gradient
+    def gradient(self, number: int) -> Tensor:
+        """A parameter's gradient, taken from it."""
+        gradient = self.parameters[number].grad
+        assert gradient is not None, "every parameter takes part in every micro-batch"
+        self.parameters[number].grad = None
+        return gradient
 
-    def hook(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: this bucket of the last leaf joins the partial sums, then all workers' sums join."""
+    def arrived(self, number: int) -> None:
+        """The last leaf's gradient of a parameter is there. Buckets leave in one order on all workers."""
+        if not self.sharing:
+            return
+        for missing in self.missing:
+            missing.discard(number)
+        while len(self.sent) < len(self.buckets) and not self.missing[len(self.sent)]:
+            self.send(self.buckets[len(self.sent)])
+
+    def send(self, bucket: list[int]) -> None:
+        """This bucket of the last leaf joins the partial sums, then all workers' sums join."""
         parts: list[Tensor] = []
         if self.mine:
-            numbers = [self.place[id(weight)] for weight in bucket.parameters()]
-            stack = [(level, index, [sums[number] for number in numbers]) for level, index, sums in self.stack]
-            push(stack, 0, self.mine[-1], bucket.gradients(), self.leaves, add_lists)
-            parts = [torch.cat([sums.flatten() for sums in value]) for _, _, value in stack[:-1]] + [bucket.buffer()]
-        return self.exchange(bucket.buffer(), parts)
+            stack = [(level, index, [sums[number] for number in bucket]) for level, index, sums in self.stack]
+            push(stack, 0, self.mine[-1], [self.gradient(number) for number in bucket], self.leaves, add_lists)
+            parts = [torch.cat([sums.flatten() for sums in value]) for _, _, value in stack]
+        first = self.parameters[bucket[0]]
+        size = sum(self.parameters[number].numel() for number in bucket)
+        total = parts[-1] if parts else torch.empty(size, dtype=first.dtype, device=first.device)
+        self.sent.append((total, self.exchange(total, parts)))
+
+    def finish(self) -> None:
+        """Wait for all sums. Raises what kept the workers from exchanging them, most often a peer that is gone."""
+        if self.workers == 1:
+            ((_, _, root),) = self.stack
+            for weight, gradient in zip(self.parameters, root, strict=True):
+                weight.grad = gradient
+            return
+        if not self.mine:
+            for bucket in self.buckets:
+                self.send(bucket)
+        self.exchange.catch_up()
+        for bucket, (total, done) in zip(self.buckets, self.sent, strict=True):
+            done.result()
+            weights = [self.parameters[number] for number in bucket]
+            for weight, gradient in zip(weights, total.split([weight.numel() for weight in weights]), strict=True):
+                weight.grad = gradient.view_as(weight)
+
+
+def in_buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Numbers of parameters, in the order in which a backward pass is likely to reach them, in runs of about BUCKET_BYTES."""
+    buckets: list[list[int]] = [[]]
+    held = 0
+    for number in reversed(range(len(parameters))):
+        if held and held + parameters[number].nbytes > BUCKET_BYTES:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(number)
+        held += parameters[number].nbytes
+    return buckets
 
 
 class Exchanger:
@@ -107,13 +159,12 @@ class Exchanger:
         self.stream: torch.cuda.Stream | None = None
         self.thread: threading.Thread | None = None
 
-    def __call__(self, buffer: Tensor, parts: list[Tensor]) -> torch.futures.Future[Tensor]:
-        """A future of `buffer`, in which the sum then stands. `parts` are this worker's nodes, (buffer.numel(),) each."""
+    def __call__(self, buffer: Tensor, parts: list[Tensor]) -> Future[None]:
+        """Done when the sum stands in `buffer`; `parts` are this worker's nodes, (buffer.numel(),) each, and may be the buffer itself."""
+        future: Future[None] = Future()
         if buffer.is_cuda:
-            return self.on_stream(buffer, parts)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        if len(self.covers) == 1:
-            future.set_result(buffer)
+            self.on_stream(buffer, parts)
+            future.set_result(None)
             return future
         if self.thread is None:
             self.thread = threading.Thread(target=self.serve, daemon=True)
@@ -121,26 +172,27 @@ class Exchanger:
         self.jobs.put((buffer, parts, future))
         return future
 
-    def on_stream(self, buffer: Tensor, parts: list[Tensor]) -> torch.futures.Future[Tensor]:
+    def on_stream(self, buffer: Tensor, parts: list[Tensor]) -> None:
         """NCCL's collectives are queued, not waited for: a stream of their own keeps them beside the backward pass."""
         self.stream = self.stream or torch.cuda.Stream(buffer.device)
         self.stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
         with torch.cuda.stream(self.stream):
             for tensor in (buffer, *parts):
                 tensor.record_stream(self.stream)
-            if len(self.covers) > 1:
-                self.sum_up(buffer, parts)
-            future.set_result(buffer)
-        return future
+            self.sum_up(buffer, parts)
+
+    def catch_up(self) -> None:
+        """What is computed from here on waits for what was queued."""
+        if self.stream:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def serve(self) -> None:
         while True:
             buffer, parts, future = self.jobs.get()
             try:
                 self.sum_up(buffer, parts)
-                future.set_result(buffer)
-            except Exception as error:  # most often a peer is gone: the words reach the backward pass, where DDP waits for the future
+                future.set_result(None)
+            except Exception as error:  # most often a peer is gone: GradientTree.finish raises it
                 future.set_exception(error)
 
     def sum_up(self, buffer: Tensor, parts: list[Tensor]) -> None:

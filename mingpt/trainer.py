@@ -85,7 +85,8 @@ class Trainer:
         elif config.snapshot.init_from:
             cluster.all_or_none(lambda: resume.init_from(self.model, str(config.snapshot.init_from), self.corpus.vocabulary))
         self.model.to(cluster.device)
-        self.optimizer = Optimizer(self.model, config.optimizer)
+        cluster.level(self.model.parameters())
+        self.optimizer = Optimizer(self.model, config.optimizer, cluster.rank, cluster.world_size, cluster.everybodys)
         if snapshot and snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
             self.optimizer.load_state_dict(snapshot.part("optimizer."))
         cluster.step, self.restored = self.steps, snapshot is not None
@@ -111,16 +112,15 @@ class Trainer:
             trained = compiled(self.model, self.cluster.device)
             if not all(self.cluster.gather(trained is not self.model)):
                 trained = self.model  # all workers compute with the same kernels
-        # The buffers are constants: they need no broadcast.
-        self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True, broadcast_buffers=False) if self.cluster.launch.master else None
-        self.forward: Callable[..., Any] = self.ddp or trained
-        self.tree = None
+        self.tree, self.ddp = None, None
         if self.config.trainer.reduction == "exact":
             self.tree = GradientTree(list(self.model.parameters()), self.shares, self.cluster.rank)
-            if self.ddp:
-                self.ddp.register_comm_hook(None, self.tree.hook)
-        # The hook adds; DDP's own reduction takes the mean over the workers.
-        self.scale = (1 if self.tree else self.cluster.world_size) / self.micro_batches
+        elif self.cluster.launch.master:
+            # The buffers are constants: they need no broadcast.
+            self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True, broadcast_buffers=False)
+        self.forward: Callable[..., Any] = self.ddp or trained
+        # The tree adds; DDP takes the mean over the workers.
+        self.scale = (self.cluster.world_size if self.ddp else 1) / self.micro_batches
 
     def run(self) -> str | None:
         """Train from where the run stands to max_steps, or until told to stop; then everything is durable, on all workers.
@@ -173,9 +173,9 @@ class Trainer:
                 self.accumulate(micro_batch, inputs, targets)
             if not self.mine and self.ddp:
                 self.attend()
+            if self.tree:
+                self.tree.finish()  # its collectives come from a thread: these must be over before the next
             exchanged = self.cluster.exchange(self.losses)
-            if self.tree and not self.ddp:
-                self.tree.finish()
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip or math.inf))
             self.step_losses, stop = exchanged()
             self.refuse_poison(norm)
@@ -193,17 +193,18 @@ class Trainer:
         """Add a micro-batch's part of the gradient; with a worker's last one, all workers share theirs."""
         if self.config.model.dropout:
             torch.manual_seed(mix(self.config.seed, self.steps, micro_batch))
-        share = self.ddp is not None and micro_batch == self.mine[-1]
-        with contextlib.nullcontext() if share or not self.ddp else self.ddp.no_sync():
+        if self.tree:
+            self.tree.before(micro_batch)
+        with self.ddp.no_sync() if self.ddp and micro_batch != self.mine[-1] else contextlib.nullcontext():
             with self.autocast():
                 _, loss = self.forward(inputs.to(self.cluster.device, non_blocking=True), targets.to(self.cluster.device, non_blocking=True))
             (loss * self.scale).backward()
         self.losses[micro_batch] = loss.detach()
-        if self.tree and not share:
-            self.tree.take(micro_batch)
+        if self.tree:
+            self.tree.after(micro_batch)
 
     def attend(self) -> None:
-        """A worker too many takes part in the exchange with nothing of its own."""
+        """A worker too many takes part in DDP's reduction with nothing of its own."""
         tokens = torch.zeros(1, 1, dtype=torch.long, device=self.cluster.device)
         self.forward(tokens, tokens)[1].mul(0.0).backward()
 
