@@ -12,9 +12,11 @@ The only reader of the launcher's environment. It promises:
 torch is imported where it is needed, so that a wrong setting is answered without waiting for it.
 """
 
+import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -22,6 +24,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,10 +38,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-MEETING_S = 600.0  # a worker may still be importing torch, or another node still booting
+MEETING_S = 180.0  # a worker may still be importing torch from a slow disk
 AGENT_S = 10.0
 FAREWELL_S = 2.0
 POLL_S = 0.01
+TURN_S = 1.0
+LAST_WORDS_S = 1.0
+
+
+GAVE_UP = "gave up a peer that was silent"
 
 
 class Told(RuntimeError):
@@ -57,6 +65,7 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    node: int = 0
     master: tuple[str, int] | None = None  # None: no process group, no other worker
     agent_hosts_store: bool = False
     agent: int | None = None  # process id of torchrun's agent, our parent, which starts a new generation if we fail
@@ -75,6 +84,7 @@ class Launch:
             int(env["WORLD_SIZE"]),
             int(env.get("LOCAL_RANK", 0)),
             int(env.get("LOCAL_WORLD_SIZE", 1)),
+            int(env.get("GROUP_RANK", 0)),
             (env["MASTER_ADDR"], int(env["MASTER_PORT"])),
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             os.getppid() if "TORCHELASTIC_RUN_ID" in env else None,
@@ -126,7 +136,9 @@ class Departure:
     def sentence(self) -> str:
         failed = {rank: word["why"] for rank, word in self.words.items() if word["why"].startswith("failed")}
         if gone := self.vanished():
-            return ("worker " if len(gone) == 1 else "workers ") + ", ".join(map(str, gone)) + " vanished"
+            silence = next((word["why"].removeprefix(GAVE_UP) for word in self.words.values() if word["why"].startswith(GAVE_UP)), None)
+            who = ("worker " if len(gone) == 1 else "workers ") + ", ".join(map(str, gone))
+            return f"{who} vanished" if silence is None else f"{who} kept silent{silence}"
         if failed:
             return "; ".join(f"worker {rank} {why}" for rank, why in failed.items())
         return "; ".join(sorted({f"the workers were {word['why']}" for word in self.words.values()}))
@@ -147,6 +159,7 @@ class Cluster:
         self.generation, self.before = uuid.uuid4().hex, None
         self.listener = listener
         self._store: Any = None
+        self.timeout_s, self.siblings = config.timeout_s, dict[int, int]()
         if launch.master:
             self._store, self._farewells = self._connect(hosting=launch.rank == 0 and not launch.agent_hosts_store), self._connect(hosting=False)
             listener.say_farewell = self.say_farewell
@@ -160,6 +173,7 @@ class Cluster:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=config.timeout_s),
             )
+            self.siblings = self._siblings()
         self.device = self.all_or_none(lambda: find_device(config.device, launch))
         if len(set(self.gather(self.device.type))) > 1:  # one group works with one kind of device
             self.device = torch.device("cpu")
@@ -243,6 +257,15 @@ class Cluster:
             before = Departure(size, words)
         self._store.set("generation", json.dumps([self.generation, self.world_size]))
         return before
+
+    def _siblings(self) -> dict[int, int]:
+        """{rank: handle of its process} of the other workers of our agent, where the system has handles that no later process inherits."""
+        found = {}
+        for rank, pid in enumerate(self.gather(os.getpid())):
+            if rank != self.rank and self.launch.agent and hasattr(os, "pidfd_open") and parent(pid) == self.launch.agent:
+                with contextlib.suppress(ProcessLookupError):
+                    found[rank] = os.pidfd_open(pid)
+        return found
 
     def admitted(self) -> bool:
         """Whether an earlier generation of this job has passed the checks of its first start."""
@@ -350,6 +373,25 @@ class Cluster:
                 raise UserError(refusal_there)
         return result  # type: ignore[return-value]
 
+    def in_turns(self, work: Callable[[], T]) -> T:
+        """`all_or_none` for work that may take long, or that only some have: nobody is silent meanwhile, so nobody is given up."""
+        if self.world_size == 1:
+            return work()
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(TURN_S / 100)  # most often that is enough
+        while any(self.gather(thread.is_alive())):
+            thread.join(TURN_S)
+        return self.all_or_none(outcome.result)
+
     def say_farewell(self, why: str) -> None:
         """Leave word for the next generation. The first word stands."""
         if self._store is not None:
@@ -362,9 +404,11 @@ class Cluster:
     def leave_after(self, error: BaseException) -> NoReturn:
         """Exit code 1 after an error; where a peer vanished, without the backend's traceback, which tells only that."""
         lost = is_lost_peer(error)
-        self.say_farewell(
-            "left without a peer" if lost else f"failed ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})"
-        )
+        if lost:
+            self.say_farewell(f"{GAVE_UP} for {self.timeout_s:g} s" if is_timeout(error) else "left without a peer")
+            self.end_siblings()
+        else:
+            self.say_farewell(f"failed ({type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''})")
         if isinstance(error, Told):
             sys.stderr.write(f"error: worker {self.rank}: {error}\n")
         elif not lost:
@@ -373,6 +417,18 @@ class Cluster:
             sys.stderr.write(f"worker {self.rank} lost a peer after step {self.step}, and torchrun has no restart left (--max-restarts)\n")
         sys.stderr.flush()
         os._exit(1)
+
+    def end_siblings(self) -> None:
+        """Kill the workers of this node that do not notice for themselves that their generation is over.
+
+        The agent would do it, but only after 30 s where a process is frozen, and a worker in the middle of something long would finish it first.
+        """
+        deadline = time.monotonic() + LAST_WORDS_S
+        for handle in self.siblings.values():
+            gone, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            if not gone:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def leave(self, stopped_by: str | None = None) -> NoReturn:
         """At once: a peer that dies while this process tidies up would wait for it in vain.
@@ -404,6 +460,18 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, DistError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "Connection closed" in text or "Connection reset" in text)
     )
+
+
+def is_timeout(error: BaseException) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def parent(pid: int) -> int | None:
+    """The parent's process id, where the system tells."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":

@@ -93,7 +93,7 @@ class TrainerConfig:
     compile: bool = knob(False, "torch.compile the model; where that fails the run goes on without", result=True)
     threads: int = knob(1, "CPU threads per worker; OMP_NUM_THREADS is obeyed where this stands at 1", at_least=1, at_most=1024)
     reduction: Literal["exact", "fast"] = knob("exact", "exact: the same bits for any number of workers; fast: DDP's own all-reduce", result=True)
-    timeout_s: float = knob(300, "seconds after which a worker that waits for another gives it up", above=0)
+    timeout_s: float = knob(60, "seconds after which a worker that waits for another gives it up", above=0)
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ class SnapshotConfig:
     """What survives, and how a run goes on."""
 
     every: int = knob(20, "steps between snapshots; there is always one at max_steps", at_least=1)
+    memory_every: int = knob(5, "steps between snapshots in the node's memory, which a killed worker comes back from; 0 for none", at_least=0)
+    memory_path: str = knob("/dev/shm", "folder in memory; where it is absent or too small the run does without")
     keep_last: int = knob(3, "newest snapshots kept", at_least=1)
     keep_best: bool = knob(True, "also keep the snapshot with the lowest validation loss")
     path: Optional[str] = knob(None, "folder or fsspec URL for snapshots; null is run_dir/snapshots")

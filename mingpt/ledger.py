@@ -16,6 +16,15 @@ log = logging.getLogger(__name__)
 HOPELESS = 3  # generations that fail at the same step, one after the other
 
 
+def run_id(run_dir: Path) -> str:
+    """The random name of the run that lives there, or of one that is about to."""
+    try:
+        known = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["id"]
+    except (OSError, ValueError, TypeError, KeyError):
+        known = None  # there is none yet, or it is damaged, which Ledger tells
+    return known if isinstance(known, str) and known.isalnum() else uuid.uuid4().hex
+
+
 class Ledger:
     """Kept by rank 0. `status` is running, finished, stopped or failed; times are seconds, `began` and `seen` since 1970.
 
@@ -23,9 +32,9 @@ class Ledger:
     that `to_step` was told by a worker of it and is not merely the last step on record. `restart` tells it from a job's first.
     """
 
-    def __init__(self, run_dir: Path, versions: dict[str, str]) -> None:
+    def __init__(self, run_dir: Path, run: str, versions: dict[str, str]) -> None:
         self.path = run_dir / "run.json"
-        self.content: dict[str, Any] = {"id": uuid.uuid4().hex, "status": "running", "generations": [], "changes": []}
+        self.content: dict[str, Any] = {"id": run, "status": "running", "generations": [], "changes": []}
         self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0}
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
@@ -37,6 +46,7 @@ class Ledger:
         except ValueError:
             self.path.replace(self.path.with_name("damaged-run.json"))
             log.warning("%s is damaged and set aside as damaged-run.json", self.path)
+        self.content["id"] = run
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
 

@@ -19,13 +19,13 @@ class Report:
     """Opened once the run is known to start at `step`; drops what earlier generations recorded past it."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, corpus: Corpus, step: int, changes: list[str], software: dict[str, Any], restart: bool
+        self, config: Config, cluster: Cluster, corpus: Corpus, run: str, step: int, changes: list[str], software: dict[str, Any], restart: bool
     ) -> None:
         self.config, self.workers, self.corpus, self.software = config, cluster.world_size, corpus, software
         run_dir = Path(config.run_dir)
         replace_file(run_dir / "config.yaml", dump(config))
         self.metrics = Metrics(run_dir, step, fresh=step == 0 and not restart)
-        self.ledger = Ledger(run_dir, {"torch": software["torch"]})
+        self.ledger = Ledger(run_dir, run, {"torch": software["torch"]})
         self.picture = Picture(run_dir, corpus.entropy_floor)
         self.died = self.ledger.begin(self.workers, step, cluster.before, restart, changes)
         self.changes, self.restart = changes, restart

@@ -1,6 +1,7 @@
 """What a run goes on from: agreed by all workers, checked against what it is asked to be."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from mingpt.cluster import Cluster
 from mingpt.config import Config, UserError, differences, to_dict
 from mingpt.data import Vocabulary
+from mingpt.memory import Memory
 from mingpt.model import GPT
 from mingpt.snapshot import Folder, Snapshot, open_anywhere
 
@@ -26,23 +28,43 @@ def open_folder(config: Config, cluster: Cluster) -> Folder:
     return folder
 
 
-def newest_snapshot(folder: Folder, cluster: Cluster) -> tuple[Snapshot | None, dict[int, str]]:
-    """The newest valid snapshot that any worker can see, handed to all of them; and the damaged ones seen from here. One worker a node looks."""
-    mine, wrong = cluster.all_or_none(lambda: folder.newest() if cluster.launch.local_rank == 0 else (None, {}))
+@dataclass(frozen=True)
+class Found:
+    """The newest valid snapshot that any worker can see, the step of the newest durable one, and what is wrong with those seen from here."""
+
+    newest: Snapshot | None
+    durable: int
+    wrong: dict[int, str]
+
+
+def look(folder: Folder, memory: Memory, cluster: Cluster, restart: bool) -> Found:
+    """Find the newest valid snapshot and hand it to all workers. One worker a node looks.
+
+    When somebody starts a job, what lies in memory counts only if no durable snapshot before it is missing: whoever deletes
+    snapshots wants to go back. Within a job they may have gone with their node.
+    """
+    first = cluster.launch.local_rank == 0
+    mine, wrong = cluster.in_turns(lambda: folder.newest() if first else (None, {}))
+    step = mine.manifest["step"] if mine else -1
+    views = cluster.gather((step, max(wrong, default=-1)))
+    if first:
+        beside = None if restart else max(max(view) for view in views)
+        mine = memory.newest(newer_than=step, beside=beside) or mine
+    durable = max(0, *(valid for valid, _ in views))
     seen = cluster.gather(mine.manifest["step"] if mine else -1)
     if max(seen) < 0:
-        return None, wrong
+        return Found(None, durable, wrong)
     source = seen.index(max(seen))
     mine = mine if cluster.rank == source else None
     manifest = cluster.broadcast(mine.manifest if mine else None, source)
-    return Snapshot(manifest, cluster.share(mine.content if mine else None, source)), wrong
+    return Found(Snapshot(manifest, cluster.share(mine.content if mine else None, source)), durable, wrong)
 
 
 def take_over(folder: Folder, cluster: Cluster, wrong: dict[int, str]) -> None:
     """From here on the folder is this run's: damaged snapshots are set aside, and it must be possible to write. Raises UserError."""
     for step, reason in wrong.items():
         folder.set_aside(step, reason)
-    cluster.all_or_none(lambda: folder.prepare() if cluster.rank == 0 else None)
+    cluster.in_turns(lambda: folder.prepare() if cluster.rank == 0 else None)
 
 
 def check(snapshot: Snapshot | None, config: Config, url: str, fingerprint: str, restart: bool) -> list[str]:

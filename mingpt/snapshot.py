@@ -7,12 +7,15 @@ elsewhere. What does not hold is set aside under another name, never deleted. No
 number of workers, and nothing here knows a model.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,15 @@ from typing import Any
 import fsspec
 import yaml
 from fsspec.implementations.local import LocalFileSystem
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from mingpt.config import UserError
+from mingpt.stage import Stage
 
 SCHEMA = 1
+RETRIES_S = (0.5, 2.0)
+Content = bytes | memoryview
 NAME = re.compile(r"step_(\d{8,})\.(json|safetensors)")
 log = logging.getLogger(__name__)
 
@@ -70,6 +76,11 @@ def unseal(content: bytes) -> dict[str, Any]:
     return dict(manifest)
 
 
+def manifest_of(about: dict[str, Any], digest: str, size: int) -> bytes:
+    """The manifest's bytes for a tensor file with this SHA-256 and size."""
+    return seal({"schema": SCHEMA, **about, "sha256": digest, "bytes": size})
+
+
 class Folder:
     """The snapshots at one place. Raises UserError if the place has no driver."""
 
@@ -110,21 +121,39 @@ class Folder:
         except Exception as error:  # each driver raises exceptions of its own
             raise UserError(f"the snapshot folder {self.url} cannot be written to: {type(error).__name__}: {error}") from None
 
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: Content) -> None:
         """Write a file so that it is there whole, and durable, or not at all."""
         if not self.local:
-            self.files.pipe_file(self.path(name), content)
-            self.files.invalidate_cache()
-            if (there := self.files.size(self.path(name))) != len(content):  # s3fs once truncated uploads silently
-                raise OSError(f"{self.url}/{name} has {there} bytes of {len(content)} after writing")
+            self.upload(name, bytes(content))
             return
         partial, final = self.path(f"partial-{name}"), self.path(name)
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, final)
+        try:
+            with open(partial, "wb", buffering=0) as file:
+                left = memoryview(content)
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            os.replace(partial, final)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)  # on a full disk, what is left of it would keep the next one out too
+            raise
         self.sync()
+
+    def upload(self, name: str, content: bytes) -> None:
+        """PUT an object and look whether it is all there; stores fail for moments, so there are a few tries."""
+        for pause_s in (*RETRIES_S, None):
+            try:
+                self.files.pipe_file(self.path(name), content)
+                self.files.invalidate_cache()
+                if (there := self.files.size(self.path(name))) != len(content):  # s3fs once truncated uploads silently
+                    raise OSError(f"{self.url}/{name} has {there} bytes of {len(content)} after writing")
+                return
+            except Exception as error:  # each driver raises exceptions of its own
+                if pause_s is None:
+                    raise
+                log.info("writing %s/%s failed (%s: %s) and is tried again", self.url, name, type(error).__name__, error)
+                time.sleep(pause_s)
 
     def sync(self) -> None:
         """Make renames and removals durable."""
@@ -135,14 +164,13 @@ class Folder:
             finally:
                 os.close(handle)
 
-    def write(self, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Save CPU tensors under `manifest["step"]`; on return they are durable."""
+    def write(self, manifest: dict[str, Any], content: Content) -> None:
+        """Save a safetensors file's bytes under `manifest["step"]`; on return they are durable."""
         name = f"step_{manifest['step']:08d}"
-        content = save(tensors)
         if self.files.exists(self.path(f"{name}.json")):  # its manifest must not speak of the new tensors
             self.remove(manifest["step"])
         self.put(f"{name}.safetensors", content)
-        self.put(f"{name}.json", seal({"schema": SCHEMA, **manifest, "sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}))
+        self.put(f"{name}.json", manifest_of(manifest, hashlib.sha256(content).hexdigest(), len(content)))
 
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first."""
@@ -210,20 +238,26 @@ class Writer:
     def __init__(self, folder: Folder, keep_last: int, keep_best: bool) -> None:
         self.folder, self.keep_last, self.keep_best = folder, keep_last, keep_best
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
+        self.stage: Stage | None = None
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
+        self.newest = 0  # step of the last one written
 
-    def start(self, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Begin to write tensors that nobody else changes any more; waits for the write before."""
+    def start(self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], first: Callable[[], None] = lambda: None) -> None:
+        """Copy the tensors and begin to write them, after doing something `first`; waits for the write before. On return they may change."""
         if self.thread:
             self.thread.join()
-        self.thread = threading.Thread(target=self.write, args=(manifest, tensors))
+        if self.stage is None:
+            self.stage = Stage(tensors)
+        self.stage.fill(tensors)
+        self.thread = threading.Thread(target=self.write, args=(manifest, self.stage.content, first))
         self.thread.start()
 
-    def write(self, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def write(self, manifest: dict[str, Any], content: Content, first: Callable[[], None]) -> None:
         try:
-            self.folder.write(manifest, tensors)
-            self.error = None
+            first()
+            self.folder.write(manifest, content)
+            self.error, self.newest = None, manifest["step"]
         except Exception as error:  # whatever the driver raises: the run goes on, the user is told
             self.error = error
             log.warning("snapshot of step %d could not be written: %s: %s", manifest["step"], type(error).__name__, error)

@@ -24,6 +24,8 @@ from mingpt.cluster import Cluster, EndOfJob, Told
 from mingpt.config import Config, UserError, check_workers, to_dict
 from mingpt.data import Corpus, prepare, read_bytes
 from mingpt.generate import generate
+from mingpt.ledger import run_id
+from mingpt.memory import Memory
 from mingpt.metrics import open_log, peak_flops
 from mingpt.model import GPT, compiled
 from mingpt.optim import Optimizer, learning_rate
@@ -54,10 +56,13 @@ class Trainer:
         restart = cluster.admitted()
         if not restart:
             check_workers(config, cluster.world_size)
-        snapshot, wrong = resume.newest_snapshot(self.folder, cluster)
+        run = cluster.broadcast(run_id(self.run_dir) if main else None, 0)
+        self.memory = Memory(config.snapshot.memory_path, run, self.run_dir, cluster.launch.node)
+        found = resume.look(self.folder, self.memory, cluster, restart)
+        snapshot, self.durable = found.newest, found.durable
         changes = resume.check(snapshot, config, self.folder.url, self.corpus.fingerprint, restart)
         if not config.trainer.eval_only:
-            resume.take_over(self.folder, cluster, wrong)
+            resume.take_over(self.folder, cluster, found.wrong)
         if snapshot:
             cluster.use_threads(snapshot.manifest["software"]["threads"])
         self.dtype = cluster.arithmetic(config.trainer.dtype)
@@ -70,7 +75,7 @@ class Trainer:
         # A job that died behind its last snapshot has still to say that it is finished.
         self.nothing_left = bool(snapshot) and self.steps >= config.trainer.max_steps and not restart
         if main and not config.trainer.eval_only and not self.nothing_left:
-            self.report = Report(config, cluster, self.corpus, self.steps, changes, self.software, restart)
+            self.report = Report(config, cluster, self.corpus, run, self.steps, changes, self.software, restart)
 
     def build(self, snapshot: Snapshot | None) -> None:
         """Model, optimizer and sampler, as the snapshot left them or as the seed makes them."""
@@ -83,7 +88,7 @@ class Trainer:
             resume.compare_software(snapshot.manifest["software"], self.software)
             resume.load_weights(self.model, snapshot.part("model."), f"the snapshot of step {self.steps}")
         elif config.snapshot.init_from:
-            cluster.all_or_none(lambda: resume.init_from(self.model, str(config.snapshot.init_from), self.corpus.vocabulary))
+            cluster.in_turns(lambda: resume.init_from(self.model, str(config.snapshot.init_from), self.corpus.vocabulary))
         self.model.to(cluster.device)
         cluster.level(self.model.parameters())
         self.optimizer = Optimizer(self.model, config.optimizer, cluster.rank, cluster.world_size, cluster.everybodys)
@@ -109,7 +114,7 @@ class Trainer:
             self.cluster.insist_on_determinism()
         trained: Callable[..., Any] = self.model
         if self.config.trainer.compile:
-            trained = compiled(self.model, self.cluster.device)
+            trained = self.cluster.in_turns(lambda: compiled(self.model, self.cluster.device))
             if not all(self.cluster.gather(trained is not self.model)):
                 trained = self.model  # all workers compute with the same kernels
         self.tree, self.ddp = None, None
@@ -137,6 +142,7 @@ class Trainer:
             log.info("the run already stands at step %d and trainer.max_steps is %d: nothing is left to do", self.steps, config.max_steps)
             return None
         if hopeless := self.cluster.broadcast(self.report.hopeless() if self.report else None, 0):
+            self.forget()
             raise EndOfJob(hopeless)
         if self.report:
             parameters = sum(weight.numel() for weight in self.model.parameters())
@@ -220,6 +226,7 @@ class Trainer:
         if self.report:
             self.writer.idle(timeout_s=math.inf)
             self.report.failed(self.steps, sentence)
+        self.forget()
         raise Poison(sentence)
 
     def autocast(self) -> torch.autocast:
@@ -251,6 +258,8 @@ class Trainer:
             self.pause_clock(self.report_evaluation)
         if last or stop or self.steps % config.snapshot.every == 0:
             self.pause_clock(self.save)
+        elif config.snapshot.memory_every and self.steps % config.snapshot.memory_every == 0:
+            self.pause_clock(self.save_in_memory)
 
     def restart_clock(self) -> None:
         self.clock, self.timed_from, self.data_s = time.perf_counter(), self.steps, 0.0
@@ -277,32 +286,44 @@ class Trainer:
 
     def report_evaluation(self) -> None:
         values = self.evaluate()
+        text = self.cluster.in_turns(lambda: self.sample() if self.report else "")
         if self.report:
-            vocabulary = self.corpus.vocabulary
-            prompt = [max(vocabulary.characters.find("\n"), 0)]
-            text = vocabulary.decode(list(generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)))
             self.report.evaluation(self.steps, values, text)
+
+    def sample(self) -> str:
+        vocabulary = self.corpus.vocabulary
+        prompt = [max(vocabulary.characters.find("\n"), 0)]
+        return vocabulary.decode(list(generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)))
 
     def save(self) -> None:
         """Copy the state and write it in the background."""
         self.wait_for_writer()
         chain = self.audit.gather(self.cluster)
-        if not self.report:
-            return
-        tensors = {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
-        tensors |= {f"optimizer.{name}": state for name, state in self.optimizer.state_dict().items()}
-        manifest = {
+        if self.report:
+            # Records of a step that has a snapshot are never written again: they must be durable first.
+            self.writer.start(self.manifest(chain) | {"metrics": dict(self.report.metrics.last)}, self.state(), first=self.report.metrics.sync)
+
+    def save_in_memory(self) -> None:
+        """Copy the state to where it outlives this process."""
+        chain = self.audit.gather(self.cluster)
+        if self.cluster.launch.local_rank == 0:
+            self.memory.take(self.manifest(chain) | {"metrics": {}, "after": self.durable}, self.state())
+
+    def state(self) -> dict[str, Tensor]:
+        weights = {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
+        return weights | {f"optimizer.{name}": state for name, state in self.optimizer.state_dict().items()}
+
+    def manifest(self, chain: str) -> dict[str, Any]:
+        return {
             "step": self.steps, "windows": self.windows, "config": to_dict(self.config), "vocabulary": self.corpus.vocabulary.characters,
-            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint}, "audit": chain,
-            "software": self.software, "metrics": dict(self.report.metrics.last),
+            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint}, "audit": chain, "software": self.software,
         }  # fmt: skip
-        self.report.metrics.sync()  # records of a step that has a snapshot are never written again
-        self.writer.start(manifest, {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
 
     def wait_for_writer(self) -> None:
         """Until the last snapshot is written or has failed; in short turns, so that a long upload is no silence to the other workers."""
-        while not self.cluster.broadcast(self.writer.idle(timeout_s=1.0), 0):
-            pass
+        idle = False
+        while not idle:
+            idle, self.durable = self.cluster.broadcast((self.writer.idle(timeout_s=1.0), self.writer.newest or self.durable), 0)
 
     def remove_stop_file(self) -> None:
         """It has done its work; the same command is to go on."""
@@ -317,8 +338,13 @@ class Trainer:
         if self.report:
             self.writer.finish()
             self.remove_stop_file()
-            self.report.ended(self.steps, stopped_by, self.folder.url)
-        self.cluster.barrier()
+        self.cluster.in_turns(lambda: self.report.ended(self.steps, stopped_by, self.folder.url) if self.report else None)
+        self.forget()
+
+    def forget(self) -> None:
+        """The run ends here: what it holds in memory is of no more use."""
+        if self.cluster.launch.local_rank == 0:
+            self.memory.remove()
 
 
 def make_run_dir(config: Config) -> Path:
@@ -332,7 +358,7 @@ def make_run_dir(config: Config) -> Path:
 
 def read_corpus(config: Config, cluster: Cluster) -> Corpus:
     """Rank 0 reads, all get the bytes and prepare them alike."""
-    content = cluster.all_or_none(lambda: read_bytes(config.data) if cluster.rank == 0 else None)
+    content = cluster.in_turns(lambda: read_bytes(config.data) if cluster.rank == 0 else None)
     return prepare(cluster.share(content, source=0), config.data)
 
 

@@ -234,7 +234,7 @@ def victim(folder: Path, plan: dict[str, Any]) -> Any:
             super().__init__(config, cluster)
             put = self.folder.put
 
-            def put_half(name: str, content: bytes) -> None:
+            def put_half(name: str, content: bytes | memoryview) -> None:
                 if name.endswith(".safetensors"):
                     Path(self.folder.path(f"partial-{name}")).write_bytes(content[: len(content) // 2])
                     self.strike("save")

@@ -10,8 +10,11 @@ import torch
 
 from mingpt.config import UserError
 from mingpt.snapshot import Damaged, Folder, Writer, open_anywhere, seal, unseal
+from mingpt.stage import pack
 
 TENSORS = {"model.wte": torch.arange(12.0).view(3, 4), "optimizer.wte.step": torch.tensor(3.0), "model.half": torch.ones(5, dtype=torch.bfloat16)}
+
+CONTENT = pack(TENSORS)
 
 
 def manifest(step: int, loss: float | None = None) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def names(folder: Folder) -> list[str]:
 
 
 def test_what_was_saved_is_read_back(folder: Folder) -> None:
-    folder.write(manifest(12), TENSORS)
+    folder.write(manifest(12), CONTENT)
     assert names(folder) == ["step_00000012.json", "step_00000012.safetensors"]
     snapshot, wrong = folder.newest()
     assert snapshot and not wrong and snapshot.manifest["step"] == 12 and snapshot.manifest["bytes"] == len(snapshot.content)
@@ -46,15 +49,15 @@ def test_what_was_saved_is_read_back(folder: Folder) -> None:
 
 def test_the_same_state_gives_the_same_bytes(folder: Folder) -> None:
     for step in (1, 2):
-        folder.write(manifest(step), dict(reversed(TENSORS.items())) if step == 2 else TENSORS)
+        folder.write(manifest(step), pack(dict(reversed(TENSORS.items())) if step == 2 else TENSORS))
     assert folder.read(1).content == folder.read(2).content
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
 def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(folder: Folder, kind: str) -> None:
     """Every bit of both files, one at a time."""
-    folder.write(manifest(1), TENSORS)
-    folder.write(manifest(2), TENSORS)
+    folder.write(manifest(1), CONTENT)
+    folder.write(manifest(2), CONTENT)
     path = Path(folder.path(f"step_00000002.{kind}"))
     whole = path.read_bytes()
     for bit in range(len(whole) * 8):
@@ -67,7 +70,7 @@ def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(folder: Folder,
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
 def test_every_truncation_is_noticed(folder: Folder, kind: str) -> None:
-    folder.write(manifest(2), TENSORS)
+    folder.write(manifest(2), CONTENT)
     path = Path(folder.path(f"step_00000002.{kind}"))
     whole = path.read_bytes()
     for length in range(len(whole)):
@@ -79,9 +82,9 @@ def test_every_truncation_is_noticed(folder: Folder, kind: str) -> None:
 @pytest.mark.parametrize("missing", ["json", "safetensors"])
 def test_half_a_snapshot_is_set_aside_by_name(folder: Folder, missing: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    folder.write(manifest(1), TENSORS)
+    folder.write(manifest(1), CONTENT)
     for attempt in (1, 2):  # a second damaged snapshot of the same step does not overwrite the first
-        folder.write(manifest(2), TENSORS)
+        folder.write(manifest(2), CONTENT)
         Path(folder.path(f"step_00000002.{missing}")).unlink()
         snapshot, wrong = folder.newest()
         assert snapshot and snapshot.manifest["step"] == 1 and list(wrong) == [2]
@@ -144,8 +147,8 @@ def test_snapshots_in_memory_work_like_any_other_url() -> None:
     folder = Folder(f"memory://{random.random()}/snapshots")
     folder.prepare()
     assert folder.private and folder.newest() == (None, {})
-    folder.write(manifest(1), TENSORS)
-    folder.write(manifest(2), TENSORS)
+    folder.write(manifest(1), CONTENT)
+    folder.write(manifest(2), CONTENT)
     folder.files.pipe_file(folder.path("step_00000002.json"), b"torn")
     snapshot, wrong = folder.newest()
     assert snapshot and snapshot.manifest["step"] == 1
@@ -157,7 +160,7 @@ def test_snapshots_in_memory_work_like_any_other_url() -> None:
 def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "run" / "snapshots"))
     folder.prepare()
-    folder.write(manifest(7), TENSORS)
+    folder.write(manifest(7), CONTENT)
     for where in (
         tmp_path / "run",
         folder.root,
@@ -175,7 +178,7 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
 
 def test_a_removal_that_was_cut_short_is_finished_later(folder: Folder) -> None:
     for step in (1, 2):
-        folder.write(manifest(step), TENSORS)
+        folder.write(manifest(step), CONTENT)
     Path(folder.path("step_00000001.json")).unlink()
     writer = Writer(folder, keep_last=1, keep_best=False)
     writer.start(manifest(3), TENSORS)
