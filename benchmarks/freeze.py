@@ -34,16 +34,14 @@ def frozen(folder: Path, number: int, timeout_s: float, workers: int, dice: rand
     began, reached = time.monotonic(), max(job.steps())
     noticed = job.until(lambda: not all(alive(pid) for pid in pids if pid != victim), timeout_s + 60) - began
     gone = job.until(lambda: not alive(victim), timeout_s + 60) - began
-    generations = len(job.told()["generations"])
     job.until(lambda: len(job.told()["generations"]) > 1 and max(job.steps()) > job.told()["generations"][-1]["from_step"], timeout_s + 60)
     on = time.monotonic() - began
     codes = job.wait(300)
     told = job.told()["generations"]
     fine = noticed <= timeout_s + 2 and on <= timeout_s + 35 and codes == [0] and result(job.run_dir) == expected
-    row(
-        frozen=number, workers=workers, victim=pids.index(victim), at_step=reached, generations_before=generations, noticed_s=round(noticed, 2), gone_s=round(gone, 2),
-        on_s=round(on, 2), ends=[entry["end"] for entry in told], from_steps=[entry["from_step"] for entry in told], hash=result(job.run_dir), ok=fine,
-    )  # fmt: skip
+    about = {"frozen": number, "workers": workers, "victim": pids.index(victim), "at_step": reached}
+    times = {"noticed_s": round(noticed, 2), "gone_s": round(gone, 2), "on_s": round(on, 2)}
+    row(**about, **times, ends=[entry["end"] for entry in told], from_steps=[entry["from_step"] for entry in told], hash=result(job.run_dir), ok=fine)
     if not fine:
         print(job.log()[-3000:], file=sys.stderr)
     return fine

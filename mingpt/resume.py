@@ -48,7 +48,7 @@ def look(folder: Folder, memory: Memory, cluster: Cluster, restart: bool) -> Fou
     step = mine.manifest["step"] if mine else -1
     views = cluster.gather((step, max(wrong, default=-1)))
     if first:
-        beside = None if restart else max(max(view) for view in views)
+        beside = None if restart else max(0, *(step for view in views for step in view))
         mine = memory.newest(newer_than=step, beside=beside) or mine
     durable = max(0, *(valid for valid, _ in views))
     seen = cluster.gather(mine.manifest["step"] if mine else -1)

@@ -108,3 +108,16 @@ def test_a_failure_that_would_repeat_ends_the_job(fault: str, sentence: str, gen
         return
     mended = start(command(run_dir=tmp_path / "run", data__path=text, snapshot__every=4)).finish()
     assert mended.code == 0 and json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished", mended.err
+
+
+def test_a_frozen_worker_is_given_up_and_the_job_goes_on(start: Start, text: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Well before the 30 s that the agent would give a process which cannot take its SIGTERM."""
+    job = start(command(workers=3, restarts=1, run_dir=tmp_path, data__path=text, trainer__timeout_s=4))
+    wait_until(reached(tmp_path, 12), job)
+    began = time.monotonic()
+    os.kill(job.workers()[1], signal.SIGSTOP)
+    done = job.finish()
+    assert done.code == 0, done.err
+    assert time.monotonic() - began < 25
+    assert "worker 1 kept silent for 4 s at step" in done.err
+    assert final_hash(tmp_path) == final_hash(undisturbed)
