@@ -40,8 +40,8 @@ from mingpt.snapshot import Folder, Writer
 from mingpt.stage import pack
 
 ON_FILES = {
-    "open", "openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "unlink", "unlinkat", "close", "stat", "newfstatat",
-    "fstat", "statx", "lstat", "lseek", "ioctl", "getdents64", "read", "mkdir", "ftruncate", "access", "faccessat2",
+    "open", "openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "unlink", "unlinkat", "close", "stat",
+    "newfstatat", "fstat", "statx", "lstat", "lseek", "ioctl", "getdents64", "read", "mkdir", "ftruncate", "access", "faccessat2",
 }  # fmt: skip
 BEGIN, END = "/the/save/begins", "/the/save/ends"
 
@@ -85,11 +85,16 @@ def save_under_strace(folder: Folder, injection: list[str], log: Path) -> None:
     """Save step 30 in a child that strace watches from its first breath on; returns when the child is gone."""
     records = open(Path(folder.root).parent / "metrics.jsonl", "a")  # noqa: SIM115 - the child's
     job, bytes_30 = writer(folder), content(30)
+
+    def sync() -> dict[str, Any]:
+        os.fsync(records.fileno())
+        return {}
+
     child = os.fork()
     if child == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         os.access(BEGIN, os.F_OK)
-        job.write(manifest(30), bytes_30, lambda: os.fsync(records.fileno()))
+        job.write(manifest(30), bytes_30, sync)
         os.access(END, os.F_OK)
         os._exit(0)
     records.close()
@@ -274,13 +279,13 @@ def faults_of_a_store(stride: int) -> Iterator[tuple[str, str, str]]:
     snapshot.RETRIES_S = (0.0, 0.0)
     folder, files = store_folder()
     files.armed = True
-    writer(folder).write(manifest(30), content(30), lambda: None)
+    writer(folder).write(manifest(30), content(30), dict)
     points = [(fault, at) for fault in ("fails once", "fails on", "tears", "tears and says so", "lists late") for at in range(1, files.calls + 1)]
     for fault, at in points[::stride]:
         folder, files = store_folder()
         files.stale = files.ls(folder.root, detail=False)
         files.armed, files.fault, files.at = True, fault, at
-        writer(folder).write(manifest(30), content(30), lambda: None)
+        writer(folder).write(manifest(30), content(30), dict)
         if fault != "lists late":
             files.armed = False
         found = folder.newest()[0]  # a listing may still be late

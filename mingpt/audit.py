@@ -4,7 +4,9 @@ Each worker hashes the tokens of every micro-batch it computes. Whenever a snaps
 are gathered and linked, step by step and in the order of the micro-batches, into one digest that the manifest carries.
 """
 
+import functools
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from mingpt.config import Config
 from mingpt.data import CharDataset
 from mingpt.sampler import ElasticSampler
 
+NOBODYS = bytes(32)
 START = hashlib.sha256(b"no step yet").hexdigest()
 
 
@@ -22,9 +25,9 @@ def digest(inputs: Tensor, targets: Tensor) -> bytes:
     return hashlib.sha256(inputs.contiguous().numpy().tobytes() + targets.contiguous().numpy().tobytes()).digest()
 
 
-def link(chain: str, step: list[bytes]) -> str:
-    """The chain after one more step, whose micro-batches have these digests."""
-    return hashlib.sha256(bytes.fromhex(chain) + b"".join(step)).hexdigest()
+def link(chain: str, step: bytes) -> str:
+    """The chain after one more step, whose micro-batches have these digests, one after the other."""
+    return hashlib.sha256(bytes.fromhex(chain) + step).hexdigest()
 
 
 class Audit:
@@ -33,17 +36,27 @@ class Audit:
     def __init__(self, chain: str, micro_batches: int) -> None:
         self.chain, self.micro_batches = chain, micro_batches
         self.steps: list[dict[int, bytes]] = []
+        self.pending: Callable[[], str] = lambda: chain
 
-    def gather(self, cluster: Cluster) -> str:
-        """The chain up to now. Every worker must call it at the same step."""
-        table = torch.zeros(len(self.steps), self.micro_batches, 32, dtype=torch.uint8)
-        for row, step in zip(table, self.steps, strict=True):
-            for micro_batch, hashed in step.items():
-                row[micro_batch] = torch.frombuffer(bytearray(hashed), dtype=torch.uint8)
-        for row in cluster.sum(table):  # each entry is one worker's and zero elsewhere
-            self.chain = link(self.chain, [bytes(hashed.tolist()) for hashed in row])
+    def gather(self, cluster: Cluster) -> Callable[[], str]:
+        """The chain up to now, from a function that any thread may call. Every worker must gather at the same step; nobody waits here."""
+        self.chain = self.pending()  # of the last time, and so long there
+        before, steps = self.chain, len(self.steps)
+        mine = b"".join(step.get(number, NOBODYS) for step in self.steps for number in range(self.micro_batches))
         self.steps = []
-        return self.chain
+        if not mine:
+            return self.pending
+        summed = cluster.begin_sum(torch.frombuffer(bytearray(mine), dtype=torch.uint8))  # each entry is one worker's, zero elsewhere
+
+        @functools.cache
+        def chain() -> str:
+            after = before
+            for step in summed().view(steps, -1):
+                after = link(after, step.numpy().tobytes())
+            return after
+
+        self.pending = chain
+        return chain
 
 
 def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
@@ -53,7 +66,7 @@ def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
     chain = START
     for step in range(steps):
         starts = sampler.deal(step * config.trainer.batch_size, config.trainer.batch_size).reshape(count, size)
-        chain = link(chain, [digest(*dataset.__getitems__(micro_batch.tolist())) for micro_batch in starts])
+        chain = link(chain, b"".join(digest(*dataset.__getitems__(micro_batch.tolist())) for micro_batch in starts))
     return chain
 
 

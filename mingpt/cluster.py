@@ -311,11 +311,20 @@ class Cluster:
 
     def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Everybody's sum, in place. Exact, and so free of order, where all but one contribute zeros."""
-        if self.world_size > 1:
-            import torch
+        return self.begin_sum(tensor)()
 
-            torch.distributed.all_reduce(tensor)
-        return tensor
+    def begin_sum(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
+        """`sum`, as a function that waits for it."""
+        import torch
+
+        work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+
+        def result() -> "torch.Tensor":
+            if work is not None:
+                work.wait()
+            return tensor
+
+        return result
 
     def level(self, weights: "Iterable[torch.nn.Parameter]") -> None:
         """Give everybody rank 0's weights: initial values from one seed may differ between kinds of machines."""
@@ -346,13 +355,10 @@ class Cluster:
         import torch
 
         heard = torch.tensor([float(self.listener.asked == name) for name in REQUESTS], dtype=torch.float64)
-        vector = torch.cat([losses.detach().double().cpu(), heard])
-        work = torch.distributed.all_reduce(vector, async_op=True) if self.world_size > 1 else None
+        summed = self.begin_sum(torch.cat([losses.detach().double().cpu(), heard]))
 
         def result() -> tuple[list[float], str | None]:
-            if work is not None:
-                work.wait()
-            values = vector.tolist()
+            values = summed().tolist()
             asked = values[len(values) - len(REQUESTS) :]
             return values[: -len(REQUESTS)], next((name for name, count in zip(REQUESTS, asked, strict=True) if count), None)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.snapshot import Damaged, Folder, Snapshot, manifest_of
+from mingpt.snapshot import Abandoned, Damaged, Folder, Rest, Snapshot, manifest_of
 from mingpt.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -51,23 +51,31 @@ class Memory:
                 pass  # it was being written when its worker died; the other one stands
         return None
 
-    def take(self, manifest: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Copy a state; nothing happens while the one before is still being hashed, or where there is no room."""
+    def take(self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], rest: Rest = dict) -> None:
+        """Copy a state, name it in the background. Nothing happens while the one before is being named, or where there is no room."""
+        self.reserve(tensors)
         if self.off or (self.thread and self.thread.is_alive()):
             return
         try:
-            if not self.slots:
-                self.open(tensors)
             self.begin()
         except OSError as error:
-            self.give_up(error, tensors)
+            self.give_up(error)
             return
         self.slots[self.turn].fill(tensors)
-        self.thread = threading.Thread(target=self.finish, args=(manifest,))
+        self.thread = threading.Thread(target=self.finish, args=(manifest, rest))
         self.thread.start()
 
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Find room for two such states, if that is not done yet: pages that are there already make the copy a copy."""
+        if self.off or self.slots:
+            return
+        try:
+            self.open(tensors)
+        except OSError as error:
+            self.give_up(error, f" for 2 x {sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.1f} MB")
+
     def open(self, tensors: Mapping[str, Tensor]) -> None:
-        """Reserve two files; what an earlier generation left gives way to the first. Raises OSError."""
+        """Two files; what an earlier generation left gives way to the first. Raises OSError."""
         self.root.mkdir(mode=0o700, exist_ok=True)
         folder = Path(self.own.root)
         folder.mkdir(exist_ok=True)
@@ -92,23 +100,24 @@ class Memory:
             (folder / name).rename(folder / free)
             self.names[self.turn] = free
 
-    def finish(self, manifest: dict[str, Any]) -> None:
+    def finish(self, manifest: dict[str, Any], rest: Rest) -> None:
         """In the background: the file gets its name, and then a manifest."""
         folder, name = Path(self.own.root), f"step_{manifest['step']:08d}"
         content = self.slots[self.turn].content
         try:
             (folder / f"slot-{self.turn}").rename(folder / f"{name}.safetensors")
-            self.own.put(f"{name}.json", manifest_of(manifest, hashlib.sha256(content).hexdigest(), len(content)))
+            self.own.put(f"{name}.json", manifest_of(manifest | rest(), hashlib.sha256(content).hexdigest(), len(content)))
+        except Abandoned:
+            return  # the main thread meets the same end, and says so
         except OSError as error:
-            self.give_up(error, {})
+            self.give_up(error)
             return
         self.names[self.turn] = f"{name}.safetensors"
         self.turn = 1 - self.turn
 
-    def give_up(self, error: OSError, tensors: Mapping[str, Tensor]) -> None:
+    def give_up(self, error: OSError, need: str = "") -> None:
         """One line, and no more of it."""
         self.off, self.slots = True, []
-        need = f" for 2 x {sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.1f} MB" if tensors else ""
         log.warning(
             "no snapshots in memory: %s has no room%s (%s); a killed worker goes back to the newest durable one",
             self.root.parent,
@@ -128,5 +137,5 @@ def mapped(path: Path, size: int) -> Tensor:
     """(size,) uint8 that are a file's bytes. Raises OSError where there is no room; a sparse file would end in SIGBUS."""
     with open(path, "a+b") as file:
         os.posix_fallocate(file.fileno(), 0, size)
-        pages = mmap.mmap(file.fileno(), size)
+        pages = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -40,6 +40,13 @@ class Damaged(Exception):
     """A snapshot that does not hold; the message says why."""
 
 
+class Abandoned(Exception):
+    """What a snapshot still lacks can no longer be had: another worker is gone, and the generation with it."""
+
+
+Rest = Callable[[], dict[str, Any]]  # what else a manifest says; called in the background; may raise Abandoned
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A manifest and the bytes of the tensor file, checked against it."""
@@ -243,21 +250,31 @@ class Writer:
         self.error: Exception | None = None
         self.newest = 0  # step of the last one written
 
-    def start(self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], first: Callable[[], None] = lambda: None) -> None:
-        """Copy the tensors and begin to write them, after doing something `first`; waits for the write before. On return they may change."""
-        if self.thread:
-            self.thread.join()
+    def reserve(self, tensors: Mapping[str, Tensor]) -> Stage:
+        """Room for such a state, made before training waits for it."""
         if self.stage is None:
             self.stage = Stage(tensors)
-        self.stage.fill(tensors)
-        self.thread = threading.Thread(target=self.write, args=(manifest, self.stage.content, first))
+        return self.stage
+
+    def start(self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], rest: Rest = dict) -> None:
+        """Copy the tensors and begin to write them; waits for the write before. On return they may change.
+
+        `rest` is called in the background, before anything is written, and gives what else the manifest says.
+        """
+        if self.thread:
+            self.thread.join()
+        stage = self.reserve(tensors)
+        stage.fill(tensors)
+        self.thread = threading.Thread(target=self.write, args=(manifest, stage.content, rest))
         self.thread.start()
 
-    def write(self, manifest: dict[str, Any], content: Content, first: Callable[[], None]) -> None:
+    def write(self, manifest: dict[str, Any], content: Content, rest: Rest) -> None:
         try:
-            first()
-            self.folder.write(manifest, content)
+            self.folder.write(manifest | rest(), content)
             self.error, self.newest = None, manifest["step"]
+        except Abandoned as error:
+            self.error = error
+            return  # the main thread meets the same end, and says so
         except Exception as error:  # whatever the driver raises: the run goes on, the user is told
             self.error = error
             log.warning("snapshot of step %d could not be written: %s: %s", manifest["step"], type(error).__name__, error)

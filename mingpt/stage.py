@@ -36,7 +36,7 @@ class Stage:
         size = len(front) + sum(tensor.nbytes for tensor in tensors.values())
         # Pages that the device can write to directly, where there is one.
         pinned = any(tensor.is_cuda for tensor in tensors.values())
-        self.buffer = reserve(size) if reserve else torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self.buffer = reserve(size) if reserve else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()  # which touches every page
         self.buffer[: len(front)] = torch.frombuffer(bytearray(front), dtype=torch.uint8)
         self.slots = {
             name: self.buffer[place : place + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)

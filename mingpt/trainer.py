@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from mingpt import audit, resume
-from mingpt.cluster import Cluster, EndOfJob, Told
+from mingpt.cluster import Cluster, EndOfJob, Told, is_lost_peer
 from mingpt.config import Config, UserError, check_workers, to_dict
 from mingpt.data import Corpus, prepare, read_bytes
 from mingpt.generate import generate
@@ -32,7 +32,7 @@ from mingpt.optim import Optimizer, learning_rate
 from mingpt.reduce import GradientTree
 from mingpt.report import Report
 from mingpt.sampler import ElasticSampler, mix
-from mingpt.snapshot import Snapshot, Writer
+from mingpt.snapshot import Abandoned, Snapshot, Writer
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,9 @@ class Trainer:
         if self.report:
             parameters = sum(weight.numel() for weight in self.model.parameters())
             self.report.plan(self.steps, parameters, self.sampler.windows_per_epoch, self.shares, self.folder.url)
+            self.writer.reserve(self.state())
+        if self.config.snapshot.memory_every and self.cluster.launch.local_rank == 0:
+            self.memory.reserve(self.state())
         self.batches = iter(DataLoader(self.corpus.train, batch_size=config.micro_batch_size, sampler=self.sampler, collate_fn=lambda batch: batch))
         self.restart_clock()
         _, stop = self.cluster.exchange(self.losses)()  # asked for while the workers were starting
@@ -299,24 +302,37 @@ class Trainer:
         """Copy the state and write it in the background."""
         self.wait_for_writer()
         chain = self.audit.gather(self.cluster)
-        if self.report:
-            # Records of a step that has a snapshot are never written again: they must be durable first.
-            self.writer.start(self.manifest(chain) | {"metrics": dict(self.report.metrics.last)}, self.state(), first=self.report.metrics.sync)
+        if report := self.report:
+            manifest = self.manifest() | {"metrics": dict(report.metrics.last)}
+
+            def rest() -> dict[str, Any]:
+                report.metrics.sync()  # records of a step that has a snapshot are never written again: they must be durable first
+                return self.linked(chain)
+
+            self.writer.start(manifest, self.state(), rest)
 
     def save_in_memory(self) -> None:
         """Copy the state to where it outlives this process."""
         chain = self.audit.gather(self.cluster)
         if self.cluster.launch.local_rank == 0:
-            self.memory.take(self.manifest(chain) | {"metrics": {}, "after": self.durable}, self.state())
+            self.memory.take(self.manifest() | {"metrics": {}, "after": self.durable}, self.state(), lambda: self.linked(chain))
+
+    def linked(self, chain: Callable[[], str]) -> dict[str, str]:
+        try:
+            return {"audit": chain()}
+        except RuntimeError as error:
+            if is_lost_peer(error):
+                raise Abandoned from error
+            raise
 
     def state(self) -> dict[str, Tensor]:
         weights = {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
         return weights | {f"optimizer.{name}": state for name, state in self.optimizer.state_dict().items()}
 
-    def manifest(self, chain: str) -> dict[str, Any]:
+    def manifest(self) -> dict[str, Any]:
         return {
             "step": self.steps, "windows": self.windows, "config": to_dict(self.config), "vocabulary": self.corpus.vocabulary.characters,
-            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint}, "audit": chain, "software": self.software,
+            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint}, "software": self.software,
         }  # fmt: skip
 
     def wait_for_writer(self) -> None:

@@ -28,13 +28,13 @@ def fed(steps: int, spoil: bool = False) -> Audit:
 
 def test_the_chain_is_what_configuration_and_text_call_for() -> None:
     audit = fed(6)
-    assert audit.gather(Alone()) == recompute(CONFIG, DATASET, 6) and audit.steps == []
-    assert audit.gather(Alone()) == recompute(CONFIG, DATASET, 6)
+    assert audit.gather(Alone())() == recompute(CONFIG, DATASET, 6) and audit.steps == []
+    assert audit.gather(Alone())() == recompute(CONFIG, DATASET, 6)
 
 
 def test_one_window_in_the_wrong_place_is_noticed() -> None:
-    assert fed(6, spoil=True).gather(Alone()) != recompute(CONFIG, DATASET, 6)
-    assert link(START, [b"a" * 32, b"b" * 32]) != link(START, [b"b" * 32, b"a" * 32])
+    assert fed(6, spoil=True).gather(Alone())() != recompute(CONFIG, DATASET, 6)
+    assert link(START, b"a" * 32 + b"b" * 32) != link(START, b"b" * 32 + b"a" * 32)
 
 
 def test_every_window_of_an_epoch_is_dealt_once() -> None:
