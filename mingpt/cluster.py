@@ -13,6 +13,7 @@ torch is imported where it is needed, so that a wrong setting is answered withou
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -44,6 +45,7 @@ FAREWELL_S = 2.0
 POLL_S = 0.01
 TURN_S = 1.0
 LAST_WORDS_S = 1.0
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 GAVE_UP = "gave up a peer that was silent"
@@ -156,6 +158,7 @@ class Cluster:
         self.launch, self.rank, self.world_size, self.step = launch, launch.rank, launch.world_size, 0
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
+        keep_memory()
         self.generation, self.before = uuid.uuid4().hex, None
         self.listener = listener
         self._store: Any = None
@@ -478,6 +481,14 @@ def parent(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None
+
+
+def keep_memory() -> None:
+    """Have the C library keep what is freed. By default glibc gives large blocks back to the system, and every step faults them in again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
+            mallopt(option, value)
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":

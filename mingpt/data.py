@@ -8,9 +8,10 @@ sampler's business.
 """
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mingpt.config import DataConfig, UserError
+
+AHEAD = 64  # batches
+
+
+def batched(items: Iterable[int], size: int) -> Iterator[list[int]]:
+    """Runs of `size` items, the last one perhaps shorter."""
+    left = iter(items)
+    while chunk := list(itertools.islice(left, size)):
+        yield chunk
 
 
 class Vocabulary:
@@ -77,7 +87,13 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitems__(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (len(starts), block_size) int64."""
         windows = self.tokens[torch.as_tensor(starts).unsqueeze(1) + self._window].long()  # (B, T + 1)
-        return windows[:, :-1], windows[:, 1:]
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def batches(self, starts: Iterable[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The windows that begin at `starts`, in batches; many are gathered at once, so that a batch costs next to nothing."""
+        for chunk in batched(starts, AHEAD * batch_size):
+            inputs, targets = self.__getitems__(chunk)
+            yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Every token but the first as a target exactly once, in windows end to end, (<= batch_size, <= block_size) each.

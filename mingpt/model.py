@@ -15,18 +15,21 @@ B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V 
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mingpt import kernels
 from mingpt.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
 ROTARY_BASE = 10_000.0
 WRITTEN_OUT_BELOW = 512  # tokens up to which plain products beat the CPU's flash-attention kernel, whose backward pass is slow
+EPSILON = kernels.EPSILON
 
 
 class KeyValues(Protocol):
@@ -38,9 +41,28 @@ class KeyValues(Protocol):
         """Store (B, H, T, D) keys and values of the new positions; returns those of all positions so far."""
 
 
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=EPSILON)
+
+
 class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+        return rms_norm(x) if plain(x) else kernels.rms_norm(x)
+
+
+class Dropout(nn.Module):
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        probability = self.probability if self.training else 0.0
+        return F.dropout(x, probability) if plain(x) else kernels.dropout(x, probability)
+
+
+def plain(x: Tensor) -> bool:
+    """Whether to write it as anybody would: for a compiler, and on every device but the CPU."""
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
 class Rotary(nn.Module):
@@ -71,31 +93,33 @@ class CausalSelfAttention(nn.Module):
         bias = config.arch == "gpt2"
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=bias)
-        self.resid_dropout = nn.Dropout(config.dropout)
+        self.resid_dropout = Dropout(config.dropout)
         self.rotary = Rotary(config.n_embd // config.n_head, block_size) if config.arch == "modern" else None
         self.register_buffer("mask", torch.full((block_size, block_size), float("-inf")).triu(1), persistent=False)
         self.mask: Tensor
 
     def forward(self, x: Tensor, block: int, cache: KeyValues | None = None) -> Tensor:
         batch, length, width = x.shape
+        qkv = self.c_attn(x)  # (B, T, 3 C)
+        if cache or plain(x) or length > WRITTEN_OUT_BELOW:
+            y = self.attend(qkv.view(batch, length, 3, self.n_head, -1), block, cache).reshape(batch, length, width)
+        else:
+            cos, sin = (self.rotary.cos, self.rotary.sin) if self.rotary else (None, None)
+            y = kernels.attention(qkv, self.n_head, self.mask, cos, sin, self.dropout if self.training else 0.0)
+        return self.resid_dropout(self.c_proj(y))
+
+    def attend(self, qkv: Tensor, block: int, cache: KeyValues | None) -> Tensor:
+        """(B, T, 3, H, D) to (B, T, H, D)."""
         start = cache.length if cache else 0
-        heads = self.c_attn(x).view(batch, length, 3, self.n_head, width // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
-        query, key, value = heads.unbind(0)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
         if self.rotary:
-            query, key = (self.rotary(F.rms_norm(part, (part.size(-1),), eps=1e-6), start) for part in (query, key))
+            query, key = (self.rotary(rms_norm(part), start) for part in (query, key))
         if cache:
             key, value = cache.extend(block, key, value)
-        y = self.attend(query, key, value, start)  # (B, H, T, D)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(batch, length, width)))
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        # In the type of the scores: a float32 mask would lift these largest of all tensors to float32.
         mask = self.mask[start : start + query.size(2), : key.size(2)].to(query.dtype)  # (T, positions so far)
-        if query.device.type != "cpu" or key.size(2) > WRITTEN_OUT_BELOW:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask if start else None, is_causal=not start, dropout_p=dropout)
-        scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1) + mask  # (B, H, T, positions so far)
-        return F.dropout(F.softmax(scores, dim=-1), dropout) @ value
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask if start else None, is_causal=not start, dropout_p=dropout)
+        return y.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -104,13 +128,17 @@ class MLP(nn.Module):
         bias = config.arch == "gpt2"
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.gelu = config.arch == "gpt2"
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)  # (B, T, 4 C)
-        x = F.gelu(x, approximate="tanh") if self.gelu else F.relu(x).square()
-        return self.dropout(self.c_proj(x))
+        return self.dropout(self.c_proj(self.activate(x)))
+
+    def activate(self, x: Tensor) -> Tensor:
+        if self.gelu:
+            return F.gelu(x, approximate="tanh")
+        return F.relu(x).square() if plain(x) else kernels.squared_relu(x)
 
 
 class Block(nn.Module):
@@ -138,7 +166,7 @@ class GPT(nn.Module):
         self.config, self.vocab_size, self.block_size = config, vocab_size, block_size
         self.wte = nn.Embedding(vocab_size, config.n_embd)
         self.wpe = nn.Embedding(block_size, config.n_embd) if config.arch == "gpt2" else None
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, block_size) for _ in range(config.n_layer))
         self.ln_f = norm(config)
         self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
@@ -171,7 +199,7 @@ class GPT(nn.Module):
         if start + tokens.size(1) > self.block_size:
             raise ValueError(f"{start + tokens.size(1)} tokens do not fit in block_size {self.block_size}")
         x = self.wte(tokens)  # (B, T, C)
-        x = x + self.wpe.weight[start : start + tokens.size(1)] if self.wpe else F.rms_norm(x, (x.size(-1),), eps=1e-6)
+        x = x + self.wpe.weight[start : start + tokens.size(1)] if self.wpe else rms_norm(x)
         x = self.drop(x)
         for number, block in enumerate(self.h):
             x = block(x, number, cache)
@@ -186,12 +214,13 @@ class GPT(nn.Module):
         return 6.0 * (matrices + head) + 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
 
 
-def compiled(model: GPT, device: torch.device) -> Callable[..., Any]:
-    """The compiled model if it compiles, else the model itself and one line why."""
-    tokens = torch.zeros((1, model.block_size), dtype=torch.long, device=device)
+def compiled(model: GPT, example: Tensor, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """The model compiled for inputs such as the example, (B, T) tokens, under `context`; or the model itself and one line why."""
     try:
-        result = torch.compile(model)
-        result(tokens, tokens)[1].backward()
+        result = torch.compile(model, dynamic=False)
+        with context():
+            loss = result(example, example)[1]
+        loss.backward()
     except Exception as error:  # whatever stage of the compiler fails, the run can do without it
         log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, (str(error).splitlines() or [""])[0])
         return model

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from mingpt import audit, resume
 from mingpt.cluster import Cluster, EndOfJob, Told, is_lost_peer
@@ -114,7 +113,8 @@ class Trainer:
             self.cluster.insist_on_determinism()
         trained: Callable[..., Any] = self.model
         if self.config.trainer.compile:
-            trained = self.cluster.in_turns(lambda: compiled(self.model, self.cluster.device))
+            example = torch.zeros(self.config.trainer.micro_batch_size, self.config.data.block_size, dtype=torch.long, device=self.cluster.device)
+            trained = self.cluster.in_turns(lambda: compiled(self.model, example, self.autocast))
             if not all(self.cluster.gather(trained is not self.model)):
                 trained = self.model  # all workers compute with the same kernels
         self.tree, self.ddp = None, None
@@ -150,7 +150,7 @@ class Trainer:
             self.writer.reserve(self.state())
         if self.config.snapshot.memory_every and self.cluster.launch.local_rank == 0:
             self.memory.reserve(self.state())
-        self.batches = iter(DataLoader(self.corpus.train, batch_size=config.micro_batch_size, sampler=self.sampler, collate_fn=lambda batch: batch))
+        self.batches = self.corpus.train.batches(self.sampler, config.micro_batch_size)
         self.restart_clock()
         _, stop = self.cluster.exchange(self.losses)()  # asked for while the workers were starting
         if self.steps == 0 and not stop:
