@@ -83,6 +83,7 @@ class TrainerConfig:
     batch_size: int = knob(16, "windows per step over all workers; their number never changes it", at_least=1, result=True)
     micro_batch_size: int = knob(2, "windows in one forward and backward pass; divides batch_size", at_least=1, result=True)
     eval_every: int = knob(85, "steps between evaluations of the whole validation split", at_least=1)
+    eval_at_start: bool = knob(True, "also evaluate before the first step")
     log_every: int = knob(10, "steps between records of the training loss", at_least=1)
     sample_tokens: int = knob(200, "tokens of text written at each evaluation; 0 for none", at_least=0)
     eval_only: bool = knob(False, "evaluate the newest snapshot and train nothing")
@@ -93,7 +94,7 @@ class TrainerConfig:
     compile: bool = knob(False, "torch.compile the model; where that fails the run goes on without", result=True)
     threads: int = knob(1, "CPU threads per worker; OMP_NUM_THREADS is obeyed where this stands at 1", at_least=1, at_most=1024)
     reduction: Literal["exact", "fast"] = knob("exact", "exact: the same bits for any number of workers; fast: DDP's own all-reduce", result=True)
-    timeout_s: float = knob(60, "seconds after which a worker that waits for another gives it up", above=0)
+    timeout_s: float = knob(60, "seconds after which a worker that waits for another gives it up; a step must fit in", above=0)
 
 
 @dataclass(frozen=True)

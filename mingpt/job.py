@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from mingpt.cluster import Cluster, EndOfJob, Launch, is_lost_peer
+from mingpt.cluster import Cluster, is_lost_peer
 from mingpt.config import Config, UserError
+from mingpt.launch import EndOfJob, Launch
 from mingpt.stopping import Listener
 
 

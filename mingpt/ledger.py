@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mingpt.cluster import Departure
+from mingpt.launch import Departure
 from mingpt.metrics import replace_file
 
 log = logging.getLogger(__name__)

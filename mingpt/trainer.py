@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mingpt import audit, resume
-from mingpt.cluster import Cluster, EndOfJob, Told, is_lost_peer
+from mingpt.cluster import Cluster, is_lost_peer
 from mingpt.config import Config, UserError, check_workers, to_dict
 from mingpt.data import Corpus, prepare, read_bytes
 from mingpt.generate import generate
+from mingpt.launch import EndOfJob, Told
 from mingpt.ledger import run_id
 from mingpt.memory import Memory
 from mingpt.metrics import open_log, peak_flops
@@ -153,7 +154,7 @@ class Trainer:
         self.batches = self.corpus.train.batches(self.sampler, config.micro_batch_size)
         self.restart_clock()
         _, stop = self.cluster.exchange(self.losses)()  # asked for while the workers were starting
-        if self.steps == 0 and not stop:
+        if self.steps == 0 and config.eval_at_start and not stop:
             self.report_evaluation()
         self.restart_clock()
         while self.steps < config.max_steps and not stop:

@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingpt.cluster import Cluster, Launch
+from mingpt.cluster import Cluster
 from mingpt.config import Config, build
 from mingpt.job import work
+from mingpt.launch import Launch
 
 if TYPE_CHECKING:
     from torch import Tensor
