@@ -4,8 +4,8 @@
     python benchmarks/throughput.py --sizes 10M --workers 1
 
 A row a size, as JSON, then a table. `products` is what the arithmetic of a step would take at the rate measured for large products, over what
-the step took. On a GPU the same command measures there (`--sizes gpt2 --workers 1 trainer.device=cuda`); the shares of forward and backward are
-then those of their launches.
+the step took. On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and backward are then those of
+their launches.
 """
 
 import argparse
@@ -32,8 +32,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "cpu": CPU,
     "10M": BIG,
     "10M-no-dropout": BIG | {"model.dropout": 0.0},
-    "gpt2": {"model.arch": "gpt2", "model.n_layer": 12, "model.n_head": 12, "model.n_embd": 768, "data.block_size": 1024, "trainer.batch_size": 480,
-             "trainer.micro_batch_size": 12, "optimizer.name": "adamw", "optimizer.learning_rate": 0.0006, "trainer.max_steps": 10},
 }  # fmt: skip
 QUIET = {"trainer.eval_every": 10**6, "trainer.sample_tokens": 0, "trainer.log_every": 10**6, "data.val_fraction": 0.01}
 PARTS = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")

@@ -45,6 +45,7 @@ FAREWELL_S = 2.0
 POLL_S = 0.01
 TURN_S = 1.0
 LAST_WORDS_S = 1.0
+SLICE_BYTES = 64 << 20
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
@@ -60,7 +61,6 @@ class Cluster:
         self.launch, self.rank, self.world_size, self.step = launch, launch.rank, launch.world_size, 0
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
-        keep_memory()
         self.generation, self.before = uuid.uuid4().hex, None
         self.listener = listener
         self._store: Any = None
@@ -82,6 +82,8 @@ class Cluster:
         self.device = self.all_or_none(lambda: find_device(config.device, launch))
         if len(set(self.gather(self.device.type))) > 1:  # one group works with one kind of device
             self.device = torch.device("cpu")
+        if self.device.type == "cpu":
+            keep_memory()
 
     def use_threads(self, recorded: int) -> None:
         """Compute with the number of threads that the run began with: it decides bits."""
@@ -166,9 +168,10 @@ class Cluster:
     def _siblings(self) -> dict[int, int]:
         """{rank: handle of its process} of the other workers of our agent, where the system has handles that no later process inherits."""
         found = {}
-        for rank, pid in enumerate(self.gather(os.getpid())):
-            if rank != self.rank and self.launch.agent and hasattr(os, "pidfd_open") and parent(pid) == self.launch.agent:
-                with contextlib.suppress(ProcessLookupError):
+        for rank, (node, pid) in enumerate(self.gather((self.launch.node, os.getpid()))):
+            here = node == self.launch.node and pid != os.getpid() and parent(pid) == self.launch.agent
+            if here and self.launch.agent and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):  # an old kernel, or one that is not allowed to: the agent ends it then
                     found[rank] = os.pidfd_open(pid)
         return found
 
@@ -210,8 +213,8 @@ class Cluster:
 
         size = self.broadcast(None if content is None else len(content), source)
         box = torch.empty(size, dtype=torch.uint8) if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if size:
-            torch.distributed.broadcast(box, src=source)
+        for piece in box.split(SLICE_BYTES) if size else ():  # each within the time that a worker may be silent
+            torch.distributed.broadcast(piece, src=source)
         return box.numpy().tobytes()
 
     def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
@@ -239,7 +242,8 @@ class Cluster:
             weights = list(weights)
             vector = torch.nn.utils.parameters_to_vector(weights).detach()
             torch.distributed.broadcast(vector, src=0)
-            torch.nn.utils.vector_to_parameters(vector, weights)
+            for weight, values in zip(weights, vector.split([weight.numel() for weight in weights]), strict=True):
+                weight.detach().copy_(values.view_as(weight))
 
     def everybodys(self, mine: "torch.Tensor") -> "torch.Tensor":
         """(n,) of each worker as (workers, n), the same on all."""
@@ -252,25 +256,23 @@ class Cluster:
         gather(whole.flatten(), mine)
         return whole
 
-    def exchange(self, losses: "torch.Tensor") -> Callable[[], tuple[list[float], str | None]]:
-        """Begin to share (M,) losses, zero where they are another worker's, and the wish to stop; the result waits for all of it.
+    def exchange(self, losses: "torch.Tensor", written: int) -> Callable[[], tuple[list[float], int, str | None]]:
+        """Begin to share (M,) losses, zero where they are another worker's, the step of the last snapshot written, zero where another
+        writes them, and the wish to stop; the result waits for all of it.
 
-        Returns every micro-batch's loss and the request to stop that any worker has heard, the same on all workers.
+        Returns every micro-batch's loss, that step, and the request to stop that any worker has heard, the same on all workers.
         """
         import torch
 
-        heard = torch.tensor([float(self.listener.asked == name) for name in REQUESTS], dtype=torch.float64)
-        summed = self.begin_sum(torch.cat([losses.detach().double().cpu(), heard]))
+        rest = torch.tensor([written, *(self.listener.asked == name for name in REQUESTS)], dtype=torch.float64)
+        summed = self.begin_sum(torch.cat([losses.detach().cpu().double(), rest]))
 
-        def result() -> tuple[list[float], str | None]:
+        def result() -> tuple[list[float], int, str | None]:
             values = summed().tolist()
-            asked = values[len(values) - len(REQUESTS) :]
-            return values[: -len(REQUESTS)], next((name for name, count in zip(REQUESTS, asked, strict=True) if count), None)
+            asked = values[len(losses) + 1 :]
+            return values[: len(losses)], int(values[len(losses)]), next((name for name, count in zip(REQUESTS, asked, strict=True) if count), None)
 
         return result
-
-    def barrier(self) -> None:
-        self.gather(None)
 
     def all_or_none(self, work: Callable[[], T]) -> T:
         """The work's result here; if it raised UserError on some workers, then the lowest one's error on all."""
@@ -292,6 +294,11 @@ class Cluster:
 
         def run() -> None:
             try:
+                import torch
+
+                torch.set_num_threads(self.threads)  # each thread has a number, and a current device, of its own
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
                 outcome.set_result(work())
             except BaseException as error:
                 outcome.set_exception(error)
@@ -336,9 +343,10 @@ class Cluster:
         """
         deadline = time.monotonic() + LAST_WORDS_S
         for handle in self.siblings.values():
-            gone, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
-            if not gone:
-                with contextlib.suppress(ProcessLookupError):
+            exit_ = select.poll()
+            exit_.register(handle, select.POLLIN)
+            if not exit_.poll(1000 * max(0.0, deadline - time.monotonic())):
+                with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def leave(self, stopped_by: str | None = None) -> NoReturn:

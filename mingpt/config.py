@@ -57,7 +57,9 @@ class ModelConfig:
     n_layer: int = knob(3, "blocks", at_least=1, result=True)
     n_head: int = knob(2, "attention heads per block; divides n_embd", at_least=1, result=True)
     n_embd: int = knob(128, "width of the residual stream", at_least=1, result=True)
-    dropout: float = knob(0.0, "probability that an activation is dropped in training", at_least=0, below=1, result=True)
+    dropout: float = knob(
+        0.0, "probability that an activation is dropped in training; on a CPU rounded to a multiple of 1/256", at_least=0, below=1, result=True
+    )
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def kept(shape: torch.Size, dropout: float, dtype: torch.dtype) -> tuple[Tensor,
     multiplied with costs a seventh of a mask of booleans.
     """
     size = math.prod(shape)
-    threshold = round(256 * dropout)
+    threshold = min(255, max(1, round(256 * dropout)))
     drawn = torch.empty(-(-size // 8), dtype=torch.int64).random_(-(2**63), None)  # all 64 bits; random_() alone leaves the sign out
     return torch.ge(drawn.view(torch.uint8)[:size].view(shape), threshold, out=torch.empty(shape, dtype=dtype)), 256 / (256 - threshold)
 

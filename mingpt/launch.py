@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from mingpt.config import TrainerConfig, UserError
 
-REFUSAL_S = 180.0  # longer than any other worker takes to refuse as well
+REFUSAL_S = 600.0  # longer than any other worker takes to refuse as well
 GAVE_UP = "gave up a peer that was silent"
 
 

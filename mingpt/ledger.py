@@ -4,7 +4,6 @@ import json
 import logging
 import platform
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ log = logging.getLogger(__name__)
 HOPELESS = 3  # generations that fail at the same step, one after the other
 
 
-def run_id(run_dir: Path) -> str:
-    """The random name of the run that lives there, or of one that is about to."""
+def run_id(run_dir: Path) -> str | None:
+    """The random name of the run that lives there, as far as this node can see it."""
     try:
         known = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["id"]
     except (OSError, ValueError, TypeError, KeyError):
         known = None  # there is none yet, or it is damaged, which Ledger tells
-    return known if isinstance(known, str) and known.isalnum() else uuid.uuid4().hex
+    return known if isinstance(known, str) and known.isalnum() else None
 
 
 class Ledger:

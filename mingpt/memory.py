@@ -45,11 +45,19 @@ class Memory:
             if step <= newer_than:
                 break
             try:
-                if beside is None or folder.manifest(step)["after"] <= beside:
+                if beside is None or folder.manifest(step).get("after", 0) <= beside:
                     return folder.read(step)
             except Damaged:
                 pass  # it was being written when its worker died; the other one stands
         return None
+
+    def drop_newer(self, step: int) -> None:
+        """What lies beyond the step that a job starts from belongs to a past that somebody has turned away from."""
+        for path in self.root.glob("node-*"):
+            folder = Folder(str(path))
+            for newer in folder.steps():
+                if newer > step:
+                    folder.remove(newer)
 
     def take(self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], rest: Rest = dict) -> None:
         """Copy a state, name it in the background. Nothing happens while the one before is being named, or where there is no room."""
@@ -119,16 +127,16 @@ class Memory:
         """One line, and no more of it."""
         self.off, self.slots = True, []
         log.warning(
-            "no snapshots in memory: %s has no room%s (%s); a killed worker goes back to the newest durable one",
+            "no snapshots in memory: %s cannot be used%s (%s); a killed worker goes back to the newest durable one",
             self.root.parent,
             need,
             error.strerror,
         )
-        self.remove()
+        shutil.rmtree(self.own.root, ignore_errors=True)  # gone already, or not to be had at all
 
     def remove(self) -> None:
         """Nothing of this run stays in memory."""
-        if self.thread and self.thread is not threading.current_thread():
+        if self.thread:
             self.thread.join()
         shutil.rmtree(self.root, ignore_errors=True)  # another worker of this machine may be at it too
 

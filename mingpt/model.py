@@ -28,7 +28,7 @@ from mingpt.config import ModelConfig
 log = logging.getLogger(__name__)
 
 ROTARY_BASE = 10_000.0
-WRITTEN_OUT_BELOW = 512  # tokens up to which plain products beat the CPU's flash-attention kernel, whose backward pass is slow
+WRITTEN_OUT_UP_TO = 512  # tokens up to which plain products beat the CPU's flash-attention kernel, whose backward pass is slow
 EPSILON = kernels.EPSILON
 
 
@@ -101,7 +101,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, block: int, cache: KeyValues | None = None) -> Tensor:
         batch, length, width = x.shape
         qkv = self.c_attn(x)  # (B, T, 3 C)
-        if cache or plain(x) or length > WRITTEN_OUT_BELOW:
+        if cache or plain(x) or length > WRITTEN_OUT_UP_TO:
             y = self.attend(qkv.view(batch, length, 3, self.n_head, -1), block, cache).reshape(batch, length, width)
         else:
             cos, sin = (self.rotary.cos, self.rotary.sin) if self.rotary else (None, None)
@@ -116,9 +116,9 @@ class CausalSelfAttention(nn.Module):
             query, key = (self.rotary(rms_norm(part), start) for part in (query, key))
         if cache:
             key, value = cache.extend(block, key, value)
-        mask = self.mask[start : start + query.size(2), : key.size(2)].to(query.dtype)  # (T, positions so far)
+        mask = self.mask[start : start + query.size(2), : key.size(2)].to(query.dtype) if start else None  # (T, positions so far)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask if start else None, is_causal=not start, dropout_p=dropout)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not start, dropout_p=dropout)
         return y.transpose(1, 2)
 
 
@@ -217,6 +217,9 @@ class GPT(nn.Module):
 def compiled(model: GPT, example: Tensor, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
     """The model compiled for inputs such as the example, (B, T) tokens, under `context`; or the model itself and one line why."""
     try:
+        import torch._inductor.config
+
+        torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice of kernels by their timing
         result = torch.compile(model, dynamic=False)
         with context():
             loss = result(example, example)[1]

@@ -35,6 +35,7 @@ class Found:
     newest: Snapshot | None
     durable: int
     wrong: dict[int, str]
+    where: str
 
 
 def look(folder: Folder, memory: Memory, cluster: Cluster, restart: bool) -> Found:
@@ -47,24 +48,31 @@ def look(folder: Folder, memory: Memory, cluster: Cluster, restart: bool) -> Fou
     mine, wrong = cluster.in_turns(lambda: folder.newest() if first else (None, {}))
     step = mine.manifest["step"] if mine else -1
     views = cluster.gather((step, max(wrong, default=-1)))
-    if first:
-        beside = None if restart else max(0, *(step for view in views for step in view))
-        mine = memory.newest(newer_than=step, beside=beside) or mine
+    beside = None if restart else max(0, *(step for view in views for step in view))
+    mine = cluster.in_turns(lambda: memory.newest(newer_than=step, beside=beside) if first else None) or mine
     durable = max(0, *(valid for valid, _ in views))
     seen = cluster.gather(mine.manifest["step"] if mine else -1)
     if max(seen) < 0:
-        return Found(None, durable, wrong)
+        return Found(None, durable, wrong, folder.url)
     source = seen.index(max(seen))
     mine = mine if cluster.rank == source else None
     manifest = cluster.broadcast(mine.manifest if mine else None, source)
-    return Found(Snapshot(manifest, cluster.share(mine.content if mine else None, source)), durable, wrong)
+    where = folder.url if manifest["step"] == durable else str(memory.root)
+    return Found(Snapshot(manifest, cluster.share(mine.content if mine else None, source)), durable, wrong, where)
 
 
-def take_over(folder: Folder, cluster: Cluster, wrong: dict[int, str]) -> None:
-    """From here on the folder is this run's: damaged snapshots are set aside, and it must be possible to write. Raises UserError."""
-    for step, reason in wrong.items():
-        folder.set_aside(step, reason)
-    cluster.in_turns(lambda: folder.prepare() if cluster.rank == 0 else None)
+def take_over(folder: Folder, memory: Memory, cluster: Cluster, found: Found, restart: bool) -> None:
+    """From here on the run is this job's: damaged snapshots are set aside, and it must be possible to write. Raises UserError."""
+
+    def claim() -> None:
+        for step, reason in found.wrong.items():
+            folder.set_aside(step, reason)
+        if not restart and cluster.launch.local_rank == 0:
+            memory.drop_newer(found.newest.manifest["step"] if found.newest else -1)
+        if cluster.rank == 0:
+            folder.prepare()
+
+    cluster.in_turns(claim)
 
 
 def check(snapshot: Snapshot | None, config: Config, url: str, fingerprint: str, restart: bool) -> list[str]:

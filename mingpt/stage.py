@@ -47,7 +47,7 @@ class Stage:
         """Copy a state in; on return it may change again."""
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
-            slot.copy_(tensors[name], non_blocking=True)
+            slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
         for device in devices:
             torch.cuda.synchronize(device)
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,13 @@ class Trainer:
         restart = cluster.admitted()
         if not restart:
             check_workers(config, cluster.world_size)
-        run = cluster.broadcast(run_id(self.run_dir) if main else None, 0)
+        run = next(filter(None, cluster.gather(run_id(self.run_dir))), None) or cluster.broadcast(uuid.uuid4().hex, 0)
         self.memory = Memory(config.snapshot.memory_path, run, self.run_dir, cluster.launch.node)
         found = resume.look(self.folder, self.memory, cluster, restart)
-        snapshot, self.durable = found.newest, found.durable
-        changes = resume.check(snapshot, config, self.folder.url, self.corpus.fingerprint, restart)
+        snapshot, self.durable, self.saved = found.newest, found.durable, found.durable
+        changes = resume.check(snapshot, config, found.where, self.corpus.fingerprint, restart)
         if not config.trainer.eval_only:
-            resume.take_over(self.folder, cluster, found.wrong)
+            resume.take_over(self.folder, self.memory, cluster, found, restart)
         if snapshot:
             cluster.use_threads(snapshot.manifest["software"]["threads"])
         self.dtype = cluster.arithmetic(config.trainer.dtype)
@@ -140,6 +141,7 @@ class Trainer:
             return None
         if self.nothing_left:
             self.remove_stop_file()
+            self.forget()
             log.info("the run already stands at step %d and trainer.max_steps is %d: nothing is left to do", self.steps, config.max_steps)
             return None
         if hopeless := self.cluster.broadcast(self.report.hopeless() if self.report else None, 0):
@@ -153,14 +155,14 @@ class Trainer:
             self.memory.reserve(self.state())
         self.batches = self.corpus.train.batches(self.sampler, config.micro_batch_size)
         self.restart_clock()
-        _, stop = self.cluster.exchange(self.losses)()  # asked for while the workers were starting
+        _, _, stop = self.cluster.exchange(self.losses, 0)()  # asked for while the workers were starting
         if self.steps == 0 and config.eval_at_start and not stop:
             self.report_evaluation()
         self.restart_clock()
         while self.steps < config.max_steps and not stop:
             norm, stop = self.step()
             self.after_step(norm, stop)
-        if self.steps == 0 and not self.restored:
+        if self.steps > self.saved or (self.steps == 0 and not self.restored):
             self.save()
         self.finish(stop if self.steps < config.max_steps else None)
         return stop if self.steps < config.max_steps else None
@@ -185,9 +187,10 @@ class Trainer:
                 self.attend()
             if self.tree:
                 self.tree.finish()  # its collectives come from a thread: these must be over before the next
-            exchanged = self.cluster.exchange(self.losses)
+            exchanged = self.cluster.exchange(self.losses, self.writer.newest)
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip or math.inf))
-            self.step_losses, stop = exchanged()
+            self.step_losses, written, stop = exchanged()
+            self.durable = max(self.durable, written)
             self.refuse_poison(norm)
             self.rate = learning_rate(self.steps + 1, self.config.optimizer, self.config.trainer.max_steps)
             self.optimizer.step(self.rate)
@@ -236,20 +239,24 @@ class Trainer:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.cluster.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Mean loss over every token of the validation split, dropout off; batches are dealt in turn to the workers."""
+        scored = len(self.corpus.val.tokens) - 1
+        nats = math.fsum(self.cluster.sum(self.cluster.in_turns(self.scores)).tolist())
+        return {"val/loss": nats / scored, "val/bits_per_byte": nats / math.log(2) / self.corpus.val_bytes}
+
+    @torch.no_grad()
+    def scores(self) -> Tensor:
+        """(batches,) nats of each; zero for those of other workers."""
         self.model.eval()
         size, world = max(self.config.trainer.micro_batch_size, EVAL_TOKENS // self.config.data.block_size), self.cluster.world_size
-        scored = len(self.corpus.val.tokens) - 1
-        sums = torch.zeros(scored // (size * self.config.data.block_size) + 2, dtype=torch.float64)
+        sums = torch.zeros(len(self.corpus.val.tokens) // (size * self.config.data.block_size) + 2, dtype=torch.float64)
         for number, (inputs, targets) in itertools.islice(enumerate(self.corpus.val.in_order(size)), self.cluster.rank, None, world):
             with self.autocast():
                 _, loss = self.model(inputs.to(self.cluster.device), targets.to(self.cluster.device))
-            sums[number] = loss.double() * targets.numel()
+            sums[number] = float(loss) * targets.numel()
         self.model.train()
-        nats = math.fsum(self.cluster.sum(sums).tolist())
-        return {"val/loss": nats / scored, "val/bits_per_byte": nats / math.log(2) / self.corpus.val_bytes}
+        return sums
 
     def after_step(self, norm: float, stop: str | None) -> None:
         """Records, evaluation and snapshot as they fall due; records come first, so that a snapshot's step has all of its own."""
@@ -302,6 +309,7 @@ class Trainer:
     def save(self) -> None:
         """Copy the state and write it in the background."""
         self.wait_for_writer()
+        self.saved = self.steps
         chain = self.audit.gather(self.cluster)
         if report := self.report:
             manifest = self.manifest() | {"metrics": dict(report.metrics.last)}
@@ -338,9 +346,8 @@ class Trainer:
 
     def wait_for_writer(self) -> None:
         """Until the last snapshot is written or has failed; in short turns, so that a long upload is no silence to the other workers."""
-        idle = False
-        while not idle:
-            idle, self.durable = self.cluster.broadcast((self.writer.idle(timeout_s=1.0), self.writer.newest or self.durable), 0)
+        while not self.cluster.broadcast(self.writer.idle(timeout_s=1.0), 0):
+            pass
 
     def remove_stop_file(self) -> None:
         """It has done its work; the same command is to go on."""

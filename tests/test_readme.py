@@ -61,3 +61,8 @@ def test_every_file_that_the_tour_names_is_there_and_every_module_is_named() -> 
     assert [name for name in named if not (ROOT / name).exists()] == []
     assert [path.name for path in (ROOT / "mingpt").glob("*.py") if path.name != "__init__.py" and f"`mingpt/{path.name}`" not in page] == []
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_the_table_of_speeds_is_the_one_made_from_the_results() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/table.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout in (ROOT / "README.md").read_text()
