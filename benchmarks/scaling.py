@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--reductions", nargs="+", default=["exact", "fast"])
     parser.add_argument("--sizes", nargs="+", default=["default", "10M"])
     arguments = parser.parse_args()
     good = True
@@ -28,7 +29,7 @@ def main() -> int:
         step_s: dict[tuple[str, int], list[float]] = {}
         for number in range(arguments.rounds):
             for workers in arguments.workers:
-                for reduction in ("exact", "fast"):
+                for reduction in arguments.reductions:
                     kept: dict[str, Any] = measure(SIZES[size], workers, [f"trainer.reduction={reduction}"])
                     step_s.setdefault((reduction, workers), []).append(statistics.median(kept["steps"]))
             row(size=size, round=number, step_s={f"{reduction} {workers}": round(times[-1], 4) for (reduction, workers), times in step_s.items()})

@@ -47,8 +47,9 @@ def lines() -> list[str]:
             written.append(f"| {what} | `benchmarks/{claim}.py` | {entry['ratio']:.2f} ({entry['from']:.2f} to {entry['to']:.2f}) |")
     for entry in rows("time_to_loss")[-1:]:
         written.append(
-            f"| tiny Shakespeare to validation loss {entry['target']} | `benchmarks/time_to_loss.py` | {entry['reached']} of {entry['seeds']} seeds within "
-            f"{entry['within_s']:g} s; worst loss {entry['loss_worst']:.3f}, {entry['seconds_median']:.1f} s from start to record |"
+            f"| tiny Shakespeare to validation loss {entry['target']} | `benchmarks/time_to_loss.py` | "
+            f"{entry['reached']} of {entry['seeds']} seeds within {entry['within_s']:g} s; worst loss {entry['loss_worst']:.3f}, "
+            f"{entry['seconds_median']:.1f} s from start to record |"
         )
     return written
 

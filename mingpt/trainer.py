@@ -308,7 +308,8 @@ class Trainer:
 
     def save(self) -> None:
         """Copy the state and write it in the background."""
-        self.wait_for_writer()
+        if self.durable < self.saved:  # with the last losses rank 0 has told what it has written
+            self.wait_for_writer()
         self.saved = self.steps
         chain = self.audit.gather(self.cluster)
         if report := self.report:

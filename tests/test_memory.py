@@ -61,6 +61,17 @@ def test_what_is_older_than_a_durable_one_or_follows_a_later_one_does_not_count(
     assert newest(memory, newer_than=0) == 25
 
 
+def test_what_a_job_did_not_start_from_does_not_come_back_at_a_restart(memory: Memory) -> None:
+    for step in (25, 30):
+        take(memory, step, after=20)
+    take(again(memory, node=1), 30, after=20)
+    later = again(memory)
+    later.drop_newer(25)
+    assert newest(later) == 25
+    later.drop_newer(-1)
+    assert newest(later) is None
+
+
 def test_another_run_and_a_copy_of_the_run_folder_see_nothing(memory: Memory, tmp_path: Path) -> None:
     take(memory, 5)
     assert newest(again(memory, run="abd")) is None
@@ -118,7 +129,7 @@ def test_where_there_is_no_room_it_says_so_once_and_is_off(
     for step in (5, 10):
         take(memory, step)
     assert len(caplog.records) == 1 and "no snapshots in memory" in caplog.text
-    assert newest(memory) is None and not memory.root.exists()
+    assert newest(memory) is None and not Path(memory.own.root).exists()
 
 
 def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(start: Start, text: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -140,6 +151,11 @@ def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(s
     job.kill()
     job.process.communicate()
     assert len(list(shm.iterdir())) == 1
+    (tmp_path / "run" / "STOP").touch()  # heard before the first step: what only memory held must become durable
+    stopped = start(command(workers=2, **settings)).finish()
+    assert stopped.code == 0 and list(shm.iterdir()) == [], stopped.err
+    (at,) = [int(path.stem[5:]) for path in (tmp_path / "run" / "snapshots").glob("step_*.json")]
+    assert at >= 10
     done = start(command(workers=3, **settings)).finish()
     assert done.code == 0, done.err
     begins = [entry["from_step"] for entry in json.loads((tmp_path / "run" / "run.json").read_text())["generations"]]
