@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0.85)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("settings", nargs="*", help="further settings of the run")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     dice = random.Random(arguments.seed)
     settings = [
         "trainer.eval_every=500",

@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("settings", nargs="*", help="further settings of the run")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     device = "cuda" if "trainer.device=cuda" in arguments.settings else "cpu"
     rate = product_rate(device, arguments.workers)
     rows = []

@@ -21,8 +21,9 @@ from pathlib import Path
 from common import ROOT, row
 
 RECIPE = {
-    "model.arch": "modern", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64, "trainer.batch_size": 12,
-    "trainer.micro_batch_size": 12, "trainer.threads": 2, "trainer.max_steps": 400, "optimizer.learning_rate": 0.01, "optimizer.warmup_steps": 10,
+    "model.arch": "modern", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 128, "data.block_size": 64, "trainer.batch_size": 12,
+    "trainer.micro_batch_size": 12, "trainer.threads": 2, "trainer.max_steps": 380, "optimizer.learning_rate": 0.02, "optimizer.warmup_steps": 10,
+    "optimizer.momentum": 0.9, "optimizer.min_lr_fraction": 0.0,
     "trainer.eval_at_start": False, "trainer.eval_every": 10**6, "trainer.sample_tokens": 0, "trainer.log_every": 50, "trainer.device": "cpu",
     "snapshot.every": 10**6, "snapshot.memory_every": 0,
 }  # fmt: skip
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("--within_s", type=float, default=10)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("settings", nargs="*", help="settings that go over the recipe's")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     good, losses, times = 0, list[float](), list[float]()
     for seed in range(1, arguments.seeds + 1):
         loss, took, parameters = loss_and_time(arguments.text, seed, arguments.settings)
