@@ -87,10 +87,10 @@ def worker(argv: list[str]) -> None:
         def step(self) -> tuple[float, str | None]:
             if self.steps == self.warm:
                 spent.clear()
-                self.data_s = 0.0
-            began = time.perf_counter()
+            began, fetched = time.perf_counter(), self.data_s
             result = super().step()
             steps.append(time.perf_counter() - began)
+            spent["data"] += self.data_s - fetched
             return result
 
         def save(self) -> None:
@@ -105,7 +105,7 @@ def worker(argv: list[str]) -> None:
             if self.report:
                 measured = steps[self.warm :]
                 parts = {part: spent[part] / len(measured) for part in PARTS}
-                parts |= {"data": self.data_s / len(measured), "backward": (spent["accumulate"] - spent["forward"]) / len(measured)}
+                parts |= {"backward": (spent["accumulate"] - spent["forward"]) / len(measured)}
                 tokens = self.config.trainer.batch_size * self.config.data.block_size
                 about: dict[str, Any] = {"parameters": sum(weight.numel() for weight in self.model.parameters()), "tokens_per_step": tokens}
                 about |= {"flops_per_step": self.model.flops_per_token() * tokens, "torch": torch.__version__, "device": self.software["device"]}
