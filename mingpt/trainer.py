@@ -141,7 +141,8 @@ class Trainer:
             return None
         if self.nothing_left:
             self.remove_stop_file()
-            self.forget()
+            if self.durable >= self.steps:
+                self.forget()
             log.info("the run already stands at step %d and trainer.max_steps is %d: nothing is left to do", self.steps, config.max_steps)
             return None
         if hopeless := self.cluster.broadcast(self.report.hopeless() if self.report else None, 0):
