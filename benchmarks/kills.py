@@ -9,19 +9,17 @@ unless every job finished with the hash of the undisturbed one.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from common import Job, result
+
 SETTINGS = [
     "data.block_size=32",
     "model.n_layer=2",
@@ -39,70 +37,6 @@ SETTINGS = [
 ]
 
 
-def start(run_dir: Path, agents: int) -> list[subprocess.Popen[bytes]]:
-    """A job of two workers under one agent or two."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meeting = (
-        ["--standalone"] if agents == 1 else [f"--nnodes={agents}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=kills"]
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *meeting,
-        f"--nproc_per_node={2 // agents}",
-        "--max-restarts=3",
-        "train.py",
-        f"run_dir={run_dir}",
-        *SETTINGS,
-    ]
-    return [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=open(run_dir.with_suffix(f".{agent}.log"), "wb"),
-            env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
-        )
-        for agent in range(agents)
-    ]
-
-
-def workers(agent: subprocess.Popen[bytes]) -> list[int]:
-    """Process ids of an agent's workers."""
-    found = []
-    try:
-        for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
-            if b"train.py" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
-    except OSError:
-        pass  # the agent or its child has just ended
-    return sorted(found)
-
-
-def wait(agents: list[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
-    """Exit codes; None for an agent that was not done in time and was killed."""
-    deadline = time.monotonic() + limit_s
-    codes: list[int | None] = []
-    for agent in agents:
-        try:
-            codes.append(agent.wait(max(0.1, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            for pid in workers(agent):
-                os.kill(pid, signal.SIGKILL)
-            agent.kill()
-            agent.wait()
-            codes.append(None)
-    return codes
-
-
-def result(run_dir: Path) -> str:
-    path = run_dir / "snapshots" / "step_00000400.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "none"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=20)
@@ -112,7 +46,7 @@ def main() -> int:
     dice, good, wanted = random.Random(arguments.seed), 0, arguments.jobs + arguments.agent_jobs
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        codes = wait(start(Path(folder, "undisturbed"), 1), 300)
+        codes = Job(Path(folder, "undisturbed"), *SETTINGS, restarts=3).wait(300)
         expected, length = result(Path(folder, "undisturbed")), time.monotonic() - began
         print(json.dumps({"job": "undisturbed", "codes": codes, "seconds": round(length, 1), "hash": expected}), flush=True)
         for number in range(wanted):
@@ -120,9 +54,9 @@ def main() -> int:
             while not hit:  # a kill that came too late, or before there was a worker, is tried again at another moment
                 run_dir = Path(folder, f"job{number}-{dice.randrange(10**9)}")
                 began, after = time.monotonic(), dice.uniform(0.0, length)
-                job = start(run_dir, agents)
+                job = Job(run_dir, *SETTINGS, agents=agents, restarts=3)
                 time.sleep(after)  # the random moment itself
-                pids = [pid for agent in job for pid in workers(agent)]
+                pids = job.workers()
                 if pids:
                     try:
                         os.kill(victim := dice.choice(pids), signal.SIGKILL)
@@ -130,9 +64,9 @@ def main() -> int:
                     except ProcessLookupError:
                         pass  # ended in this instant: another moment
                 if not hit:
-                    wait(job, 300)
-            codes = wait(job, 300)
-            told = json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {"generations": []}
+                    job.wait(300)
+            codes = job.wait(300)
+            told = job.told()
             same = codes == [0] * agents and result(run_dir) == expected
             good += same
             print(
@@ -153,8 +87,7 @@ def main() -> int:
                 flush=True,
             )
             if not same:
-                for log in sorted(run_dir.parent.glob(f"{run_dir.name}.*.log")):
-                    print(log.read_text()[-3000:], file=sys.stderr)
+                print(job.log()[-3000:], file=sys.stderr)
     print(json.dumps({"identical": good, "of": wanted}))
     return 0 if good == wanted else 1
 

@@ -9,7 +9,6 @@ undisturbed one.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -21,7 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from common import ROOT, alive, result
+
 STEPS = 150
 SETTINGS = [
     "data.block_size=64", "model.n_layer=2", "model.n_head=2", "model.n_embd=64", "trainer.batch_size=16", "trainer.micro_batch_size=2",
@@ -46,19 +46,8 @@ def workers(agent: subprocess.Popen[bytes]) -> list[int]:
         return []  # ended in this instant
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def newest(run_dir: Path) -> int:
     return max((int(path.stem[5:]) for path in run_dir.glob("snapshots/step_*.json")), default=0)
-
-
-def result(run_dir: Path) -> str:
-    return hashlib.sha256((run_dir / "snapshots" / f"step_{STEPS:08d}.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def ask(kind: str, job: subprocess.Popen[bytes], pids: list[int], run_dir: Path, dice: random.Random) -> bool:

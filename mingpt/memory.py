@@ -6,6 +6,7 @@ between two steps, then a checksum in the background. An orderly end removes the
 and the run goes on with its durable snapshots alone.
 """
 
+import errno
 import hashlib
 import logging
 import mmap
@@ -143,6 +144,8 @@ class Memory:
 
 def mapped(path: Path, size: int) -> Tensor:
     """(size,) uint8 that are a file's bytes. Raises OSError where there is no room; a sparse file would end in SIGBUS."""
+    if not hasattr(os, "posix_fallocate"):
+        raise OSError(errno.ENOSYS, "this system reserves no room ahead")
     with open(path, "a+b") as file:
         os.posix_fallocate(file.fileno(), 0, size)
         pages = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 ROTARY_BASE = 10_000.0
 WRITTEN_OUT_UP_TO = 512  # tokens up to which plain products beat the CPU's flash-attention kernel, whose backward pass is slow
-EPSILON = kernels.EPSILON
 
 
 class KeyValues(Protocol):
@@ -42,7 +41,7 @@ class KeyValues(Protocol):
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], eps=EPSILON)
+    return F.rms_norm(x, x.shape[-1:], eps=kernels.EPSILON)
 
 
 class RMSNorm(nn.Module):

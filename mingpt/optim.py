@@ -63,7 +63,7 @@ class Muon:
     """
 
     def __init__(self, weights: dict[str, nn.Parameter], config: OptimizerConfig, rank: int, workers: int, share: Share | None) -> None:
-        self.weights, self.config, self.rank, self.workers, self.share = weights, config, rank, workers, share
+        self.weights, self.config, self.rank, self.share = weights, config, rank, share
         self.state = {name: {"momentum_buffer": torch.zeros_like(weight)} for name, weight in weights.items()}
         alike: dict[tuple[int, ...], list[str]] = {}
         for name, weight in weights.items():
