@@ -66,16 +66,23 @@ def squared_relu(x: Tensor) -> Tensor:
     return _SquaredReLU.apply(x)  # type: ignore[no-any-return]
 
 
-def kept(shape: torch.Size, dropout: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """A mask of ones and zeros, and the factor that makes up for what is dropped. Random bytes: the probability is a multiple of 1/256.
-
-    They are drawn eight at a time, which costs a twentieth of torch's own draws of single floats; and a mask of the type it is
-    multiplied with costs a seventh of a mask of booleans.
-    """
+def random_bytes(shape: torch.Size) -> Tensor:
+    """uint8 from torch's generator, drawn eight at a time: a twentieth of the time that as many single floats take."""
     size = math.prod(shape)
-    threshold = min(255, max(1, round(256 * dropout)))
-    drawn = torch.empty(-(-size // 8), dtype=torch.int64).random_(-(2**63), None)  # all 64 bits; random_() alone leaves the sign out
-    return torch.ge(drawn.view(torch.uint8)[:size].view(shape), threshold, out=torch.empty(shape, dtype=dtype)), 256 / (256 - threshold)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
+    return drawn.view(torch.uint8)[:size].view(shape)
+
+
+def threshold(dropout: float) -> tuple[int, float]:
+    """The byte from which on an activation is kept, and the factor that makes up for those below. The probability is a multiple of 1/256."""
+    byte = min(255, max(1, round(256 * dropout)))
+    return byte, 256 / (256 - byte)
+
+
+def kept(shape: torch.Size, dropout: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """A mask of ones and zeros, in the type that it is multiplied with (one of booleans takes seven times as long), and the factor."""
+    byte, factor = threshold(dropout)
+    return torch.ge(random_bytes(shape), byte, out=torch.empty(shape, dtype=dtype)), factor
 
 
 class _Dropout(torch.autograd.Function):

@@ -56,12 +56,35 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         probability = self.probability if self.training else 0.0
+        if for_cpu_compiler(x):
+            return masked(x, probability)
         return F.dropout(x, probability) if plain(x) else kernels.dropout(x, probability)
 
 
 def plain(x: Tensor) -> bool:
     """Whether to write it as anybody would: for a compiler, and on every device but the CPU."""
     return x.device.type != "cpu" or torch.compiler.is_compiling()
+
+
+def for_cpu_compiler(x: Tensor) -> bool:
+    """Whether a compiler writes it for the CPU, whose passes over memory it fuses: then what it cannot look into is the dear part."""
+    return x.device.type == "cpu" and torch.compiler.is_compiling()
+
+
+def masked(x: Tensor, dropout: float) -> Tensor:
+    """F.dropout for a compiler that would draw one number at a time."""
+    if not dropout:
+        return x
+    byte, factor = kernels.threshold(dropout)
+    mask = kernels.random_bytes(x.shape).float() >= byte  # as float: a comparison of bytes is not vectorised
+    return x * mask.to(x.dtype) * factor
+
+
+def gelu(x: Tensor) -> Tensor:
+    """F.gelu(x, approximate="tanh")"""
+    if for_cpu_compiler(x):
+        return x * torch.sigmoid(x * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * x * x))  # one exponential instead of a hyperbolic tangent
+    return F.gelu(x, approximate="tanh")
 
 
 class Rotary(nn.Module):
@@ -115,9 +138,12 @@ class CausalSelfAttention(nn.Module):
             query, key = (self.rotary(rms_norm(part), start) for part in (query, key))
         if cache:
             key, value = cache.extend(block, key, value)
-        mask = self.mask[start : start + query.size(2), : key.size(2)].to(query.dtype) if start else None  # (T, positions so far)
+        mask = self.mask[start : start + query.size(2), : key.size(2)].to(query.dtype)  # (T, positions so far)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not start, dropout_p=dropout)
+        if for_cpu_compiler(query) and query.size(2) <= WRITTEN_OUT_UP_TO:
+            scores = (query / math.sqrt(query.size(3))) @ key.mT + mask
+            return (masked(F.softmax(scores, dim=-1).to(value.dtype), dropout) @ value).transpose(1, 2)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask if start else None, is_causal=not start, dropout_p=dropout)
         return y.transpose(1, 2)
 
 
@@ -136,7 +162,7 @@ class MLP(nn.Module):
 
     def activate(self, x: Tensor) -> Tensor:
         if self.gelu:
-            return F.gelu(x, approximate="tanh")
+            return gelu(x)
         return F.relu(x).square() if plain(x) else kernels.squared_relu(x)
 
 

@@ -86,7 +86,6 @@ class Trainer:
         self.steps, self.windows, chain = 0, 0, audit.START
         if snapshot:
             self.steps, self.windows, chain = (snapshot.manifest[key] for key in ("step", "windows", "audit"))
-            resume.compare_software(snapshot.manifest["software"], self.software)
             resume.load_weights(self.model, snapshot.part("model."), f"the snapshot of step {self.steps}")
         elif config.snapshot.init_from:
             cluster.in_turns(lambda: resume.init_from(self.model, str(config.snapshot.init_from), self.corpus.vocabulary))
@@ -108,6 +107,8 @@ class Trainer:
         self.digests: dict[int, bytes] = {}  # of this worker's micro-batches in the step under way
         self.losses = torch.zeros(self.micro_batches, device=cluster.device)  # of one step; those of other workers stay zero
         self.distribute()
+        if snapshot:
+            resume.compare_software(snapshot.manifest["software"], self.software)
 
     def distribute(self) -> None:
         """How gradients become the workers' common mean."""
@@ -116,9 +117,15 @@ class Trainer:
         trained: Callable[..., Any] = self.model
         if self.config.trainer.compile:
             example = torch.zeros(self.config.trainer.micro_batch_size, self.config.data.block_size, dtype=torch.long, device=self.cluster.device)
-            trained = self.cluster.in_turns(lambda: compiled(self.model, example, self.autocast))
+            # The first worker of a node fills the compiler's cache; the others find it full.
+            for first in (True, False):
+                if (self.cluster.launch.local_rank == 0) == first:
+                    trained = self.cluster.in_turns(lambda: compiled(self.model, example, self.autocast))
+                else:
+                    self.cluster.in_turns(lambda: None)
             if not all(self.cluster.gather(trained is not self.model)):
                 trained = self.model  # all workers compute with the same kernels
+        self.software["compiled"] = trained is not self.model
         self.tree, self.ddp = None, None
         if self.config.trainer.reduction == "exact":
             self.tree = GradientTree(list(self.model.parameters()), self.shares, self.cluster.rank)

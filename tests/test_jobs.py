@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -207,8 +208,21 @@ def test_a_url_in_memory_serves_one_process_and_no_job(start: Start, text: Path,
 
 
 def test_a_model_that_cannot_be_compiled_trains_all_the_same(start: Start, text: Path, tmp_path: Path) -> None:
-    done = start(command(run_dir=tmp_path, data__path=text, trainer__compile=True, trainer__max_steps=2), CXX="/nowhere/c++").finish()
+    empty = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = start(command(run_dir=tmp_path, data__path=text, trainer__compile=True, trainer__max_steps=2), CXX="/nowhere/c++", **empty).finish()
     assert done.code == 0 and "torch.compile failed" in done.err and "going on without it" in done.err, done.err
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
+def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(start: Start, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2, "trainer__max_steps": 4}
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    runs = {workers: tmp_path / str(workers) for workers in (2, 3)}
+    for workers, folder in runs.items():
+        done = start(command(workers=workers, run_dir=folder, **settings), **cache).finish()
+        assert done.code == 0 and "torch.compile failed" not in done.err, done.err
+    assert final_hash(runs[2], 4) == final_hash(runs[3], 4)
+    assert manifest(runs[2], 4)["software"]["compiled"] is True
 
 
 def test_nothing_is_left_of_a_job_that_ended(start: Start, text: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mingpt.config import ModelConfig
 from mingpt.generate import Cache, generate
-from mingpt.model import GPT
+from mingpt.model import GPT, masked
 
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48)
 ARCHITECTURES = ["gpt2", "modern"]
@@ -56,6 +56,29 @@ def test_gpt2_gives_the_logits_of_transformers() -> None:
     with torch.no_grad():
         expected, logits = theirs(tokens()).logits, ours(tokens())[0]
     assert expected.abs().max() > 1 and (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_a_compiler_is_given_for_the_cpu_computes_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, inputs = model(arch), tokens()
+    results = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        logits, loss = network(inputs, inputs)
+        loss.backward()
+        results.append((logits.detach(), [weight.grad for weight in network.parameters()]))
+        network.zero_grad()
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiler_is_given_the_dropout_that_was_asked_for() -> None:
+    x = torch.ones(400, 500)
+    torch.manual_seed(5)
+    dropped = masked(x, 0.25)
+    kept = dropped[dropped != 0]
+    assert 0.248 < 1 - kept.numel() / x.numel() < 0.252 and torch.equal(kept, torch.full_like(kept, 4 / 3))
+    assert masked(x, 0.0) is x
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""A guard against slowdowns that needs no quiet machine: what a micro-batch of the default run writes to memory, its time over its products'."""
+"""A guard against slowdowns that needs no quiet machine: what a micro-batch of the default run writes to memory, and its time over a plain one's."""
 
 import statistics
 import time
@@ -17,9 +17,8 @@ from mingpt.sampler import ElasticSampler
 
 CONFIG = Config()
 SIZE = CONFIG.trainer.micro_batch_size
-# Measured, and what is allowed: a twentieth more for what is counted, half more for what is timed.
-WRITTEN_MB = {"modern": 58.3, "gpt2": 44.4}
-OVER_PRODUCTS = {"modern": 2.6, "gpt2": 2.45}
+WRITTEN_MB = {"modern": 58.3, "gpt2": 44.4}  # measured; a twentieth more is allowed
+OVER_PLAIN = 1.05  # measured: 0.92 and 0.86
 
 
 class Written(TorchDispatchMode):
@@ -54,22 +53,6 @@ def micro_batch(arch: str) -> Callable[[], None]:
     return run
 
 
-def products() -> Callable[[], None]:
-    """The products of the blocks' matrices in such a pass, one after the other, and nothing else."""
-    rows, width, layers = SIZE * CONFIG.data.block_size, CONFIG.model.n_embd, CONFIG.model.n_layer
-    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    pairs = [(torch.randn(rows, height).bfloat16(), torch.randn(height, wide).bfloat16()) for height, wide in shapes]
-
-    def run() -> None:
-        for _ in range(layers):
-            for left, right in pairs:
-                there = left @ right
-                there @ right.T
-                left.T @ there
-
-    return run
-
-
 def seconds(work: Callable[[], None]) -> float:
     began = time.perf_counter()
     work()
@@ -86,16 +69,20 @@ def test_a_micro_batch_writes_no_more_to_memory_than_it_did(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["modern", "gpt2"])
-def test_a_micro_batch_takes_little_longer_than_its_products(arch: str) -> None:
-    """In turns, so that whatever else the machine does falls on both; the median of many."""
-    threads = torch.get_num_threads()
+def test_a_micro_batch_takes_less_than_one_of_torchs_own_operations(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns, and the least of each: what else the machine does only ever adds."""
+    threads, work = torch.get_num_threads(), micro_batch(arch)
+    ours, plain = [], []
     torch.set_num_threads(1)
     try:
-        whole, bare = micro_batch(arch), products()
-        ratios = [seconds(whole) / seconds(bare) for _ in range(40)][5:]
+        for _ in range(30):
+            ours.append(seconds(work))
+            with monkeypatch.context() as patch:
+                patch.setattr("mingpt.model.plain", lambda _: True)  # as on other devices: torch's attention, norm and activation
+                plain.append(seconds(work))
     finally:
         torch.set_num_threads(threads)
-    assert statistics.median(ratios) < OVER_PRODUCTS[arch] * 1.5, f"{statistics.median(ratios):.2f}"
+    assert min(ours) < OVER_PLAIN * min(plain), f"{min(ours) / min(plain):.2f}"
 
 
 def test_a_batch_costs_next_to_nothing_beside_its_step() -> None:
