@@ -89,11 +89,15 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         windows = self.tokens[torch.as_tensor(starts).unsqueeze(1) + self._window].long()  # (B, T + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    def batches(self, starts: Iterable[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The windows that begin at `starts`, in batches; many are gathered at once, so that a batch costs next to nothing."""
+    def batches(self, starts: Iterable[int], batch_size: int, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, ...]]:
+        """The windows that begin at `starts`, in batches: inputs and targets here, then the same on the device.
+
+        Many are gathered, and go to the device, at once, so that a batch costs next to nothing.
+        """
         for chunk in batched(starts, AHEAD * batch_size):
-            inputs, targets = self.__getitems__(chunk)
-            yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
+            here = self.__getitems__(chunk)
+            there = [part.to(device) for part in here]
+            yield from zip(*(part.split(batch_size) for part in (*here, *there)), strict=True)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Every token but the first as a target exactly once, in windows end to end, (<= batch_size, <= block_size) each.

@@ -12,20 +12,15 @@
 B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 """
 
-import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mingpt import kernels
+from mingpt import kernels, loss
 from mingpt.config import ModelConfig
-
-log = logging.getLogger(__name__)
 
 ROTARY_BASE = 10_000.0
 WRITTEN_OUT_UP_TO = 512  # tokens up to which plain products beat the CPU's flash-attention kernel, whose backward pass is slow
@@ -215,9 +210,10 @@ class GPT(nn.Module):
             else:
                 weight.normal_(std=1.0 if name == "wte.weight" else weight.size(1) ** -0.5)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValues | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValues | None = None) -> tuple[Tensor | None, Tensor | None]:
         """(B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
+        Logits are None beside a loss if they are more than loss.AT_ONCE: then they are never all there.
         With a cache the input goes on behind the positions stored there.
         """
         start = cache.length if cache else 0
@@ -228,30 +224,14 @@ class GPT(nn.Module):
         x = self.drop(x)
         for number, block in enumerate(self.h):
             x = block(x, number, cache)
-        logits = self.lm_head(self.ln_f(x))  # (B, T, V)
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return logits, loss
+        x, weight = self.ln_f(x), self.lm_head.weight
+        if targets is not None and loss.too_many(x, weight):
+            return None, loss.chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        logits = loss.logits(x, weight)  # (B, T, V)
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def flops_per_token(self) -> float:
         """Multiplications and additions of one forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
         matrices = sum(weight.numel() for name, weight in self.named_parameters() if weight.ndim == 2 and name not in ("wte.weight", "wpe.weight"))
         head = self.wte.weight.numel() if self.config.arch == "gpt2" else 0  # tied: listed once, as wte
         return 6.0 * (matrices + head) + 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
-
-
-def compiled(model: GPT, example: Tensor, context: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
-    """The model compiled for inputs such as the example, (B, T) tokens, under `context`; or the model itself and one line why."""
-    try:
-        import torch._inductor.config
-
-        torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice of kernels by their timing
-        result = torch.compile(model, dynamic=False)
-        with context():
-            loss = result(example, example)[1]
-        loss.backward()
-    except Exception as error:  # whatever stage of the compiler fails, the run can do without it
-        log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, (str(error).splitlines() or [""])[0])
-        return model
-    finally:
-        model.zero_grad(set_to_none=True)
-    return result

@@ -64,11 +64,12 @@ class GradientTree:
 
     A step is `begin`, then for each leaf `before`, its backward pass and `after`, then `finish`, which leaves the sum in every `grad`. A
     worker without leaves calls `begin` and `finish` alone. With several workers the backward pass of the last leaf sends every bucket
-    on its way as soon as its gradients are there.
+    on its way as soon as its gradients are there. `borrowed` gradients lie where the next backward pass writes its own.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shares: list[range], rank: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], shares: list[range], rank: int, borrowed: bool = False) -> None:
         self.parameters = list(parameters)
+        self.borrowed = borrowed
         self.leaves, self.mine, self.workers = max(share.stop for share in shares), shares[rank], len(shares)
         self.stack: Stack[list[Tensor]] = []
         self.exchange = Exchanger([cover(share, self.leaves) for share in shares], rank, self.leaves)
@@ -89,7 +90,10 @@ class GradientTree:
     def after(self, leaf: int) -> None:
         """Move every parameter's gradient into the tree as this leaf."""
         if not self.sharing:
-            push(self.stack, 0, leaf, [self.gradient(number) for number in range(len(self.parameters))], self.leaves, add_lists)
+            gradients = [self.gradient(number) for number in range(len(self.parameters))]
+            if self.borrowed:
+                gradients = list(torch._foreach_mul(gradients, 1.0))  # copies, made by a kernel or two
+            push(self.stack, 0, leaf, gradients, self.leaves, add_lists)
 
     def gradient(self, number: int) -> Tensor:
         """A parameter's gradient, taken from it."""

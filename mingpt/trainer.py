@@ -6,6 +6,7 @@ between two steps is the model, the optimizer and one integer, the windows dealt
 """
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mingpt import audit, resume
 from mingpt.cluster import Cluster, is_lost_peer
+from mingpt.compiler import compiled, import_compiler
 from mingpt.config import Config, UserError, check_workers, to_dict
 from mingpt.data import Corpus, prepare, read_bytes
 from mingpt.generate import generate
@@ -28,7 +30,7 @@ from mingpt.launch import EndOfJob, Told
 from mingpt.ledger import run_id
 from mingpt.memory import Memory
 from mingpt.metrics import open_log, peak_flops
-from mingpt.model import GPT, compiled
+from mingpt.model import GPT
 from mingpt.optim import Optimizer, learning_rate
 from mingpt.reduce import GradientTree
 from mingpt.report import Report
@@ -114,27 +116,29 @@ class Trainer:
         """How gradients become the workers' common mean."""
         if self.config.trainer.reduction == "exact":
             self.cluster.insist_on_determinism()
-        trained: Callable[..., Any] = self.model
-        if self.config.trainer.compile:
-            example = torch.zeros(self.config.trainer.micro_batch_size, self.config.data.block_size, dtype=torch.long, device=self.cluster.device)
-            # The first worker of a node fills the compiler's cache; the others find it full.
-            for first in (True, False):
-                if (self.cluster.launch.local_rank == 0) == first:
-                    trained = self.cluster.in_turns(lambda: compiled(self.model, example, self.autocast))
-                else:
-                    self.cluster.in_turns(lambda: None)
-            if not all(self.cluster.gather(trained is not self.model)):
-                trained = self.model  # all workers compute with the same kernels
+        trained, replayed = self.compile() if self.config.trainer.compile else (self.model, False)
         self.software["compiled"] = trained is not self.model
         self.tree, self.ddp = None, None
         if self.config.trainer.reduction == "exact":
-            self.tree = GradientTree(list(self.model.parameters()), self.shares, self.cluster.rank)
+            self.tree = GradientTree(list(self.model.parameters()), self.shares, self.cluster.rank, borrowed=replayed)
         elif self.cluster.launch.master:
             # The buffers are constants: they need no broadcast.
             self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True, broadcast_buffers=False)
         self.forward: Callable[..., Any] = self.ddp or trained
         # The tree adds; DDP takes the mean over the workers.
         self.scale = (self.cluster.world_size if self.ddp else 1) / self.micro_batches
+
+    def compile(self) -> tuple[Callable[..., Any], bool]:
+        """The model for training, and whether its gradients are only borrowed; see compiler.compiled."""
+        config = self.config
+        example = torch.zeros(config.trainer.micro_batch_size, config.data.block_size, dtype=torch.long, device=self.cluster.device)
+        graphs = config.trainer.reduction == "exact" and self.cluster.world_size == 1  # several workers compile in a thread, which would own them
+        work = functools.partial(compiled, self.model, example, self.autocast, graphs=graphs)
+        # The first worker of a node fills the compiler's cache for the others.
+        early = self.cluster.in_turns(lambda: work() if self.cluster.launch.local_rank == 0 else import_compiler())
+        mine = self.cluster.in_turns(lambda: early or work())
+        # All workers compute with the same kernels, or none with a compiler's.
+        return mine if all(self.cluster.gather(mine[0] is not self.model)) else (self.model, False)
 
     def run(self) -> str | None:
         """Train from where the run stands to max_steps, or until told to stop; then everything is durable, on all workers.
@@ -161,7 +165,7 @@ class Trainer:
             self.writer.reserve(self.state())
         if self.config.snapshot.memory_every and self.cluster.launch.local_rank == 0:
             self.memory.reserve(self.state())
-        self.batches = self.corpus.train.batches(self.sampler, config.micro_batch_size)
+        self.batches = self.corpus.train.batches(self.sampler, config.micro_batch_size, self.cluster.device)
         self.restart_clock()
         _, _, stop = self.cluster.exchange(self.losses, 0)()  # asked for while the workers were starting
         if self.steps == 0 and config.eval_at_start and not stop:
@@ -187,10 +191,10 @@ class Trainer:
         with out_of_memory_named():
             for micro_batch in self.mine:
                 began = time.perf_counter()
-                inputs, targets = next(self.batches)
+                inputs, targets, *on_device = next(self.batches)
                 self.digests[micro_batch] = audit.digest(inputs, targets)
                 self.data_s += time.perf_counter() - began
-                self.accumulate(micro_batch, inputs, targets)
+                self.accumulate(micro_batch, *on_device)
             if not self.mine and self.ddp:
                 self.attend()
             if self.tree:
@@ -218,7 +222,7 @@ class Trainer:
             self.tree.before(micro_batch)
         with self.ddp.no_sync() if self.ddp and micro_batch != self.mine[-1] else contextlib.nullcontext():
             with self.autocast():
-                _, loss = self.forward(inputs.to(self.cluster.device, non_blocking=True), targets.to(self.cluster.device, non_blocking=True))
+                _, loss = self.forward(inputs, targets)
             (loss * self.scale).backward()
         self.losses[micro_batch] = loss.detach()
         if self.tree:

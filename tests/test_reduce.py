@@ -2,8 +2,9 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
-from mingpt.reduce import Stack, cover, push
+from mingpt.reduce import GradientTree, Stack, cover, push
 from mingpt.sampler import ElasticSampler
 
 
@@ -61,3 +62,22 @@ def test_the_sampler_deals_the_shares_that_the_tree_counts_on() -> None:
             for rank in range(workers)
         ]
         assert [leaf for share in dealt for leaf in share] == list(range(8))
+
+
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_gradients_that_the_next_backward_pass_writes_over_are_copied(borrowed: bool) -> None:
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(2, 3))]
+    leaves = [[torch.randn_like(weight) for weight in weights] for _ in range(6)]
+    places = [torch.empty_like(weight) for weight in weights]
+    summing = GradientTree(weights, [range(6)], 0, borrowed=borrowed)
+    summing.begin()
+    for number, gradients in enumerate(leaves):
+        summing.before(number)
+        for weight, place, gradient in zip(weights, places, gradients, strict=True):
+            weight.grad = place.copy_(gradient)
+        summing.after(number)
+    summing.finish()
+    first, second, third = ([one + other for one, other in zip(leaves[i], leaves[i + 1], strict=True)] for i in (0, 2, 4))
+    right = [a + b + c for a, b, c in zip(first, second, third, strict=True)]
+    assert all(torch.equal(weight.grad, total) for weight, total in zip(weights, right, strict=True) if weight.grad is not None) == borrowed
