@@ -30,7 +30,7 @@ def lines() -> list[str]:
         for entry in rows(claim):
             if "ratio" in entry:
                 written.append(
-                    f"| nanoGPT's time per step over ours, its {entry['size']} size, {entry['peer']} | `benchmarks/against.py` | "
+                    f"| nanoGPT's time per step ({entry['peer']}) over ours ({entry['ours']}), its {entry['size']} size | `benchmarks/against.py` | "
                     f"{entry['ratio']:.2f} ({entry['from']:.2f} to {entry['to']:.2f}) |"
                 )
     for entry in rows("scaling"):
