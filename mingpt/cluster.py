@@ -310,6 +310,27 @@ class Cluster:
             thread.join(TURN_S)
         return self.all_or_none(outcome.result)
 
+    def with_signs_of_life(self, work: Callable[[], T]) -> T:
+        """`in_turns` for work that belongs to the calling thread, as a compiler's does. A peer lost meanwhile ends this process."""
+        if self.world_size == 1:
+            return work()
+        done = threading.Event()
+
+        def speak() -> None:
+            try:
+                while any(self.gather(not done.wait(TURN_S))):
+                    pass
+            except BaseException as error:
+                self.leave_after(error)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        try:
+            return work()
+        finally:
+            done.set()
+            thread.join()
+
     def say_farewell(self, why: str) -> None:
         """Leave word for the next generation. The first word stands."""
         if self._store is not None:

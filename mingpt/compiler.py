@@ -31,8 +31,8 @@ def import_compiler() -> None:
 def compiled(model: GPT, example: Tensor, context: Callable[[], AbstractContextManager[Any]], graphs: bool = False) -> tuple[Forward, bool]:
     """The model compiled for inputs such as the example, (B, T) tokens, under `context`, or the model itself where that fails.
 
-    With `graphs` also as CUDA graphs, if it is small; they belong to the thread that calls this. The second value tells whether it came to
-    that: then gradients and loss lie where the next call writes its own.
+    With `graphs` also as CUDA graphs, if it is small. The second value tells whether it came to that: then gradients and loss lie where the
+    next call writes its own. What is made belongs to the calling thread.
     """
     ways: list[tuple[str | None, str]] = [(None, "torch.compile")]
     if graphs and example.is_cuda and model.flops_per_token() * example.numel() < GRAPHS_UP_TO:

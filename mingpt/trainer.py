@@ -132,11 +132,10 @@ class Trainer:
         """The model for training, and whether its gradients are only borrowed; see compiler.compiled."""
         config = self.config
         example = torch.zeros(config.trainer.micro_batch_size, config.data.block_size, dtype=torch.long, device=self.cluster.device)
-        graphs = config.trainer.reduction == "exact" and self.cluster.world_size == 1  # several workers compile in a thread, which would own them
-        work = functools.partial(compiled, self.model, example, self.autocast, graphs=graphs)
+        work = functools.partial(compiled, self.model, example, self.autocast, graphs=config.trainer.reduction == "exact")
         # The first worker of a node fills the compiler's cache for the others.
-        early = self.cluster.in_turns(lambda: work() if self.cluster.launch.local_rank == 0 else import_compiler())
-        mine = self.cluster.in_turns(lambda: early or work())
+        early = self.cluster.with_signs_of_life(lambda: work() if self.cluster.launch.local_rank == 0 else import_compiler())
+        mine = self.cluster.with_signs_of_life(lambda: early or work())
         # All workers compute with the same kernels, or none with a compiler's.
         return mine if all(self.cluster.gather(mine[0] is not self.model)) else (self.model, False)
 

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +33,14 @@ SMALL = {
     "trainer.device": "cpu",
     "snapshot.every": 5,
     "snapshot.keep_last": 100,
+    "snapshot.memory_path": tempfile.mkdtemp(
+        prefix="mingpt-tests-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ),  # killed jobs leave theirs
 }
+
+
+def pytest_sessionfinish() -> None:
+    shutil.rmtree(str(SMALL["snapshot.memory_path"]), ignore_errors=True)
 
 
 def free_port() -> int:

@@ -52,8 +52,9 @@ def test_without_torchrun_a_stop_exits_0(start: Start, text: Path, tmp_path: Pat
 
 def test_a_second_signal_leaves_at_once(start: Start, text: Path, tmp_path: Path) -> None:
     """The first is heard in the middle of a long evaluation, which would have to end before the stop is agreed on."""
-    job = start(command(run_dir=tmp_path, data__path="data/input.txt", trainer__max_steps=10_000))
-    wait_until(lambda: (tmp_path / "run.json").exists(), job)
+    often: dict[str, Any] = {"trainer__eval_at_start": False, "trainer__eval_every": 1, "trainer__log_every": 1}
+    job = start(command(run_dir=tmp_path, data__path="data/input.txt", trainer__max_steps=10_000, **often))
+    wait_until(reached(tmp_path, 1), job)  # the record of a step comes before its evaluation
     os.kill(job.process.pid, signal.SIGTERM)
     first = time.monotonic()
     wait_until(lambda: time.monotonic() > first + 0.5, job)  # a second signal that follows at once counts as the same request
