@@ -1,6 +1,6 @@
 """Where a step's time goes: steps and tokens per second, the share of the measured rate of matrix products, and of each part of a step.
 
-    python benchmarks/throughput.py                        # the default run, nanoGPT's CPU size and 10.65 M parameters, two workers of one thread
+    python benchmarks/throughput.py                        # the default run, nanoGPT's CPU size and 10.65 M parameters, compiled too; two workers of one thread
     python benchmarks/throughput.py --sizes 10M --workers 1
 
 A row a size, as JSON, then a table. `products` is what the arithmetic of a step would take at the rate measured for large products, over what
@@ -33,6 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "10M": BIG,
     "10M-no-dropout": BIG | {"model.dropout": 0.0},
 }  # fmt: skip
+SIZES |= {f"{size}, compiled": settings | {"trainer.compile": True} for size, settings in SIZES.items()}
 QUIET = {"trainer.eval_every": 10**6, "trainer.sample_tokens": 0, "trainer.log_every": 10**6, "data.val_fraction": 0.01}
 PARTS = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
 
@@ -131,7 +132,7 @@ def measure(settings: dict[str, Any], workers: int, extra: list[str]) -> dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["default", "cpu", "10M", "10M-no-dropout"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("settings", nargs="*", help="further settings of the run")
