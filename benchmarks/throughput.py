@@ -1,6 +1,6 @@
 """Where a step's time goes: steps and tokens per second, the share of the measured rate of matrix products, and of each part of a step.
 
-    python benchmarks/throughput.py                        # the default run, nanoGPT's CPU size and 10.65 M parameters, compiled too; two workers of one thread
+    python benchmarks/throughput.py                        # default run, nanoGPT's CPU size, 10.65 M parameters, each compiled too; two workers
     python benchmarks/throughput.py --sizes 10M --workers 1
 
 A row a size, as JSON, then a table. `products` is what the arithmetic of a step would take at the rate measured for large products, over what
@@ -109,7 +109,12 @@ def worker(argv: list[str]) -> None:
                 parts |= {"backward": (spent["accumulate"] - spent["forward"]) / len(measured)}
                 tokens = self.config.trainer.batch_size * self.config.data.block_size
                 about: dict[str, Any] = {"parameters": sum(weight.numel() for weight in self.model.parameters()), "tokens_per_step": tokens}
-                about |= {"flops_per_step": self.model.flops_per_token() * tokens, "torch": torch.__version__, "device": self.software["device"]}
+                about |= {
+                    "compiled": self.software["compiled"],
+                    "flops_per_step": self.model.flops_per_token() * tokens,
+                    "torch": torch.__version__,
+                    "device": self.software["device"],
+                }
                 sys.stdout.write(json.dumps(about | {"steps": measured, "parts": parts}) + "\n")
                 sys.stdout.flush()
             return stopped
@@ -127,6 +132,8 @@ def measure(settings: dict[str, Any], workers: int, extra: list[str]) -> dict[st
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     kept: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    if str(kept["compiled"]) != str(settings.get("trainer.compile", kept["compiled"])):
+        raise RuntimeError(f"the compiler failed:\n{done.stderr[-3000:]}")
     return kept
 
 

@@ -265,10 +265,14 @@ class Cluster:
         import torch
 
         rest = torch.tensor([written, *(self.listener.asked == name for name in REQUESTS)], dtype=torch.float64)
-        summed = self.begin_sum(torch.cat([losses.detach().cpu().double(), rest]))
+
+        def begin() -> Callable[[], torch.Tensor]:
+            return self.begin_sum(torch.cat([losses.detach().cpu().double(), rest]))
+
+        summed = None if losses.is_cuda else begin()  # to look at a GPU's losses is to wait for them: not before the result is asked for
 
         def result() -> tuple[list[float], int, str | None]:
-            values = summed().tolist()
+            values = (summed or begin())().tolist()
             asked = values[len(losses) + 1 :]
             return values[: len(losses)], int(values[len(losses)]), next((name for name, count in zip(REQUESTS, asked, strict=True) if count), None)
 

@@ -37,12 +37,11 @@ def too_many(x: Tensor, weight: Tensor) -> bool:
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
         rows, vocabulary = x.size(0), weight.size(0)
         narrow, head = x.to(dtype), F.pad(weight.to(dtype), (0, 0, 0, padding(weight)))
         columns = torch.arange(head.size(0), device=x.device)
         size = max(ROWS, AT_ONCE // vocabulary // ROWS * ROWS)
-        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         total = x.new_zeros((), dtype=torch.float32)
         d_x, d_head = [], torch.zeros_like(head, dtype=torch.float32) if wanted else None
         for part, right in zip(narrow.split(size), targets.split(size), strict=True):
@@ -61,12 +60,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_x, d_weight = ctx.saved_tensors
-        return d_x * grad, d_weight * grad, None, None
+        return d_x * grad, d_weight * grad, None, None, None
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """F.cross_entropy(F.linear(x, weight), targets) in nats, a scalar in float32, for (N, C) features, a (V, C) head and (N,) targets."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     with torch.autocast(device, enabled=False):
-        return _Chunked.apply(x, weight, targets, dtype)  # type: ignore[no-any-return]
+        return _Chunked.apply(x, weight, targets, dtype, wanted)  # type: ignore[no-any-return]

@@ -235,3 +235,16 @@ class GPT(nn.Module):
         matrices = sum(weight.numel() for name, weight in self.named_parameters() if weight.ndim == 2 and name not in ("wte.weight", "wpe.weight"))
         head = self.wte.weight.numel() if self.config.arch == "gpt2" else 0  # tied: listed once, as wte
         return 6.0 * (matrices + head) + 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
+
+
+class Loss(nn.Module):
+    """What is trained: the mean loss alone, so that nobody keeps the logits or asks for their gradient."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) tokens and targets to the loss in nats per token."""
+        loss: Tensor = self.model(tokens, targets)[1]
+        return loss

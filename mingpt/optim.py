@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from mingpt.config import OptimizerConfig
 
 EPSILON = 1e-8
-BATCHED = 3  # matrices in one product; the same for any number of workers, who deal whole batches among themselves
+# Matrices in one product; the same for any number of workers, who deal whole batches among themselves. A GPU waits for launches before it
+# waits for products.
+BATCHED = {"cpu": 3, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
 Share = Callable[[Tensor], Tensor]  # (n,) of each worker to (workers, n), the same on all
@@ -68,7 +70,8 @@ class Muon:
         alike: dict[tuple[int, ...], list[str]] = {}
         for name, weight in weights.items():
             alike.setdefault(tuple(sorted(weight.shape)), []).append(name)
-        batches = [names[first : first + BATCHED] for names in alike.values() for first in range(0, len(names), BATCHED)]
+        size = BATCHED.get(next(iter(weights.values())).device.type, BATCHED["cpu"])
+        batches = [names[first : first + size] for names in alike.values() for first in range(0, len(names), size)]
         self.dealt: list[list[list[str]]] = [[] for _ in range(workers)]
         load = [0] * workers
         for cost, batch in sorted(

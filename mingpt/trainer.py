@@ -30,7 +30,7 @@ from mingpt.launch import EndOfJob, Told
 from mingpt.ledger import run_id
 from mingpt.memory import Memory
 from mingpt.metrics import open_log, peak_flops
-from mingpt.model import GPT
+from mingpt.model import GPT, Loss
 from mingpt.optim import Optimizer, learning_rate
 from mingpt.reduce import GradientTree
 from mingpt.report import Report
@@ -43,7 +43,7 @@ EVAL_TOKENS = 4096  # in one batch at least: without a backward pass there is ro
 
 
 class Poison(EndOfJob):
-    """A loss or gradient that is not a finite number; the update was not made."""
+    """A loss or gradient that is not a finite number; the update is in no snapshot."""
 
 
 class Trainer:
@@ -116,28 +116,30 @@ class Trainer:
         """How gradients become the workers' common mean."""
         if self.config.trainer.reduction == "exact":
             self.cluster.insist_on_determinism()
-        trained, replayed = self.compile() if self.config.trainer.compile else (self.model, False)
-        self.software["compiled"] = trained is not self.model
+        to_train = self.steps < self.config.trainer.max_steps and not self.config.trainer.eval_only
+        made, replayed = self.compile() if self.config.trainer.compile and to_train else (None, False)
+        self.software["compiled"] = made is not None
+        trained: Any = Loss(self.model) if made is None else made
         self.tree, self.ddp = None, None
         if self.config.trainer.reduction == "exact":
             self.tree = GradientTree(list(self.model.parameters()), self.shares, self.cluster.rank, borrowed=replayed)
         elif self.cluster.launch.master:
             # The buffers are constants: they need no broadcast.
             self.ddp = DistributedDataParallel(trained, gradient_as_bucket_view=True, broadcast_buffers=False)
-        self.forward: Callable[..., Any] = self.ddp or trained
+        self.forward: Callable[[Tensor, Tensor], Tensor] = trained if self.ddp is None else self.ddp
         # The tree adds; DDP takes the mean over the workers.
         self.scale = (self.cluster.world_size if self.ddp else 1) / self.micro_batches
 
-    def compile(self) -> tuple[Callable[..., Any], bool]:
-        """The model for training, and whether its gradients are only borrowed; see compiler.compiled."""
-        config = self.config
-        example = torch.zeros(config.trainer.micro_batch_size, config.data.block_size, dtype=torch.long, device=self.cluster.device)
-        work = functools.partial(compiled, self.model, example, self.autocast, graphs=config.trainer.reduction == "exact")
-        # The first worker of a node fills the compiler's cache for the others.
-        early = self.cluster.with_signs_of_life(lambda: work() if self.cluster.launch.local_rank == 0 else import_compiler())
-        mine = self.cluster.with_signs_of_life(lambda: early or work())
-        # All workers compute with the same kernels, or none with a compiler's.
-        return mine if all(self.cluster.gather(mine[0] is not self.model)) else (self.model, False)
+    def compile(self) -> tuple[Callable[[Tensor, Tensor], Tensor] | None, bool]:
+        """The compiled loss, or None, and whether its gradients are only borrowed; see compiler.compiled."""
+        config, cluster = self.config, self.cluster
+        example = torch.zeros(config.trainer.micro_batch_size, config.data.block_size, dtype=torch.long, device=cluster.device)
+        work = functools.partial(compiled, Loss(self.model), example, self.autocast, graphs=config.trainer.reduction == "exact")
+        # The first worker of a node fills the compiler's cache for the others; kernels for another GPU are not in it.
+        first = cluster.launch.local_rank == 0 or cluster.device.type == "cuda"
+        early = cluster.with_signs_of_life(lambda: work() if first else import_compiler())
+        mine = cluster.with_signs_of_life(lambda: early or work())
+        return mine if all(cluster.gather(mine[0] is not None)) else (None, False)  # all workers compute with the same kernels
 
     def run(self) -> str | None:
         """Train from where the run stands to max_steps, or until told to stop; then everything is durable, on all workers.
@@ -199,13 +201,15 @@ class Trainer:
             if self.tree:
                 self.tree.finish()  # its collectives come from a thread: these must be over before the next
             exchanged = self.cluster.exchange(self.losses, self.writer.newest)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip or math.inf))
-            self.step_losses, written, stop = exchanged()
-            self.durable = max(self.durable, written)
-            self.refuse_poison(norm)
+            norm_there = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip or math.inf)
             self.rate = learning_rate(self.steps + 1, self.config.optimizer, self.config.trainer.max_steps)
             self.optimizer.step(self.rate)
             self.optimizer.zero_grad()
+            # A GPU has work until here; only now is it waited for. Poisoned weights go no further than this process.
+            self.step_losses, written, stop = exchanged()
+            norm = float(norm_there)
+            self.durable = max(self.durable, written)
+            self.refuse_poison(norm)
         self.audit.steps.append(self.digests)
         self.digests = {}
         self.steps += 1
@@ -221,7 +225,7 @@ class Trainer:
             self.tree.before(micro_batch)
         with self.ddp.no_sync() if self.ddp and micro_batch != self.mine[-1] else contextlib.nullcontext():
             with self.autocast():
-                _, loss = self.forward(inputs, targets)
+                loss = self.forward(inputs, targets)
             (loss * self.scale).backward()
         self.losses[micro_batch] = loss.detach()
         if self.tree:
@@ -229,8 +233,9 @@ class Trainer:
 
     def attend(self) -> None:
         """A worker too many takes part in DDP's reduction with nothing of its own."""
-        tokens = torch.zeros(1, 1, dtype=torch.long, device=self.cluster.device)
-        self.forward(tokens, tokens)[1].mul(0.0).backward()
+        shape = self.config.trainer.micro_batch_size, self.config.data.block_size
+        tokens, targets = torch.zeros(2, *shape, dtype=torch.long, device=self.cluster.device)
+        self.forward(tokens, targets).mul(0.0).backward()
 
     def refuse_poison(self, norm: float) -> None:
         """Gradient and losses are the same on all workers, so all of them raise Poison, or none."""
@@ -240,7 +245,7 @@ class Trainer:
         size = self.config.trainer.micro_batch_size
         where = [f"micro-batch {number} (windows at {', '.join(map(str, self.sampler.deal(self.windows + number * size, size)))})" for number in bad]
         what = f"loss of {'; '.join(where)}" if bad else f"gradient of windows {self.windows} to {self.windows + self.config.trainer.batch_size - 1}"
-        sentence = f"step {self.steps + 1}: the {what} is not finite; the update was not made and the last snapshot stands"
+        sentence = f"step {self.steps + 1}: the {what} is not finite; its update is dropped and the last snapshot stands"
         if self.report:
             self.writer.idle(timeout_s=math.inf)
             self.report.failed(self.steps, sentence)
