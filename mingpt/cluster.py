@@ -106,7 +106,8 @@ class Cluster:
         """What the bits depend on beside the configuration."""
         import torch
 
-        cpu = f"{self.device.type} {torch.backends.cpu.get_cpu_capability()}"
+        amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""  # other units for products than AVX512's, and other bits
+        cpu = f"{self.device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
         return {"torch": torch.__version__, "device": torch.cuda.get_device_name() if self.device.type == "cuda" else cpu, "threads": self.threads}
 
     def insist_on_determinism(self) -> None:
