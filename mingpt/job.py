@@ -21,7 +21,7 @@ def work(read: Callable[[], Config], make_trainer: Callable[[Config, Cluster], A
         trainer = make_trainer(config, cluster)
         stopped_by = trainer.run()
     except (UserError, EndOfJob) as error:
-        launch.refuse(error)
+        launch.refuse(error, lambda: listener.asked == "SIGTERM")
     except Exception as error:
         if trainer is not None:
             trainer.failed(error)

@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mingpt.config import TrainerConfig, UserError
 
-REFUSAL_S = 600.0  # longer than any other worker takes to refuse as well
+POLL_S = 0.05
 GAVE_UP = "gave up a peer that was silent"
 
 
@@ -68,14 +69,20 @@ class Launch:
         """Whether the agent starts a next generation if this one fails."""
         return self.agent is not None and self.restarts < self.restarts_allowed
 
-    def refuse(self, error: UserError | EndOfJob) -> NoReturn:
-        """Say it, once, and end the job, however many restarts are left: exit code 2 after a UserError, 1 otherwise. All workers call it."""
+    def refuse(self, error: UserError | EndOfJob, told: Callable[[], bool]) -> NoReturn:
+        """Say it, once, and end the job, however many restarts are left: exit code 2 after a UserError, 1 otherwise. All workers call it.
+
+        `told` says whether this worker has heard the agent's SIGTERM already.
+        """
         code = 2 if isinstance(error, UserError) else 1
-        signal.set_wakeup_fd(-1)  # from here on a signal ends this process with our exit code
         if self.agent and self.local_rank:
             # The first worker of the node tells the agent, after rank 0 has spoken. Leaving before would have it stopped in mid-sentence.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-            time.sleep(REFUSAL_S)
+            signal.set_wakeup_fd(-1)  # from here on a signal ends this process with our exit code
+            while not told():  # it may have come before, while this worker was still on its way here
+                time.sleep(POLL_S)
+            os._exit(code)
+        signal.set_wakeup_fd(-1)
         if self.rank == 0:
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()

@@ -99,12 +99,13 @@ def test_a_failure_that_would_repeat_ends_the_job(fault: str, sentence: str, gen
     done = start([str(tmp_path / "planted_train.py") if word == "train.py" else word for word in words]).finish()
     told = json.loads((tmp_path / "run" / "run.json").read_text())
     assert done.code != 0 and done.err.count(f"error: {sentence}") == 1, done.err
-    assert told["status"] == "failed" and len(told["generations"]) == generations
-    assert max(int(path.stem[5:]) for path in (tmp_path / "run").glob("snapshots/step_*.json")) == 12
+    assert told["status"] == "failed" and len(told["generations"]) == generations, done.err
+    last = max(int(path.stem[5:]) for path in (tmp_path / "run").glob("snapshots/step_*.json"))
+    assert last in (8, 12)  # that of step 12 may still have been on its way when step 13 failed
     from mingpt.snapshot import Folder
 
     snapshot, wrong = Folder(str(tmp_path / "run" / "snapshots")).newest()
-    assert snapshot and not wrong and snapshot.manifest["step"] == 12
+    assert snapshot and not wrong and snapshot.manifest["step"] == last
     if generations == 1:
         return
     mended = start(command(run_dir=tmp_path / "run", data__path=text, snapshot__every=4)).finish()
