@@ -101,7 +101,7 @@ def test_a_failure_that_would_repeat_ends_the_job(fault: str, sentence: str, gen
     assert done.code != 0 and done.err.count(f"error: {sentence}") == 1, done.err
     assert told["status"] == "failed" and len(told["generations"]) == generations, done.err
     last = max(int(path.stem[5:]) for path in (tmp_path / "run").glob("snapshots/step_*.json"))
-    assert last in (8, 12)  # that of step 12 may still have been on its way when step 13 failed
+    assert last == 12 or (generations > 1 and last == 8)  # a failure, unlike a NaN, does not wait for the snapshot on its way
     from mingpt.snapshot import Folder
 
     snapshot, wrong = Folder(str(tmp_path / "run" / "snapshots")).newest()
