@@ -1,59 +1,81 @@
-"""Write text with a trained model: python sample.py out/default --prompt "..." --tokens 300. Prints the prompt, then the text, nothing else."""
+"""Generate text with a trained model: python sample.py out/default --prompt "..." --tokens 300.
+
+Prints the prompt, then the text, and nothing else.
+"""
 
 import argparse
 import logging
 import os
 import sys
 
-from mingpt.config import ModelConfig, UserError
+from mingpt.config import ModelConfig
+from mingpt.errors import UserError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "run", nargs="?", default="out/default", help="run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompt", default=None, help="text to go on from (default: a line's end, if the vocabulary has one)")
-    parser.add_argument("--tokens", type=int, default=300, help="how many to write (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
-    parser.add_argument("--top_k", type=int, default=None, help="choose among so many likeliest (default: all)")
-    parser.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: %(default)s)")
+    where = "run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
+    parser.add_argument("run", nargs="?", default="out/default", help=where)
+    parser.add_argument(
+        "--prompt", default=None, help="text to continue (default: a newline, if it is a token)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
+    parser.add_argument(
+        "--top_k", type=int, default=None, help="sample from the k most likely tokens (default: all)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     for name, low in (("tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
-        if (value := getattr(arguments, name)) is not None and not low <= value < 2**63:
+        value = getattr(arguments, name)
+        if value is not None and not low <= value < 2**63:
             parser.error(f"--{name} must be at least {low}, not {value}")
     logging.basicConfig(format="%(message)s")
     try:
-        write(arguments)
+        sample(arguments)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except BrokenPipeError:
-        os._exit(1)  # whoever read the text has gone
+        os._exit(1)  # the reader of the text is gone
     return 0
 
 
-def write(arguments: argparse.Namespace) -> None:
+def sample(arguments: argparse.Namespace) -> None:
     import torch
 
-    from mingpt.data import Vocabulary
-    from mingpt.generate import generate
-    from mingpt.model import GPT
-    from mingpt.resume import load_weights
-    from mingpt.snapshot import open_anywhere
+    from mingpt.model import GPT, generate
+    from mingpt.resume import load_weights, snapshot_tokenizer
+    from mingpt.snapshot import open_snapshot
 
-    snapshot = open_anywhere(arguments.run)
-    vocabulary, config = Vocabulary(snapshot.manifest["vocabulary"]), snapshot.manifest["config"]
-    prompt = arguments.prompt if arguments.prompt is not None else "\n" if "\n" in vocabulary.characters else vocabulary.characters[0]
+    snapshot = open_snapshot(arguments.run)
+    tokenizer, config = snapshot_tokenizer(snapshot), snapshot.manifest["config"]
+    prompt = tokenizer.default_prompt() if arguments.prompt is None else arguments.prompt
     if not prompt:
-        raise UserError("--prompt is empty and there is nothing to go on from: give at least one character")
-    tokens = vocabulary.encode(prompt).tolist()
-    model = GPT(ModelConfig(**config["model"]), vocab_size=len(vocabulary), block_size=config["data"]["block_size"])
-    load_weights(model, snapshot.part("model."), arguments.run)
+        raise UserError("--prompt is empty and there is nothing to continue: give at least one character")
+    tokens = tokenizer.encode(prompt).tolist()
+    model = GPT(
+        ModelConfig(**config["model"]), vocab_size=len(tokenizer), block_size=config["data"]["block_size"]
+    )
+    load_weights(model, snapshot.tensors("model."), arguments.run)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     sys.stdout.write(prompt)
-    for token in generate(model, tokens, arguments.tokens, temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed):
-        sys.stdout.write(vocabulary.decode([token]))
+    generated = generate(
+        model,
+        tokens,
+        arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    for token in generated:
+        sys.stdout.write(tokenizer.decode([token]))
         sys.stdout.flush()
     sys.stdout.write("\n")
 

@@ -1,28 +1,27 @@
-"""Train a GPT: python train.py [CONFIG.yaml] [section.key=value ...], alone or under torchrun. README.md shows the ways.
+"""Train a GPT: python train.py [CONFIG.yaml] [section.key=value ...], alone or under torchrun. See README.md.
 
-Exit codes: 0 finished, or nothing was left to do; 2 something only the user can put right; 128 + signal when told to stop
-under torchrun; 1 anything else.
+Exit codes: 0 finished, or stopped; 2 something only the user can put right; 1 anything else; under torchrun 128 + signal
+when told to stop by SIGTERM or SIGINT.
 """
 
 import sys
-from typing import TYPE_CHECKING
 
-from mingpt.config import Config, parse
-from mingpt.job import work
-
-if TYPE_CHECKING:
-    from mingpt.cluster import Cluster
-    from mingpt.trainer import Trainer
-
-
-def make_trainer(config: Config, cluster: "Cluster") -> "Trainer":
-    from mingpt.trainer import Trainer  # after the settings are known to be right: it imports torch
-
-    return Trainer(config, cluster)
+from mingpt.worker import Worker
 
 
 def main() -> None:
-    work(lambda: parse(sys.argv[1:]), make_trainer)
+    with Worker() as worker:  # listens for signals; turns the end of this block into an exit code
+        from mingpt.cli import parse
+
+        config = parse(sys.argv[1:])
+        worker.start_workers(
+            config, sys.argv
+        )  # plain `python`: one worker per GPU or core, and this is their agent
+
+        from mingpt.trainer import Trainer  # imports torch, so only once the settings are known to be right
+
+        trainer = Trainer(config, worker.connect(config))
+        worker.stopped_by = trainer.run()
 
 
 if __name__ == "__main__":

@@ -1,3 +1,1 @@
-"""A compact GPT and a fault-tolerant trainer whose result depends on its configuration and never on the cluster."""
-
-__version__ = "0.1.0"
+"""A compact GPT and a fault-tolerant trainer for it under torchrun. README.md describes the packages."""

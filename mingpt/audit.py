@@ -1,7 +1,8 @@
-"""What the workers were really fed, as a chain of hashes that anybody can compute again from the configuration and the text.
+"""What the workers were really fed, as a chain of hashes that anybody can recompute from configuration and text.
 
-Each worker hashes the tokens of every micro-batch it computes. Whenever a snapshot is due, the hashes of all workers since the last one
-are gathered and linked, step by step and in the order of the micro-batches, into one digest that the manifest carries.
+Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of all ranks
+since the last one are gathered and chained, step by step in the order of the micro-batches, into one digest that the
+manifest carries.
 """
 
 import functools
@@ -11,71 +12,91 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mingpt.cluster import Cluster
 from mingpt.config import Config
-from mingpt.data import CharDataset
-from mingpt.sampler import ElasticSampler
+from mingpt.data import CharDataset, ElasticSampler
+from mingpt.distributed import DistributedContext
 
-NOBODYS = bytes(32)
+ANOTHER_RANKS = bytes(32)  # in place of the digest of a micro-batch that another rank computes
 START = hashlib.sha256(b"no step yet").hexdigest()
 
 
 def digest(inputs: Tensor, targets: Tensor) -> bytes:
     """SHA-256 of a micro-batch's tokens, (B, T) int64 each on the CPU."""
-    return hashlib.sha256(inputs.contiguous().numpy().tobytes() + targets.contiguous().numpy().tobytes()).digest()
+    content = inputs.contiguous().numpy().tobytes() + targets.contiguous().numpy().tobytes()
+    return hashlib.sha256(content).digest()
 
 
-def link(chain: str, step: bytes) -> str:
-    """The chain after one more step, whose micro-batches have these digests, one after the other."""
+def extend(chain: str, step: bytes) -> str:
+    """The chain after one more step, whose micro-batches have these concatenated digests."""
     return hashlib.sha256(bytes.fromhex(chain) + step).hexdigest()
 
 
 class Audit:
-    """One worker's hashes since the last snapshot, and the chain up to it."""
+    """One rank's digests since the last snapshot, and the chain up to that."""
 
     def __init__(self, chain: str, micro_batches: int) -> None:
         self.chain, self.micro_batches = chain, micro_batches
+        self.current: dict[int, bytes] = {}  # micro-batch -> digest, in the step under way
         self.steps: list[dict[int, bytes]] = []
         self.pending: Callable[[], str] = lambda: chain
 
-    def gather(self, cluster: Cluster) -> Callable[[], str]:
-        """The chain up to now, from a function that any thread may call. Every worker must gather at the same step; nobody waits here."""
-        self.chain = self.pending()  # of the last time, and so long there
+    def add(self, micro_batch: int, inputs: Tensor, targets: Tensor) -> None:
+        self.current[micro_batch] = digest(inputs, targets)
+
+    def end_step(self) -> None:
+        self.steps.append(self.current)
+        self.current = {}
+
+    def gather(self, context: DistributedContext) -> Callable[[], str]:
+        """The chain up to now, as a function for any thread that waits for it. Collective; does not wait itself."""
+        self.chain = self.pending()  # the last one, which is complete by now
         before, steps = self.chain, len(self.steps)
-        mine = b"".join(step.get(number, NOBODYS) for step in self.steps for number in range(self.micro_batches))
+        digests = b"".join(
+            step.get(number, ANOTHER_RANKS) for step in self.steps for number in range(self.micro_batches)
+        )
         self.steps = []
-        if not mine:
+        if not digests:
             return self.pending
-        summed = cluster.begin_sum(torch.frombuffer(bytearray(mine), dtype=torch.uint8))  # each entry is one worker's, zero elsewhere
+        # A sum, since every entry is zero on all ranks but one.
+        summed = context.all_reduce_async(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
 
         @functools.cache
         def chain() -> str:
             after = before
             for step in summed().view(steps, -1):
-                after = link(after, step.numpy().tobytes())
+                after = extend(after, step.numpy().tobytes())
             return after
 
         self.pending = chain
         return chain
 
 
+def make_sampler(config: Config, dataset: CharDataset) -> ElasticSampler:
+    trainer = config.trainer
+    return ElasticSampler(
+        dataset, batch_size=trainer.batch_size, micro_batch_size=trainer.micro_batch_size, seed=config.seed
+    )
+
+
 def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
-    """The chain that a run of this configuration over this text must carry after so many steps."""
-    size, count = config.trainer.micro_batch_size, config.trainer.batch_size // config.trainer.micro_batch_size
-    sampler = ElasticSampler(dataset, batch_size=config.trainer.batch_size, micro_batch_size=size, seed=config.seed)
+    """The chain that a run of this configuration over this text must have after so many steps."""
+    size, batch_size = config.trainer.micro_batch_size, config.trainer.batch_size
+    sampler = make_sampler(config, dataset)
     chain = START
     for step in range(steps):
-        starts = sampler.deal(step * config.trainer.batch_size, config.trainer.batch_size).reshape(count, size)
-        chain = link(chain, b"".join(digest(*dataset.__getitems__(micro_batch.tolist())) for micro_batch in starts))
+        starts = sampler.window_starts(step * batch_size, batch_size).reshape(batch_size // size, size)
+        digests = [digest(*dataset.__getitems__(micro_batch.tolist())) for micro_batch in starts]
+        chain = extend(chain, b"".join(digests))
     return chain
 
 
 def each_window_once(config: Config, dataset: CharDataset, epochs: int) -> bool:
-    """Whether each of the first epochs deals windows that lie end to end and are all different."""
-    sampler = ElasticSampler(dataset, batch_size=config.trainer.batch_size, micro_batch_size=config.trainer.micro_batch_size, seed=config.seed)
-    count = sampler.windows_per_epoch
+    """Whether each of the first epochs reads windows that lie end to end and are all different."""
+    sampler = make_sampler(config, dataset)
+    count, size = sampler.windows_per_epoch, dataset.block_size
     for epoch in range(epochs):
-        starts = sorted(sampler.deal(epoch * count, count).tolist())
-        if starts != list(range(starts[0], starts[0] + count * dataset.block_size, dataset.block_size)) or not 0 <= starts[0] < sampler.offsets:
+        starts = sorted(sampler.window_starts(epoch * count, count).tolist())
+        first = starts[0]
+        if starts != list(range(first, first + count * size, size)) or not 0 <= first < sampler.offsets:
             return False
     return True

@@ -1,4 +1,4 @@
-"""What a run goes on from: agreed by all workers, checked against what it is asked to be."""
+"""What a generation starts from: found, agreed by all ranks, checked against the configuration, loaded."""
 
 import logging
 from dataclasses import dataclass
@@ -8,172 +8,230 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.cluster import Cluster
-from mingpt.config import Config, UserError, differences, to_dict
-from mingpt.data import Vocabulary
-from mingpt.memory import Memory
-from mingpt.model import GPT
-from mingpt.snapshot import Folder, Snapshot, open_anywhere
+from mingpt.config import Config, check_workers, differences, to_dict
+from mingpt.data import Tokenizer, load_tokenizer
+from mingpt.distributed import DistributedContext
+from mingpt.errors import UserError
+from mingpt.model import GPT, from_gpt2
+from mingpt.report import read_run_id
+from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore, open_snapshot
 
 log = logging.getLogger(__name__)
 
 
-def open_folder(config: Config, cluster: Cluster) -> Folder:
-    """The snapshots of this run. Raises UserError if they could not bring back a worker that died, or cannot be written."""
-    folder = Folder(config.snapshot.path or str(Path(config.run_dir) / "snapshots"))
-    if folder.private and cluster.launch.master:
-        raise UserError(
-            f"snapshot.path {folder.url} lives in the memory of one process and cannot bring back workers that died: use a folder or an object store"
-        )
-    return folder
-
-
 @dataclass(frozen=True)
-class Found:
-    """The newest valid snapshot that any worker can see, the step of the newest durable one, and what is wrong with those seen from here."""
+class Latest:
+    """The newest valid snapshot that any rank can see, and what this rank found to be corrupt."""
 
-    newest: Snapshot | None
-    durable: int
-    wrong: dict[int, str]
+    snapshot: Snapshot | None
+    durable_step: int  # of the newest one that is not in memory only
+    corrupt: dict[int, str]  # step -> reason
     where: str
 
 
-def look(folder: Folder, memory: Memory, cluster: Cluster, restart: bool) -> Found:
-    """Find the newest valid snapshot and hand it to all workers. One worker a node looks.
+@dataclass(frozen=True)
+class Start:
+    """What this generation starts from, the same on all ranks."""
 
-    When somebody starts a job, what lies in memory counts only if no durable snapshot before it is missing: whoever deletes
-    snapshots wants to go back. Within a job they may have gone with their node.
+    run_id: str
+    is_restart: bool  # false in a job's first generation
+    store: SnapshotStore
+    memory: MemorySnapshots
+    snapshot: Snapshot | None
+    durable_step: int
+    changes: list[str]  # settings that differ from the snapshot's on purpose
+
+
+def find_start(config: Config, context: DistributedContext, run_dir: Path, fingerprint: str) -> Start:
+    """Find the newest snapshot and check it; `fingerprint` is the text's. Raises UserError. Collective."""
+    store = context.raise_on_all_ranks(lambda: open_store(config, context))
+    is_restart = context.is_restart()
+    if not is_restart:
+        check_workers(config, context.world_size)
+    known_ids = [run_id for run_id in context.all_gather_object(read_run_id(run_dir)) if run_id]
+    run_id = known_ids[0] if known_ids else context.new_run_id()
+    memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank)
+    latest = find_latest(store, memory, context, is_restart)
+    changes = check_snapshot(latest.snapshot, config, latest.where, fingerprint, is_restart)
+    if not config.trainer.eval_only:
+        claim_store(store, memory, context, latest, is_restart)
+    return Start(run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, changes)
+
+
+def open_store(config: Config, context: DistributedContext) -> SnapshotStore:
+    """The snapshots of this run. Raises UserError if they could not bring back a worker that died."""
+    store = SnapshotStore(config.snapshot.path or str(Path(config.run_dir) / "snapshots"))
+    if store.is_process_private and context.launch.is_distributed:
+        raise UserError(
+            f"snapshot.path {store.url} lives in the memory of one process and cannot bring back workers that died: "
+            "use a folder or an object store"
+        )
+    return store
+
+
+def find_latest(
+    store: SnapshotStore, memory: MemorySnapshots, context: DistributedContext, is_restart: bool
+) -> Latest:
+    """Find the newest valid snapshot and hand it to all ranks. One worker per node looks.
+
+    In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user who
+    deletes snapshots wants to go back. In a restart, they may have been lost with their node.
     """
-    first = cluster.launch.local_rank == 0
-    mine, wrong = cluster.in_turns(lambda: folder.newest() if first else (None, {}))
-    step = mine.manifest["step"] if mine else -1
-    views = cluster.gather((step, max(wrong, default=-1)))
-    beside = None if restart else max(0, *(step for view in views for step in view))
-    mine = cluster.in_turns(lambda: memory.newest(newer_than=step, beside=beside) if first else None) or mine
-    durable = max(0, *(valid for valid, _ in views))
-    seen = cluster.gather(mine.manifest["step"] if mine else -1)
-    if max(seen) < 0:
-        return Found(None, durable, wrong, folder.url)
-    source = seen.index(max(seen))
-    mine = mine if cluster.rank == source else None
-    manifest = cluster.broadcast(mine.manifest if mine else None, source)
-    where = folder.url if manifest["step"] == durable else str(memory.root)
-    return Found(Snapshot(manifest, cluster.share(mine.content if mine else None, source)), durable, wrong, where)
+    looks = context.launch.local_rank == 0
+    found, corrupt = context.run_with_heartbeat(lambda: store.find_newest() if looks else (None, {}))
+    step = found.manifest["step"] if found else -1
+    views = context.all_gather_object((step, max(corrupt, default=-1)))
+    saved_after = None if is_restart else max(0, *(step for view in views for step in view))
+    in_memory = context.run_with_heartbeat(
+        lambda: memory.find_newest(newer_than=step, saved_after=saved_after) if looks else None
+    )
+    found = in_memory or found
+    durable_step = max(0, *(valid for valid, _ in views))
+    steps = context.all_gather_object(found.manifest["step"] if found else -1)
+    if max(steps) < 0:
+        return Latest(None, durable_step, corrupt, store.url)
+    source = steps.index(max(steps))
+    found = found if context.rank == source else None
+    manifest = context.broadcast_object(found.manifest if found else None, source)
+    content = context.broadcast_bytes(found.content if found else None, source)
+    where = store.url if manifest["step"] == durable_step else str(memory.root)
+    return Latest(Snapshot(manifest, content), durable_step, corrupt, where)
 
 
-def take_over(folder: Folder, memory: Memory, cluster: Cluster, found: Found, restart: bool) -> None:
-    """From here on the run is this job's: damaged snapshots are set aside, and it must be possible to write. Raises UserError."""
+def claim_store(
+    store: SnapshotStore,
+    memory: MemorySnapshots,
+    context: DistributedContext,
+    latest: Latest,
+    is_restart: bool,
+) -> None:
+    """From here on this job writes: corrupt snapshots are quarantined. Raises UserError if it cannot write."""
 
     def claim() -> None:
-        for step, reason in found.wrong.items():
-            folder.set_aside(step, reason)
-        if not restart and cluster.launch.local_rank == 0:
-            memory.drop_newer(found.newest.manifest["step"] if found.newest else -1)
-        if cluster.rank == 0:
-            folder.prepare()
+        for step, reason in latest.corrupt.items():
+            store.quarantine(step, reason)
+        if not is_restart and context.launch.local_rank == 0:
+            memory.remove_newer(latest.snapshot.manifest["step"] if latest.snapshot else -1)
+        if context.rank == 0:
+            store.prepare()
 
-    cluster.in_turns(claim)
+    context.run_with_heartbeat(claim)
 
 
-def check(snapshot: Snapshot | None, config: Config, url: str, fingerprint: str, restart: bool) -> list[str]:
-    """Whether a generation may begin with this snapshot; a `restart`, after a job's first, may in all but the text.
+def check_snapshot(
+    snapshot: Snapshot | None, config: Config, url: str, fingerprint: str, is_restart: bool
+) -> list[str]:
+    """Raises UserError unless a generation may start from this snapshot. Returns the settings changed on purpose.
 
-    Returns the settings changed on purpose; raises UserError.
+    A restart goes on in any case, unless the text has changed.
     """
     resume = config.snapshot.resume
     if snapshot is None:
-        if resume == "must" and not restart:
-            raise UserError(f"there is no valid snapshot in {url} to resume from, and snapshot.resume=must needs one")
+        if resume == "must" and not is_restart:
+            raise UserError(
+                f"there is no valid snapshot in {url} to resume from, and snapshot.resume=must needs one"
+            )
         if config.trainer.eval_only:
             raise UserError(f"there is no valid snapshot in {url} to evaluate")
         return []
     manifest = snapshot.manifest
-    if resume == "never" and not restart:
-        raise UserError(f"{url} holds a snapshot of step {manifest['step']}, and snapshot.resume=never wants none: choose another run_dir")
-    if manifest["data"]["sha256"] != fingerprint:
+    step = manifest["step"]
+    if resume == "never" and not is_restart:
         raise UserError(
-            f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} were trained on "
-            f"({manifest['data']['sha256'][:12]}...): choose another run_dir, with snapshot.init_from to keep the weights"
+            f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: choose another run_dir"
         )
-    if restart:
+    trained_on = manifest["data"]["sha256"]
+    if trained_on != fingerprint:
+        raise UserError(
+            f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} were "
+            f"trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from to keep the weights"
+        )
+    if is_restart:
         return []
     changes = differences(manifest["config"], to_dict(config))
     if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
-        raise UserError(f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {manifest['step']}: choose another run_dir")
+        raise UserError(
+            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: choose another run_dir"
+        )
     if changes and resume != "changed":
         raise UserError(
-            f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): "
-            "set them back, choose another run_dir, or go on with the new ones by snapshot.resume=changed"
+            f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, choose another "
+            "run_dir, or go on with the new ones by snapshot.resume=changed"
         )
     return changes
 
 
-def compare_software(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """One line on what else than the configuration could change the bits."""
-    if changed := [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]:
+def compare_environment(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """One line on what beside the configuration could change the bits."""
+    changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
+    if changed:
         log.info(
-            "the bits may differ from those of an undisturbed run, because the snapshot was written with other software or hardware (%s)",
+            "the bits may differ from those of an undisturbed run, because the snapshot was written with other "
+            "software or hardware (%s)",
             "; ".join(changed),
         )
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Take every weight. Raises UserError if they are another model's."""
-    mine = dict(model.named_parameters())
-    wrong = [
-        f"{name}: {tuple(tensors[name].shape) if name in tensors else 'missing'} -> {tuple(weight.shape)}"
-        for name, weight in mine.items()
-        if name not in tensors or tensors[name].shape != weight.shape
-    ]
-    if wrong or tensors.keys() - mine.keys():
-        more = f"{len(tensors.keys() - mine.keys())} tensors that this model lacks" if tensors.keys() - mine.keys() else ""
-        raise UserError(f"{origin} holds the weights of another model ({'; '.join([*wrong[:3], *filter(None, [more])])})")
+    """Copy every weight. Raises UserError if they are another model's."""
+    parameters = dict(model.named_parameters())
+    wrong = []
+    for name, parameter in parameters.items():
+        there = tuple(tensors[name].shape) if name in tensors else "missing"
+        if there != tuple(parameter.shape):
+            wrong.append(f"{name}: {there} -> {tuple(parameter.shape)}")
+    surplus = tensors.keys() - parameters.keys()
+    if wrong or surplus:
+        reasons = wrong[:3] + ([f"{len(surplus)} tensors that this model lacks"] if surplus else [])
+        raise UserError(f"{origin} holds the weights of another model ({'; '.join(reasons)})")
     with torch.no_grad():
-        for name, weight in mine.items():
-            weight.copy_(tensors[name])
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
 
 
-def from_gpt2(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's GPT-2 tensors under this project's names; its Conv1D matrices are (in, out), ours (out, in)."""
-    named = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    turned = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-    return {
-        name: tensor.t().contiguous() if name.endswith(turned) else tensor
-        for name, tensor in named.items()
-        if not name.endswith((".attn.bias", ".attn.masked_bias")) and name != "lm_head.weight"
-    }
+def init_from(model: GPT, where: str, tokenizer: Tokenizer) -> None:
+    """Start with the weights of another run, of one of its snapshots, or of a GPT-2 safetensors file.
 
-
-def init_from(model: GPT, where: str, vocabulary: Vocabulary) -> None:
-    """Begin with the weights of another run, of one of its snapshots, or of a GPT-2 safetensors file.
-
-    Rows that belong to a character go to the same character of this vocabulary; a new character keeps its fresh row, and so do
-    all of them where the other vocabulary is not of characters. Learned positions are cut to block_size. Raises UserError if
-    anything else differs.
+    Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps its fresh
+    row. Learned positions are cut to block_size. Raises UserError if anything else differs.
     """
-    theirs: Vocabulary | None = None
+    other: Tokenizer | None = None
     try:
-        snapshot = open_anywhere(where)
-        tensors, theirs = snapshot.part("model."), Vocabulary(snapshot.manifest["vocabulary"])
+        snapshot = open_snapshot(where)
+        tensors, other = snapshot.tensors("model."), snapshot_tokenizer(snapshot)
     except UserError:
         if not where.endswith(".safetensors"):
             raise
         tensors = from_gpt2(read_safetensors(where))
-    mine = {name: weight.detach() for name, weight in model.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name in ("wte.weight", "lm_head.weight"):
-        if name not in mine or name not in tensors or tensors[name].shape[1:] != mine[name].shape[1:]:
-            continue
-        if theirs is None and tensors[name].shape != mine[name].shape:
-            log.info("%s has tokens that are not characters: %s begins afresh", where, name)
-        rows = mine[name].clone()
-        for token, character in enumerate(vocabulary.characters if theirs else ""):
-            if theirs and character in theirs.characters:
-                rows[token] = tensors[name][theirs.characters.index(character)]
-        tensors[name] = tensors[name] if theirs is None and tensors[name].shape == rows.shape else rows
-    if "wpe.weight" in mine and "wpe.weight" in tensors:
+        if name in parameters and name in tensors and tensors[name].shape[1:] == parameters[name].shape[1:]:
+            tensors[name] = match_rows(name, parameters[name], tensors[name], tokenizer, other, where)
+    if "wpe.weight" in parameters and "wpe.weight" in tensors:
         tensors["wpe.weight"] = tensors["wpe.weight"][: model.block_size]
     load_weights(model, tensors, f"snapshot.init_from={where}")
     log.info("weights taken from %s", where)
+
+
+def match_rows(
+    name: str, fresh: Tensor, theirs: Tensor, tokenizer: Tokenizer, other: Tokenizer | None, where: str
+) -> Tensor:
+    """(V, C) rows for this vocabulary from those of another one."""
+    if other is None and theirs.shape == fresh.shape:
+        return theirs
+    if other is None:
+        log.info("%s has another vocabulary: %s begins afresh", where, name)
+        return fresh
+    rows = fresh.clone()
+    for token, their_token in tokenizer.matching_tokens(other).items():
+        rows[token] = theirs[their_token]
+    return rows
+
+
+def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer:
+    """The tokenizer that a snapshot carries."""
+    name = snapshot.manifest["config"]["data"].get("tokenizer", "auto")
+    return load_tokenizer(name, snapshot.manifest["vocabulary"].encode())
 
 
 def read_safetensors(where: str) -> dict[str, Tensor]:

@@ -1,19 +1,18 @@
 """Prove the promise on this machine: python -m mingpt.verify [--kills 10] [--workers 1,2,3,4] [--seed 1]
 
-Trains a small model undisturbed, then again while its workers are killed at seeded moments (start-up, forward, inside the reduction,
-evaluation, in the middle of a save) and their number changes, all under torchrun. Then compares: the final tensors, bit for bit; the loss
-curves; and the hashes of the tokens that the workers were fed with those that configuration and text alone call for. Exit code 0 if all is
-identical, 1 with the seed that broke it otherwise. `--break` spoils the disturbed run on purpose, to show that verify can tell.
+Trains a small model undisturbed, then again while its workers are killed at seeded moments (start-up, forward, inside
+the reduction, evaluation, in the middle of a save) and their number changes, all under torchrun. Then compares: the
+final tensors, bit for bit; the loss curves; and the hashes of the tokens that the workers were fed with those that
+configuration and text alone determine. Exit code 0 if all is identical, 1 with the seed that broke it otherwise.
+`--break` spoils the disturbed run on purpose, to show that verify notices.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,27 +21,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingpt.cluster import Cluster
-from mingpt.config import Config, build
-from mingpt.job import work
-from mingpt.launch import Launch
+from mingpt import events
+from mingpt.cli import build
+from mingpt.config import Config
+from mingpt.distributed.launch import Launch
+from mingpt.jobs import ROOT, Job, children, is_alive, read_history, tensor_hash, torchrun
+from mingpt.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
+    from mingpt.data import CharDataset
+
 PHASES = ("start-up", "forward", "reduction", "evaluation", "save")
 STEPS, SPOILED_STEP = 48, 40
 SETTINGS = {
-    "data.block_size": 32, "data.val_fraction": 0.1, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "model.dropout": 0.1,
-    "trainer.max_steps": STEPS, "trainer.batch_size": 8, "trainer.micro_batch_size": 1, "trainer.eval_every": 8, "trainer.log_every": 1,
-    "trainer.sample_tokens": 0, "trainer.device": "cpu", "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
+    "data.block_size": 32, "data.val_fraction": 0.1, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
+    "model.dropout": 0.1, "trainer.max_steps": STEPS, "trainer.batch_size": 8, "trainer.micro_batch_size": 1,
+    "trainer.eval_every": 8, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.device": "cpu",
+    "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
 }  # fmt: skip
+TIMINGS = ("step_s", "data_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on; then `workers` go on."""
+    """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on.
+
+    After that the job goes on with `workers` workers.
+    """
 
     phase: str
     step: int
@@ -56,10 +63,10 @@ class Outcome:
 
     tensors: str  # SHA-256 of the last snapshot's tensor file
     audit: str
-    records: list[dict[str, float]]  # without what measures time
+    records: list[dict[str, float]]  # without timings
 
 
-def schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
+def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
     """Seeded kills in the order of their steps; between two of them a snapshot can be written."""
     dice = random.Random(seed)
     steps = sorted(int((number + dice.random()) * (STEPS - 2) / kills) for number in range(kills))
@@ -67,128 +74,133 @@ def schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 
 
 def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], spoil: str = "") -> None:
-    """A whole run, killed as planned. Each change of the number of workers is a new launch of torchrun. Raises RuntimeError if one fails."""
+    """A whole run, killed as planned; torchrun is started again for each change of the number of workers.
+
+    Raises RuntimeError if torchrun fails.
+    """
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps({"kills": [asdict(kill) for kill in kills], "spoil": spoil}))
+    given = [f"{key}={value}" for key, value in (settings | {"run_dir": folder / "run"}).items()]
     done = 0
     while True:
-        same = next((number for number in range(done, len(kills)) if kills[number].workers != workers), len(kills))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", f"--max-restarts={len(kills) + 1}"]
-        given = [f"{key}={value}" for key, value in (settings | {"run_dir": folder / "run"}).items()]
-        with open(folder / "job.log", "ab") as log:
-            job = subprocess.Popen([*command, "-m", "mingpt.verify", "--worker", str(folder), *given], cwd=ROOT, stdout=log, stderr=log)
-        while job.poll() is None and not (same < len(kills) and (folder / f"killed-{same}").exists()):
+        changes = [number for number in range(done, len(kills)) if kills[number].workers != workers]
+        change = changes[0] if changes else None
+        command = [*torchrun(workers, len(kills) + 1), "-m", "mingpt.verify", "--worker", str(folder), *given]
+        job = Job(command, folder / "job")
+        while job.is_running() and not (change is not None and mark(folder, change).exists()):
             time.sleep(0.02)
-        if job.poll() is None:  # the kill after which another number of workers goes on
-            orphans = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
-            job.kill()
+        if job.is_running() and change is not None:  # the kill after which another number of workers goes on
+            orphans = children(job.pid)
+            os.kill(job.pid, signal.SIGKILL)
             job.wait()
-            while any(alive(pid) for pid in orphans):  # they notice that their agent is gone
+            while any(is_alive(pid) for pid in orphans):  # they notice that their agent is gone
                 time.sleep(0.02)
-            done, workers = same + 1, kills[same].workers
-        elif job.returncode == 0:
+            done, workers = change + 1, kills[change].workers
+        elif job.process.returncode == 0:
             return
         else:
-            raise RuntimeError(f"torchrun ended with code {job.returncode}:\n{(folder / 'job.log').read_text()[-3000:]}")
+            raise RuntimeError(f"torchrun ended with code {job.process.returncode}:\n{job.err()[-3000:]}")
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and not yet waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def mark(folder: Path, number: int) -> Path:
+    """A file that tells that a kill of the plan was done."""
+    return folder / f"killed-{number}"
 
 
-def outcome(folder: Path, config: Config) -> Outcome:
-    name = folder / "run" / "snapshots" / f"step_{config.trainer.max_steps:08d}"
-    manifest = json.loads(name.with_suffix(".json").read_text())
-    tensors = hashlib.sha256(name.with_suffix(".safetensors").read_bytes()).hexdigest()
-    timed = ("step_s", "data_s", "tokens_per_s")
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [{key: value for key, value in json.loads(line).items() if key not in timed} for line in lines]
+def read_outcome(folder: Path, config: Config) -> Outcome:
+    """Raises RuntimeError if the last snapshot's tensors are not those of its manifest."""
+    run_dir, step = folder / "run", config.trainer.max_steps
+    manifest = json.loads((run_dir / "snapshots" / f"step_{step:08d}.json").read_text())
+    tensors = tensor_hash(run_dir, step)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    records = [{key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines]
     if tensors != manifest["sha256"]:
-        raise RuntimeError(f"{name}.safetensors has SHA-256 {tensors[:16]}... and its manifest says {manifest['sha256'][:16]}...")
+        expected = manifest["sha256"]
+        raise RuntimeError(f"the tensors have SHA-256 {tensors[:16]}... and its manifest says {expected[:16]}...")
     return Outcome(tensors, manifest["audit"], records)
 
 
-def generations(folder: Path, kills: list[Kill]) -> Iterator[str]:
-    """A line on each generation that came as far as training."""
-    for number, entry in enumerate(json.loads((folder / "run" / "run.json").read_text())["generations"]):
-        yield f"  generation {number}: {entry['workers']} workers, steps {entry['from_step']} to {entry['to_step']}, {entry['end']}"
-    hit = [kill for number, kill in enumerate(kills) if (folder / f"killed-{number}").exists()]
-    yield f"  {len(hit)} of {len(kills)} kills hit: " + ", ".join(f"{kill.phase} ({kill.step})" for kill in hit)
+def describe_generations(folder: Path, kills: list[Kill]) -> Iterator[str]:
+    """A line on each generation that came as far as training, and one on the kills."""
+    for number, entry in enumerate(read_history(folder / "run")["generations"]):
+        steps = f"steps {entry['from_step']} to {entry['to_step']}"
+        yield f"  generation {number}: {entry['workers']} workers, {steps}, {entry['end']}"
+    hit = [f"{kill.phase} ({kill.step})" for number, kill in enumerate(kills) if mark(folder, number).exists()]
+    yield f"  {len(hit)} of {len(kills)} kills hit: {', '.join(hit)}"
 
 
-def problems(
+def find_problems(
     seed: int, kills: list[Kill], workers: list[int], work: Path, reference: Outcome, config: Config, spoil: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Train disturbed; returns what is wrong, if anything, and the lines of the story."""
+    """Train disturbed; returns what is wrong, if anything, and lines on what happened."""
     folder = work / f"seed-{seed}"
     try:
         train(folder, workers[0], kills, SETTINGS | {"data.path": config.data.path}, spoil)
-        story = list(generations(folder, kills))
+        story = list(describe_generations(folder, kills))
         if spoil == "byte":
             path = folder / "run" / "snapshots" / f"step_{STEPS:08d}.safetensors"
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)
-        result = outcome(folder, config)
+        outcome = read_outcome(folder, config)
     except (RuntimeError, OSError) as error:
         return [str(error)], []
     wrong = []
-    if missed := [number for number in range(len(kills)) if not (folder / f"killed-{number}").exists()]:
+    missed = [number for number in range(len(kills)) if not mark(folder, number).exists()]
+    if missed:
         wrong.append(f"kills {missed} hit no living worker")
-    if result.tensors != reference.tensors:
-        wrong.append(f"the final tensors differ: {reference.tensors[:16]} undisturbed, {result.tensors[:16]} disturbed")
-    if result.records != reference.records:
+    if outcome.tensors != reference.tensors:
+        hashes = f"{reference.tensors[:16]} undisturbed, {outcome.tensors[:16]} disturbed"
+        wrong.append(f"the final tensors differ: {hashes}")
+    if outcome.records != reference.records:
         wrong.append("the recorded losses differ")
-    if result.audit != expected_audit(config):
-        wrong.append("the workers were fed other tokens than configuration and text call for")
+    if outcome.audit != expected_audit(config):
+        wrong.append("the workers were fed other tokens than configuration and text determine")
     shutil.rmtree(folder)
-    return wrong, [*story, f"  disturbed    {result.tensors}"]
+    return wrong, [*story, f"  disturbed    {outcome.tensors}"]
 
 
 def expected_audit(config: Config) -> str:
-    """From the configuration and the text alone; also checks that every window of every epoch is dealt exactly once."""
+    """From the configuration and the text alone; also checks that every epoch reads each window exactly once."""
     from mingpt.audit import each_window_once, recompute
-    from mingpt.data import prepare, read_bytes
+    from mingpt.data import make_corpus, read_bytes
 
-    dataset = prepare(read_bytes(config.data), config.data).train
+    dataset: CharDataset = make_corpus(read_bytes(config.data), config.data).train
     epochs = 1 + STEPS * config.trainer.batch_size * dataset.block_size // len(dataset.tokens)
-    assert each_window_once(config, dataset, epochs), "an epoch does not deal every window once"
+    assert each_window_once(config, dataset, epochs), "an epoch does not read every window once"
     return recompute(config, dataset, config.trainer.max_steps)
 
 
-def prepare_work(work: Path) -> tuple[Config, Outcome]:
-    """The undisturbed run, by one worker, over the first characters of the embedded text: a few epochs of it."""
+def train_undisturbed(work: Path) -> tuple[Config, Outcome]:
+    """By one worker, over the first characters of the embedded text: a few epochs of it."""
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
     config = build(SETTINGS | {"data.path": str(text)})
     train(work / "undisturbed", 1, [], SETTINGS | {"data.path": str(text)})
-    return config, outcome(work / "undisturbed", config)
+    return config, read_outcome(work / "undisturbed", config)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m mingpt.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m mingpt.verify", description=__doc__, formatter_class=formatter)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument(
-        "--workers", type=lambda text: [int(count) for count in text.split(",")], default=[1, 2, 3, 4], help="numbers of workers, 1 to 8"
-    )
+    parser.add_argument("--workers", default="1,2,3,4", help="numbers of workers, 1 to 8 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--break", dest="spoil", choices=["window", "sum", "byte"], default="", help="spoil the disturbed run on purpose")
+    parser.add_argument("--break", dest="spoil", choices=["window", "sum", "byte"], default="", help="spoil on purpose")
     arguments = parser.parse_args()
-    if arguments.kills < 1 or not arguments.workers or not all(1 <= count <= 8 for count in arguments.workers):
+    counts = [int(count) if count.isdecimal() else 0 for count in arguments.workers.split(",")]
+    if arguments.kills < 1 or not all(1 <= count <= 8 for count in counts):
         parser.error("--kills must be at least 1 and --workers numbers from 1 to 8, such as 1,2,4")
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        config, reference = prepare_work(Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        work, began = Path(name), time.monotonic()
+        config, reference = train_undisturbed(work)
         say(f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s")
-        kills = schedule(arguments.seed, arguments.kills, arguments.workers)
-        wrong, story = problems(arguments.seed, kills, arguments.workers, Path(folder), reference, config, arguments.spoil)
+        kills = make_schedule(arguments.seed, arguments.kills, counts)
+        wrong, story = find_problems(arguments.seed, kills, counts, work, reference, config, arguments.spoil)
     for line in [*story, f"  undisturbed  {reference.tensors}"]:
         say(line)
-    say(f"seed {arguments.seed} broke it: " + "; ".join(wrong) if wrong else f"identical ({time.monotonic() - began:.0f} s)")
+    took = f"({time.monotonic() - began:.0f} s)"
+    say(f"seed {arguments.seed} broke it: {'; '.join(wrong)}" if wrong else f"identical {took}")
     return 1 if wrong else 0
 
 
@@ -197,88 +209,78 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-# What follows runs in the workers.
+class Saboteur:
+    """In a worker: kills it at the events that the plan names, and spoils what it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        plan = json.loads((folder / "plan.json").read_text())
+        self.kills = [Kill(**kill) for kill in plan["kills"]]
+        self.spoil = plan["spoil"]
+        self.rank, self.workers, self.step = 0, 1, 0
+        events.subscribe("worker_start", self.on_worker_start)
+        events.subscribe("run_start", self.on_run_start)
+        events.subscribe("batch", self.on_batch)
+        events.subscribe("step_end", self.on_step_end)
+        events.subscribe("reduction_start", lambda: self.kill_if_due("reduction", self.step))
+        events.subscribe("evaluation_start", lambda step: self.kill_if_due("evaluation", step))
+        events.subscribe("file_write", self.on_file_write)
+        events.subscribe("partial_sums", self.on_partial_sums)
+
+    def kill_if_due(self, phase: str, step: int) -> None:
+        """Die here if the next kill of the plan says so; its mark outlives the process."""
+        waiting = [number for number in range(len(self.kills)) if not mark(self.folder, number).exists()]
+        if not waiting:
+            return
+        kill = self.kills[waiting[0]]
+        rank = 0 if phase == "save" else kill.rank % self.workers  # rank 0 alone saves
+        if kill.phase == phase and step >= kill.step and self.rank == rank:
+            mark(self.folder, waiting[0]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_worker_start(self, launch: Launch) -> None:
+        self.rank, self.workers = launch.rank, launch.world_size
+        self.kill_if_due("start-up", STEPS)  # a start-up has no step: it follows the kill before it
+
+    def on_run_start(self, state: Any, strategy: Any) -> None:
+        self.step = state.step
+
+    def on_step_end(self, step: int) -> None:
+        self.step = step
+
+    def on_batch(self, step: int, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
+        self.kill_if_due("forward", step)
+        if self.spoil == "window" and step == SPOILED_STEP and micro_batch == 0:
+            inputs.zero_()
+
+    def on_file_write(self, name: str, path: str, content: bytes | memoryview) -> None:
+        if name.endswith(".safetensors"):
+            waiting = [kill for number, kill in enumerate(self.kills) if not mark(self.folder, number).exists()]
+            if waiting and waiting[0].phase == "save":
+                Path(path).write_bytes(content[: len(content) // 2])
+            self.kill_if_due("save", self.step)
+
+    def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
+        """(a + b) + (c + d) and so on become a sum in another order: two partial sums change places."""
+        if self.spoil == "sum" and self.step == SPOILED_STEP and len(sums) == 3:
+            for left, right in zip(sums[0][2], sums[2][2], strict=True):
+                saved = left.clone()
+                left.copy_(right)
+                right.copy_(saved)
 
 
-def worker(folder: Path, argv: list[str]) -> None:
-    """train.py, with a trainer that kills itself as planned."""
-    plan = json.loads((folder / "plan.json").read_text())
+def run_worker(folder: Path, argv: list[str]) -> None:
+    """train.py with a saboteur."""
+    Saboteur(folder)
+    with Worker() as worker:
+        config = build(dict(word.split("=", 1) for word in argv))
 
-    def read() -> Config:
-        launch = Launch.from_environment()
-        strike(folder, plan, "start-up", launch.rank, launch.world_size, STEPS)
-        return build(dict(word.split("=", 1) for word in argv))
+        from mingpt.trainer import Trainer
 
-    work(read, lambda config, cluster: victim(folder, plan)(config, cluster))
-
-
-def strike(folder: Path, plan: dict[str, Any], phase: str, rank: int, workers: int, step: int) -> None:
-    """Die here if the next kill of the plan says so; a mark that outlives the process tells that it did."""
-    number = next((number for number in range(len(plan["kills"])) if not (folder / f"killed-{number}").exists()), None)
-    if number is None:
-        return
-    kill = Kill(**plan["kills"][number])
-    wanted = 0 if phase == "save" else kill.rank % workers  # rank 0 alone saves
-    # A start-up has no step: it follows the kill before it.
-    if kill.phase == phase and step >= kill.step and rank == wanted:
-        (folder / f"killed-{number}").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def victim(folder: Path, plan: dict[str, Any]) -> Any:
-    """A trainer that meets its death in each of the phases."""
-    from mingpt import audit
-    from mingpt.trainer import Trainer
-
-    class Victim(Trainer):
-        def __init__(self, config: Config, cluster: Cluster) -> None:
-            super().__init__(config, cluster)
-            put = self.folder.put
-
-            def put_half(name: str, content: bytes | memoryview) -> None:
-                if name.endswith(".safetensors"):
-                    Path(self.folder.path(f"partial-{name}")).write_bytes(content[: len(content) // 2])
-                    self.strike("save")
-                put(name, content)
-
-            self.folder.put = put_half  # type: ignore[method-assign]
-            if self.tree:
-                hook = self.tree.exchange.sum_up
-
-                def sum_up(buffer: "Tensor", parts: list["Tensor"]) -> None:
-                    self.strike("reduction")
-                    hook(buffer, parts)
-
-                self.tree.exchange.sum_up = sum_up  # type: ignore[method-assign]
-
-        def strike(self, phase: str) -> None:
-            strike(folder, plan, phase, self.cluster.rank, self.cluster.world_size, self.steps)
-
-        def accumulate(self, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
-            self.strike("forward")
-            if self.cluster.world_size == 1 and micro_batch == self.mine[-1]:
-                self.strike("reduction")  # a single worker's is the folding of its own parts
-            if plan["spoil"] == "window" and self.steps == SPOILED_STEP and micro_batch == 0:
-                inputs, targets = self.corpus.train[0]
-                inputs, targets = inputs.unsqueeze(0), targets.unsqueeze(0)
-                self.digests[0] = audit.digest(inputs, targets)
-            super().accumulate(micro_batch, inputs, targets)
-            if plan["spoil"] == "sum" and self.steps == SPOILED_STEP and self.tree and len(self.tree.stack) == 3:
-                # (a + b) + (c + d) and so on become a sum in another order: two partial sums change places.
-                (one, two) = self.tree.stack[0][2], self.tree.stack[2][2]
-                for left, right in zip(one, two, strict=True):
-                    kept = left.clone()
-                    left.copy_(right)
-                    right.copy_(kept)
-
-        def evaluate(self) -> dict[str, float]:
-            self.strike("evaluation")
-            return super().evaluate()
-
-    return Victim
+        worker.stopped_by = Trainer(config, worker.connect(config)).run()
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(Path(sys.argv[2]), sys.argv[3:])
+        run_worker(Path(sys.argv[2]), sys.argv[3:])
     sys.exit(main())

@@ -1,0 +1,120 @@
+"""`python train.py` without a launcher: torchrun's agent in this process, with one worker per GPU or core.
+
+As `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, without torchrun's own output, and with the
+exit code of a single process: 0 finished or stopped, 2 a user's mistake, 1 anything else.
+"""
+
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from mingpt.config import Config
+from mingpt.distributed.device import usable_cores
+from mingpt.distributed.launch import STATUS_FILE, Launch
+from mingpt.distributed.signals import StopSignal
+
+MAX_WORKERS = 8
+SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+
+
+def choose_workers(config: Config, launch: Launch) -> int:
+    """How many workers `trainer.workers` means on this machine."""
+    trainer = config.trainer
+    if trainer.workers != "auto":
+        return trainer.workers
+    if trainer.device == "mps" or (config.snapshot.path or "").startswith("memory://"):
+        return 1
+    available = usable_cores() // launch.threads(trainer)
+    if trainer.device in ("auto", "cuda"):
+        import torch
+
+        if torch.cuda.is_available():
+            available = torch.cuda.device_count()
+        elif torch.backends.mps.is_available():
+            return 1
+    return max(1, min(available, MAX_WORKERS, trainer.batch_size // trainer.micro_batch_size))
+
+
+def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
+    """Run `python *command` in so many workers, restarted up to `max_restarts` times; then exit as they did."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    silence("torch.distributed.elastic")
+    options = {
+        "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
+        "signals_to_handle": ",".join(SIGNALS),
+    }
+    known = {
+        field.name for field in dataclasses.fields(LaunchConfig)
+    }  # some are not in every version of torch
+    with tempfile.TemporaryDirectory(prefix="mingpt-") as folder:
+        status_file = Path(folder) / "status"
+        os.environ[STATUS_FILE] = str(status_file)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=max_restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
+            **{name: value for name, value in options.items() if name in known},  # type: ignore[arg-type]
+        )
+
+        def stop_agent(number: int, frame: FrameType | None) -> None:
+            raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+
+        stop_signal.close()
+        for name in SIGNALS:
+            signal.signal(
+                signal.Signals[name], stop_agent
+            )  # until the agent installs handlers that do the same
+        try:
+            elastic_launch(config, sys.executable)(*command)
+            code = 0
+        except SignalException:  # from a user, or from rank 0 to end the job
+            code = read_status(status_file)
+        except ChildFailedError as error:
+            code = 1
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:  # killed: no worker could say so
+                name = signal.Signals(-failure.exitcode).name
+                say(
+                    f"error: worker {rank} was killed by {name} and no restart is left (trainer.max_restarts)"
+                )
+        for name in SIGNALS:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)  # nothing is left to stop
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def read_status(path: Path) -> int:
+    """The job's exit code as rank 0 wrote it; 1 if it was killed before it could."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 1
+
+
+def silence(logger_name: str) -> None:
+    logger = logging.getLogger(logger_name)
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,23 @@
+"""Text to tokens to windows, and which worker reads which window at which step.
+
+Each window of an epoch is read exactly once, whatever the number of workers. Knows no model and no process group.
+"""
+
+from mingpt.data.sampler import ElasticSampler, mix
+from mingpt.data.source import read_bytes
+from mingpt.data.tokenizer import TOKENIZERS, CharTokenizer, Tokenizer, load_tokenizer
+from mingpt.data.tokens import Corpus, make_corpus
+from mingpt.data.windows import CharDataset
+
+__all__ = [
+    "TOKENIZERS",
+    "CharDataset",
+    "CharTokenizer",
+    "Corpus",
+    "ElasticSampler",
+    "Tokenizer",
+    "load_tokenizer",
+    "make_corpus",
+    "mix",
+    "read_bytes",
+]

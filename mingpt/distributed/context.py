@@ -1,0 +1,279 @@
+"""A worker's place in its generation, and what the ranks exchange beside gradients.
+
+Every method that exchanges something is collective: all ranks must call it. What one rank cannot accept, all ranks
+refuse. torch is imported where it is needed, so that a wrong setting is answered without waiting for it.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from mingpt.distributed.device import find_device, tune_malloc
+from mingpt.distributed.exit import ProcessExit
+from mingpt.distributed.launch import Launch
+from mingpt.distributed.rendezvous import Rendezvous
+from mingpt.distributed.signals import REASONS, StopSignal
+from mingpt.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from mingpt.config import TrainerConfig
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+HEARTBEAT_S = 1.0
+BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
+
+
+class StepStatus(NamedTuple):
+    """What all ranks know after a step."""
+
+    losses: list[float]  # of every micro-batch
+    newest_written: int  # step of the newest snapshot on disk
+    stop_reason: str | None  # the request to stop that any rank has received
+
+
+class DistributedContext:
+    """Rank, world size, device and collectives. Meets the other workers of its generation when constructed."""
+
+    def __init__(
+        self, launch: Launch, config: "TrainerConfig", stop_signal: StopSignal, process_exit: ProcessExit
+    ) -> None:
+        import torch
+
+        self.launch, self.rank, self.world_size = launch, launch.rank, launch.world_size
+        self.stop_signal, self.exit = stop_signal, process_exit
+        self.threads = launch.threads(config)
+        torch.set_num_threads(self.threads)
+        self.rendezvous: Rendezvous | None = None
+        process_exit.timeout_s = config.timeout_s
+        if launch.is_distributed:
+            self.rendezvous = Rendezvous(launch)
+            process_exit.rendezvous = self.rendezvous
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                store=self.rendezvous.process_group_store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=config.timeout_s),
+            )
+            process_exit.local_peer_pidfds = self._open_local_peers()
+        self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
+        if len(set(self.all_gather_object(self.device.type))) > 1:  # a process group has one kind of device
+            self.device = torch.device("cpu")
+        if self.device.type == "cpu":
+            tune_malloc()
+
+    def _open_local_peers(self) -> dict[int, int]:
+        """{rank: pidfd} of the other workers of our agent; a pidfd never refers to a later process with that id."""
+        found = {}
+        for rank, (node_rank, pid) in enumerate(self.all_gather_object((self.launch.node_rank, os.getpid()))):
+            is_sibling = node_rank == self.launch.node_rank and parent_pid(pid) == self.launch.agent_pid
+            if self.launch.agent_pid and is_sibling and pid != os.getpid() and hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):  # not allowed on this kernel: then the agent kills them
+                    found[rank] = os.pidfd_open(pid)
+        return found
+
+    def use_threads(self, recorded: int) -> None:
+        """Compute with the number of threads that the run began with, since it decides bits."""
+        import torch
+
+        if recorded != self.threads:
+            log.info("using %d CPU threads per worker, as this run began, not %d", recorded, self.threads)
+            self.threads = recorded
+            torch.set_num_threads(recorded)
+
+    def is_restart(self) -> bool:
+        """Whether an earlier generation of this job has passed the checks of its start."""
+        return any(self.all_gather_object(self.rendezvous is not None and self.rendezvous.was_started()))
+
+    def mark_started(self) -> None:
+        """On rank 0: the next generation is a restart. Not collective."""
+        if self.rendezvous is not None:
+            self.rendezvous.mark_started()
+
+    def new_run_id(self) -> str:
+        """A random id, the same on all ranks."""
+        return self.broadcast_object(uuid.uuid4().hex, 0)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Each rank's value, by rank."""
+        if self.world_size == 1:
+            return [value]
+        from torch.distributed import all_gather_object
+
+        values: list[Any] = [None] * self.world_size
+        all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: T | None, source: int) -> T:
+        """The source's value."""
+        if self.world_size == 1:
+            return value  # type: ignore[return-value]
+        from torch.distributed import broadcast_object_list
+
+        box = [value]
+        broadcast_object_list(box, src=source)
+        return box[0]  # type: ignore[return-value]
+
+    def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
+        """The source's bytes, of any length."""
+        if self.world_size == 1:
+            return content or b""
+        import torch
+
+        size = self.broadcast_object(None if content is None else len(content), source)
+        if content is None:
+            buffer = torch.empty(size, dtype=torch.uint8)
+        else:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        for piece in buffer.split(BROADCAST_BYTES) if size else ():
+            torch.distributed.broadcast(piece, src=source)
+        return buffer.numpy().tobytes()
+
+    def broadcast_parameters(self, parameters: "Iterable[torch.nn.Parameter]") -> None:
+        """Give all ranks rank 0's values: those drawn from one seed may differ between kinds of machines."""
+        if self.world_size == 1:
+            return
+        import torch
+
+        parameters = list(parameters)
+        vector = torch.nn.utils.parameters_to_vector(parameters).detach()
+        torch.distributed.broadcast(vector, src=0)
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, values in zip(parameters, vector.split(sizes), strict=True):
+            parameter.detach().copy_(values.view_as(parameter))
+
+    def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """The sum over the ranks, in place. Exact, and free of order, where all ranks but one contribute zeros."""
+        return self.all_reduce_async(tensor)()
+
+    def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
+        """`all_reduce` in the background, as a function that waits for the result."""
+        import torch
+
+        work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
+
+        def wait() -> "torch.Tensor":
+            if work is not None:
+                work.wait()
+            return tensor
+
+        return wait
+
+    def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """(n,) of each rank to (workers, n), the same on all ranks."""
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        import torch
+
+        # all_gather_into_tensor is the name before torch 2.13.
+        gather = (
+            getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+        )
+        gathered = tensor.new_empty(self.world_size, len(tensor))
+        gather(gathered.flatten(), tensor)
+        return gathered
+
+    def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
+        """Exchange what all ranks must know after a step, in the background; the result waits for it.
+
+        `losses` is (M,), zero for micro-batches of other ranks; `newest_written` is zero on ranks that write none.
+        """
+        import torch
+
+        reasons = [float(self.stop_signal.reason == name) for name in REASONS]
+        status = torch.tensor([newest_written, *reasons], dtype=torch.float64)
+
+        def begin() -> Callable[[], torch.Tensor]:
+            return self.all_reduce_async(torch.cat([losses.detach().cpu().double(), status]))
+
+        # Copying a GPU's losses waits for the GPU, so that is left until the result is asked for.
+        started = None if losses.is_cuda else begin()
+
+        def wait() -> StepStatus:
+            values = (started or begin())().tolist()
+            count = len(losses)
+            received = [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
+            return StepStatus(values[:count], int(values[count]), received[0] if received else None)
+
+        return wait
+
+    def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
+        """The result of `work`; if it raised UserError on some ranks, then the lowest one's error on all ranks."""
+        result, message = None, None
+        try:
+            result = work()
+        except UserError as error:
+            message = str(error)
+        for message_there in self.all_gather_object(message):
+            if message_there is not None:
+                raise UserError(message_there)
+        return result  # type: ignore[return-value]
+
+    def run_with_heartbeat(self, work: Callable[[], T]) -> T:
+        """`raise_on_all_ranks` in a thread, while the ranks exchange heartbeats, so that timeouts do not fire.
+
+        For work that takes long, or that only some ranks have.
+        """
+        if self.world_size == 1:
+            return work()
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            import torch
+
+            try:
+                torch.set_num_threads(self.threads)  # both are set per thread
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(HEARTBEAT_S / 100)  # most often that is enough
+        while any(self.all_gather_object(thread.is_alive())):
+            thread.join(HEARTBEAT_S)
+        return self.raise_on_all_ranks(outcome.result)
+
+    def heartbeat_while(self, work: Callable[[], T]) -> T:
+        """Run `work` in the calling thread, as a compiler needs it, while another one exchanges heartbeats.
+
+        A peer that is lost meanwhile ends this process.
+        """
+        if self.world_size == 1:
+            return work()
+        done = threading.Event()
+
+        def exchange_heartbeats() -> None:
+            try:
+                while any(self.all_gather_object(not done.wait(HEARTBEAT_S))):
+                    pass
+            except BaseException as error:
+                self.exit.exit_with_error(error)
+
+        thread = threading.Thread(target=exchange_heartbeats, daemon=True)
+        thread.start()
+        try:
+            return work()
+        finally:
+            done.set()
+            thread.join()
+
+
+def parent_pid(pid: int) -> int | None:
+    """The process id of a process's parent, where the system says."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

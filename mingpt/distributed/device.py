@@ -1,0 +1,119 @@
+"""The device of a worker, the type it computes in, and what else its bits depend on."""
+
+import ctypes
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mingpt.distributed.launch import Launch
+from mingpt.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
+
+
+def find_device(wanted: str, launch: Launch) -> "torch.device":
+    """The device for `trainer.device`. Raises UserError if it is not there."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # NCCL refuses two workers on one GPU.
+    if wanted == "cuda" or (wanted == "auto" and gpus >= launch.local_world_size):
+        if launch.local_rank >= gpus:
+            raise UserError(
+                f"trainer.device=cuda asks for GPU {launch.local_rank} and this machine has {gpus}: "
+                "start fewer workers or set trainer.device=cpu"
+            )
+        torch.cuda.set_device(launch.local_rank)
+        return torch.device("cuda", launch.local_rank)
+    has_mps = torch.backends.mps.is_available()
+    if wanted == "mps" or (wanted == "auto" and launch.world_size == 1 and has_mps):
+        if not has_mps:
+            raise UserError(
+                "trainer.device=mps asks for Apple's GPU and there is none: set trainer.device=cpu"
+            )
+        if launch.world_size > 1:
+            raise UserError(
+                f"trainer.device=mps works for one process, not for {launch.world_size}: set trainer.device=cpu"
+            )
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
+    """The type of the matrix products: bfloat16 where `trainer.dtype` asks for it or, under auto, it is native."""
+    import torch
+
+    if wanted == "auto":
+        if device.type == "cuda":
+            native = torch.cuda.get_device_capability() >= (8, 0)
+        else:
+            native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+
+def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
+    """Autocast to `dtype`; does nothing for float32."""
+    import torch
+
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:
+    """What the bits depend on beside the configuration; a snapshot records it."""
+    import torch
+
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        amx = (
+            " AMX" if torch.cpu._is_amx_tile_supported() else ""
+        )  # computes products with other bits than AVX512
+        name = f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
+    return {"torch": torch.__version__, "device": name, "threads": threads}
+
+
+def enable_determinism() -> None:
+    """From here on an operation without a deterministic kernel raises an error that names it."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
+    # torch.use_deterministic_algorithms would import torch._inductor, which takes as long as torch itself.
+    torch.set_deterministic_debug_mode("error")
+    # It finds bugs in kernels and writes every tensor twice for that.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def tune_malloc() -> None:
+    """Have glibc keep freed memory: by default it returns large blocks, and every step faults them in again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
+            mallopt(option, value)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: its affinity and its cgroup's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))))
+
+
+def cgroup_quota(membership: Path, mount: Path) -> float:
+    """The smallest CPU quota, in cores, of this process's cgroup (v2) and those above it; inf without one."""
+    quota = float("inf")
+    try:
+        (path,) = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
+    except (OSError, ValueError):
+        return 1e9  # no cgroup v2 here
+    folder = mount / path.strip("/")
+    for place in (folder, *folder.parents):
+        try:
+            allowed, period = (place / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue  # this level sets no limit
+        if allowed != "max":
+            quota = min(quota, int(allowed) / int(period))
+    return min(quota, 1e9)

@@ -1,0 +1,68 @@
+"""What the launcher says in its environment: who this worker is. The only reader of that environment.
+
+torch is not imported here, so that a wrong setting is answered without waiting for it.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # importing pydantic would delay the moment from which signals are heard
+    from mingpt.config import TrainerConfig
+
+STATUS_FILE = "MINGPT_STATUS_FILE"  # set by mingpt.agent for its workers
+
+
+@dataclass(frozen=True)
+class Launch:
+    """torchrun's variables; the defaults under plain `python`."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None  # None: no process group, no other worker
+    master_port: int = 0
+    agent_hosts_store: bool = False
+    agent_pid: int | None = None  # torchrun's agent, our parent, which starts a new generation if we fail
+    restart_count: int = 0
+    max_restarts: int = 0
+    omp_threads: int | None = None
+    status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.agent
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        env = os.environ
+        omp_threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return cls(omp_threads=omp_threads)
+        return cls(
+            rank=int(env["RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            node_rank=int(env.get("GROUP_RANK", 0)),
+            master_addr=env["MASTER_ADDR"],
+            master_port=int(env["MASTER_PORT"]),
+            agent_hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            agent_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in env else None,
+            restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+            omp_threads=omp_threads,
+            status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
+        )
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is a process group, of one worker perhaps."""
+        return self.master_addr is not None
+
+    def threads(self, config: "TrainerConfig") -> int:
+        """CPU threads of this worker: the setting, or OMP_NUM_THREADS where the setting has its default."""
+        return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
+
+    def has_restarts_left(self) -> bool:
+        """Whether the agent starts a next generation if this one fails."""
+        return self.agent_pid is not None and self.restart_count < self.max_restarts

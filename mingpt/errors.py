@@ -1,0 +1,25 @@
+"""What a failure means for the job. `worker.Worker` turns each of these into an exit code."""
+
+
+class UserError(ValueError):
+    """Something only the user can put right, said in one sentence. Ends the job with exit code 2."""
+
+
+class ExpectedError(RuntimeError):
+    """An error that its one sentence explains: no traceback is printed. Exit code 1; torchrun may restart."""
+
+
+class NonRetryableError(ExpectedError):
+    """A failure that would repeat. Raised on all ranks alike; ends the job with exit code 1, without restarts."""
+
+
+class NonFiniteError(NonRetryableError):
+    """A loss or a gradient is NaN or infinite; the update is in no snapshot."""
+
+
+class CorruptSnapshot(Exception):
+    """A snapshot whose files are incomplete or fail their checksums; the message says which."""
+
+
+class SaveAborted(Exception):
+    """A snapshot cannot be completed because another rank, whose part it needs, is gone."""

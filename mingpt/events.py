@@ -1,0 +1,47 @@
+"""Named points in a run at which tests, benchmarks and `verify` can act.
+
+    events.subscribe("forward_end", lambda step, micro_batch: ...)
+
+A callback runs in the thread that emits the event and gets the details below as keyword arguments. Tensors may be
+changed in place. Without subscribers an event costs one dictionary lookup.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Callback = Callable[..., Any]
+
+EVENTS = {
+    "worker_start": "launch: a worker process begins, before it reads its configuration",
+    "run_start": "state, strategy: everything is loaded, the first step comes next",
+    "run_end": "state",
+    "batch": "step, micro_batch, inputs, targets: (B, T) int64 on the CPU, before they are hashed and used",
+    "forward_end": "step, micro_batch",
+    "backward_end": "step, micro_batch: the gradients of this micro-batch are in `grad`, or on their way",
+    "partial_sums": "micro_batch, sums: the list of (level, index, [tensor, ...]) that exact reduction holds",
+    "reduction_start": "before gradients are exchanged, once per bucket, in the thread that exchanges them",
+    "reduction_end": "step: every `grad` holds the mean over the step's micro-batches",
+    "optimizer_end": "step: the update is done, not yet known to be finite",
+    "step_end": "step: the number of completed steps",
+    "evaluation_start": "step",
+    "save_start": "kind ('disk' or 'memory'), step: the training loop waits from here",
+    "save_end": "kind, step: to here; writing goes on in the background",
+    "write_start": "kind, step: in the thread that hashes and writes",
+    "write_end": "kind, step",
+    "file_write": "name, path, content: a file of a snapshot is about to be written to `path`, then renamed",
+}
+
+_subscribers: dict[str, list[Callback]] = {}
+
+
+def subscribe(name: str, callback: Callback) -> None:
+    """Call `callback(**details)` at each event of this name. Raises ValueError for a name that EVENTS lacks."""
+    if name not in EVENTS:
+        raise ValueError(f"there is no event {name!r}; there are {', '.join(EVENTS)}")
+    _subscribers.setdefault(name, []).append(callback)
+
+
+def emit(event: str, /, **details: Any) -> None:
+    """Run the callbacks of an event in the order of their subscription."""
+    for callback in _subscribers.get(event, ()):
+        callback(**details)

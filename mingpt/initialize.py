@@ -1,0 +1,115 @@
+"""Builds what is trained: model, parallel strategy, optimizer and position, as snapshot or seed determine them."""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from mingpt import resume
+from mingpt.config import Config
+from mingpt.data import Corpus, ElasticSampler
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.device import autocast, enable_determinism, environment_info, resolve_dtype
+from mingpt.model import GPT, LossModule, compile_model, import_compiler
+from mingpt.optim import Optimizer
+from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
+from mingpt.state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+def init_environment(config: Config, context: DistributedContext, start: resume.Start) -> dict[str, Any]:
+    """What the bits depend on beside the configuration: threads as recorded, dtype, versions, device."""
+    if start.snapshot:
+        context.use_threads(start.snapshot.manifest["software"]["threads"])
+    dtype = resolve_dtype(config.trainer.dtype, context.device)
+    return environment_info(context.device, context.threads) | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def init_state(
+    config: Config,
+    context: DistributedContext,
+    corpus: Corpus,
+    start: resume.Start,
+    environment: dict[str, Any],
+) -> tuple[TrainState, ElasticSampler]:
+    """The state as the snapshot holds it or the seed determines it; notes in `environment` if it is compiled."""
+    snapshot = start.snapshot
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, vocab_size=len(corpus.tokenizer), block_size=config.data.block_size)
+    step, windows_seen = 0, 0
+    if snapshot:
+        step, windows_seen = snapshot.manifest["step"], snapshot.manifest["windows"]
+        resume.load_weights(model, snapshot.tensors("model."), f"the snapshot of step {step}")
+    elif config.snapshot.init_from:
+        where = config.snapshot.init_from
+        context.run_with_heartbeat(lambda: resume.init_from(model, where, corpus.tokenizer))
+    model.to(context.device)
+    context.broadcast_parameters(model.parameters())
+    sampler = ElasticSampler(
+        corpus.train,
+        batch_size=config.trainer.batch_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        seed=config.seed,
+        num_replicas=context.world_size,
+        rank=context.rank,
+    )
+    sampler.seek(windows_seen)
+    to_train = step < config.trainer.max_steps and not config.trainer.eval_only
+    strategy = make_strategy(config, context, model, sampler, environment, to_train)
+    optimizer = Optimizer(model, config.optimizer, context.rank, context.world_size, context.all_gather)
+    state = TrainState(model, optimizer, strategy, step, windows_seen)
+    if snapshot and snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
+        state.load_optimizer(snapshot.tensors("optimizer."))
+    if snapshot:
+        resume.compare_environment(snapshot.manifest["software"], environment)
+    context.exit.step = step
+    return state, sampler
+
+
+def make_strategy(
+    config: Config,
+    context: DistributedContext,
+    model: GPT,
+    sampler: ElasticSampler,
+    environment: dict[str, Any],
+    to_train: bool,
+) -> Strategy:
+    """The strategy for `trainer.reduction` around the model, compiled if it is to be."""
+    reduction = config.trainer.reduction
+    if reduction == "exact":
+        enable_determinism()
+    forward: Any = LossModule(model)
+    grads_are_static = False
+    environment["compiled"] = False
+    if config.trainer.compile and to_train:
+        compiled, is_static = compile_on_all_ranks(config, context, forward)
+        if compiled is not None:
+            forward, grads_are_static = compiled, is_static
+            environment["compiled"] = True
+    setup = StrategySetup(
+        forward,
+        list(model.parameters()),
+        sampler.micro_batches_by_rank(),
+        (config.trainer.micro_batch_size, config.data.block_size),
+        context,
+        grads_are_static,
+    )
+    return STRATEGIES[reduction](setup)
+
+
+def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
+    """The compiled loss, or None if any rank fails, and whether its gradients are static; see compile_model."""
+    shape = config.trainer.micro_batch_size, config.data.block_size
+    example = torch.zeros(shape, dtype=torch.long, device=context.device)
+    dtype = resolve_dtype(config.trainer.dtype, context.device)
+    autocasts = functools.partial(autocast, context.device, dtype)
+    graphs = config.trainer.reduction == "exact"
+    work = functools.partial(compile_model, loss, example, autocasts, graphs=graphs)
+    # The first worker of a node fills the compiler's cache for the others; it is of no use to another GPU.
+    is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
+    early = context.heartbeat_while(lambda: work() if is_first else import_compiler())
+    mine = context.heartbeat_while(lambda: early or work())
+    succeeded = context.all_gather_object(mine[0] is not None)
+    return mine if all(succeeded) else (None, False)  # all ranks compute with the same kernels

@@ -1,0 +1,232 @@
+"""GPT, in two architectures of the same shape.
+
+| | `gpt2` (Radford et al. 2019) | `modern` |
+|---|---|---|
+| positions | learned, added (`wpe`) | rotary, on queries and keys (Su et al. 2021) |
+| normalisation | LayerNorm with weight and bias | RMSNorm without parameters, on queries and keys too |
+| MLP | 4 x, tanh-approximated GELU | 4 x, squared ReLU |
+| biases | everywhere | nowhere |
+| head | tied to `wte` | its own matrix |
+| initial weights | N(0, 0.02); `c_proj` N(0, 0.02 / sqrt(2 n_layer)) | N(0, 1 / fan_in); `c_proj` and head zero; `wte` N(0, 1) |
+
+B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mingpt.config import ModelConfig
+from mingpt.model import cpu_ops, loss
+from mingpt.model.layers import (
+    Dropout,
+    RMSNorm,
+    compiled_dropout,
+    compiling_for_cpu,
+    gelu,
+    rms_norm,
+    squared_relu,
+    use_torch_ops,
+)
+
+ROTARY_BASE = 10_000.0
+# Tokens up to which plain products are faster than the CPU's flash-attention kernel, whose backward pass is slow.
+MAX_MATH_ATTENTION = 512
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of the positions before the input, per block; see generate.Cache."""
+
+    length: int
+
+    def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, H, T, D) keys and values of the new positions; returns those of all positions so far."""
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding: rotate pairs of features by angles proportional to the position."""
+
+    def __init__(self, head_size: int, block_size: int) -> None:
+        super().__init__()
+        frequencies = ROTARY_BASE ** (-torch.arange(0, head_size, 2) / head_size)
+        angles = torch.outer(torch.arange(block_size).float(), frequencies)  # (T, D / 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.cos: Tensor
+        self.sin: Tensor
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        """(B, H, T, D) features of positions start, start + 1, ..., rotated."""
+        cos, sin = (
+            table[start : start + x.size(2)].to(x.dtype) for table in (self.cos, self.sin)
+        )  # (T, D / 2)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Each position attends to itself and to those before it."""
+
+    def __init__(self, config: ModelConfig, block_size: int) -> None:
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        bias = config.arch == "gpt2"
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+        self.resid_dropout = Dropout(config.dropout)
+        self.rotary = Rotary(config.n_embd // config.n_head, block_size) if config.arch == "modern" else None
+        mask = torch.full((block_size, block_size), float("-inf")).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
+        self.mask: Tensor
+
+    def forward(self, x: Tensor, block: int, cache: KeyValueCache | None = None) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.c_attn(x)  # (B, T, 3 C)
+        if cache or use_torch_ops(x) or length > MAX_MATH_ATTENTION:
+            y = self.attend(qkv.view(batch, length, 3, self.n_head, -1), block, cache).reshape(
+                batch, length, width
+            )
+        else:
+            cos, sin = (self.rotary.cos, self.rotary.sin) if self.rotary else (None, None)
+            dropout = self.dropout if self.training else 0.0
+            y = cpu_ops.attention(qkv, self.n_head, self.mask, cos, sin, dropout)
+        return self.resid_dropout(self.c_proj(y))
+
+    def attend(self, qkv: Tensor, block: int, cache: KeyValueCache | None) -> Tensor:
+        """(B, T, 3, H, D) to (B, T, H, D)."""
+        start = cache.length if cache else 0
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
+        if self.rotary:
+            query, key = (self.rotary(rms_norm(part), start) for part in (query, key))
+        if cache:
+            key, value = cache.extend(block, key, value)
+        mask = self.mask[start : start + query.size(2), : key.size(2)].to(
+            query.dtype
+        )  # (T, positions so far)
+        dropout = self.dropout if self.training else 0.0
+        if compiling_for_cpu(query) and query.size(2) <= MAX_MATH_ATTENTION:
+            scores = (query / math.sqrt(query.size(3))) @ key.mT + mask
+            weights = compiled_dropout(F.softmax(scores, dim=-1).to(value.dtype), dropout)
+            return (weights @ value).transpose(1, 2)
+        attn_mask = mask if start else None
+        y = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, is_causal=not start, dropout_p=dropout
+        )
+        return y.transpose(1, 2)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        bias = config.arch == "gpt2"
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=bias)
+        self.dropout = Dropout(config.dropout)
+        self.activation = gelu if config.arch == "gpt2" else squared_relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.c_fc(x))  # (B, T, 4 C)
+        return self.dropout(self.c_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, block_size: int) -> None:
+        super().__init__()
+        self.ln_1 = make_norm(config)
+        self.attn = CausalSelfAttention(config, block_size)
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, block: int, cache: KeyValueCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), block, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    return nn.LayerNorm(config.n_embd) if config.arch == "gpt2" else RMSNorm()
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over `vocab_size` tokens and up to `block_size` positions."""
+
+    def __init__(self, config: ModelConfig, *, vocab_size: int, block_size: int) -> None:
+        super().__init__()
+        self.config, self.vocab_size, self.block_size = config, vocab_size, block_size
+        self.wte = nn.Embedding(vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(block_size, config.n_embd) if config.arch == "gpt2" else None
+        self.drop = Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config, block_size) for _ in range(config.n_layer))
+        self.ln_f = make_norm(config)
+        self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
+        if config.arch == "gpt2":
+            self.lm_head.weight = self.wte.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """The last row of the table at the top, from torch's global generator."""
+        gpt2 = self.config.arch == "gpt2"
+        for name, weight in self.named_parameters():
+            is_projection = name.endswith("c_proj.weight")
+            if name.endswith("bias"):
+                weight.zero_()
+            elif "ln_" in name:
+                weight.fill_(1.0)
+            elif gpt2:
+                weight.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02)
+            elif is_projection or name == "lm_head.weight":
+                weight.zero_()
+            else:
+                weight.normal_(std=1.0 if name == "wte.weight" else weight.size(1) ** -0.5)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
+
+        With targets, logits are None if there are more than loss.MAX_LOGITS of them: they are then computed in
+        chunks. With a cache the input continues the positions stored there. Raises ValueError past block_size.
+        """
+        start = cache.length if cache else 0
+        if start + tokens.size(1) > self.block_size:
+            raise ValueError(f"{start + tokens.size(1)} tokens do not fit in block_size {self.block_size}")
+        x = self.wte(tokens)  # (B, T, C)
+        x = x + self.wpe.weight[start : start + tokens.size(1)] if self.wpe else rms_norm(x)
+        x = self.drop(x)
+        for number, block in enumerate(self.h):
+            x = block(x, number, cache)
+        x, weight = self.ln_f(x), self.lm_head.weight
+        if targets is not None and loss.needs_chunking(x, weight):
+            return None, loss.chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        logits = loss.logits(x, weight)  # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
+        embeddings = ("wte.weight", "wpe.weight")
+        matrices = sum(
+            weight.numel()
+            for name, weight in self.named_parameters()
+            if weight.ndim == 2 and name not in embeddings
+        )
+        head = self.wte.weight.numel() if self.config.arch == "gpt2" else 0  # tied: named once, as wte
+        attention = 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
+        return 6.0 * (matrices + head) + attention
+
+
+class LossModule(nn.Module):
+    """The mean loss alone, as it is trained: no caller keeps the logits or asks for their gradient."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) tokens and targets to the loss in nats per token."""
+        loss: Tensor = self.model(tokens, targets)[1]
+        return loss

@@ -1,0 +1,11 @@
+"""Gradients to updates: AdamW, Muon and the learning rate, the same bits for any number of workers.
+
+State is held by parameter name, as a snapshot stores it. Knows no model beyond names and shapes.
+"""
+
+from mingpt.optim.adamw import AdamW
+from mingpt.optim.muon import Muon
+from mingpt.optim.optimizer import Optimizer
+from mingpt.optim.schedule import SCHEDULES, learning_rate
+
+__all__ = ["SCHEDULES", "AdamW", "Muon", "Optimizer", "learning_rate"]

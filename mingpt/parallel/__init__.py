@@ -1,0 +1,16 @@
+"""How the workers' gradients become one, and who holds which parameter: one interface, `Strategy`.
+
+The trainer calls `loss.backward()` inside a strategy's `micro_batch` context and knows nothing else of it.
+"""
+
+from mingpt.parallel.ddp import DDPReduction
+from mingpt.parallel.exact import ExactReduction
+from mingpt.parallel.strategy import Strategy, StrategySetup
+
+# By the name in `trainer.reduction`.
+STRATEGIES: dict[str, type[Strategy]] = {
+    "exact": ExactReduction,
+    "fast": DDPReduction,
+}
+
+__all__ = ["STRATEGIES", "DDPReduction", "ExactReduction", "Strategy", "StrategySetup"]

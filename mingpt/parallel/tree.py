@@ -1,0 +1,36 @@
+"""The binary tree along which numbers are added, whoever adds them.
+
+Node (level, index) is the sum of leaves index * 2**level up to (index + 1) * 2**level, a left half plus a right half;
+where the right half would lie past the last leaf, a node is its left half. Floating-point addition is not associative,
+so the tree, and nothing else, determines the bits of a sum.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+V = TypeVar("V")
+PartialSums = list[tuple[int, int, V]]  # (level, index, sum), from left to right
+
+
+def push(
+    stack: PartialSums[V], level: int, index: int, value: V, leaves: int, add: Callable[[V, V], V]
+) -> None:
+    """Append a node to the right of those on the stack and merge as far as the tree of so many leaves allows."""
+    while 1 << level < leaves:
+        if index % 2:
+            if not stack or stack[-1][:2] != (level, index - 1):
+                break
+            left = stack.pop()[2]
+            value = add(left, value)
+        elif (index + 1) << level < leaves:
+            break  # a right half is still to come
+        level, index = level + 1, index // 2
+    stack.append((level, index, value))
+
+
+def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
+    """The fewest nodes that hold exactly these neighbouring leaves, from left to right."""
+    stack: PartialSums[None] = []
+    for leaf in leaves:
+        push(stack, 0, leaf, None, total, lambda *_: None)
+    return [(level, index) for level, index, _ in stack]

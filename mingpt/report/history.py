@@ -1,0 +1,140 @@
+"""run.json: what happened to a run, generation by generation."""
+
+import json
+import logging
+import platform
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mingpt.distributed import GenerationEnd
+from mingpt.report.files import replace_file
+
+log = logging.getLogger(__name__)
+
+MAX_REPEATS = 3  # consecutive generations that fail at the same step
+
+
+def read_run_id(run_dir: Path) -> str | None:
+    """The random id of the run in this folder, as far as this node can see it."""
+    try:
+        run_id = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["id"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # there is no file yet, or it is damaged, which RunHistory reports
+    return run_id if isinstance(run_id, str) and run_id.isalnum() else None
+
+
+class RunHistory:
+    """Written by rank 0. `status` is running, finished, stopped or failed; `began` and `seen` are seconds since 1970.
+
+    A generation is the workers between two restarts: how many, the steps from which and to which they came, and how
+    they ended. `exact` says that `to_step` was reported by one of them and is not only the last step on record.
+    `restart` is false for a job's first generation.
+    """
+
+    def __init__(self, run_dir: Path, run_id: str, versions: dict[str, str]) -> None:
+        self.path = run_dir / "run.json"
+        self.content: dict[str, Any] = {"id": run_id, "status": "running", "generations": [], "changes": []}
+        self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0}
+        try:
+            earlier = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(earlier, dict) or not isinstance(earlier.get("generations"), list):
+                raise ValueError("not a history")
+            self.content |= earlier
+        except FileNotFoundError:
+            pass  # a new run
+        except ValueError:
+            self.path.replace(self.path.with_name("damaged-run.json"))
+            log.warning("%s is damaged and set aside as damaged-run.json", self.path)
+        self.content["id"] = run_id
+        self.content["versions"] = versions | {"python": platform.python_version()}
+        self.generations: list[dict[str, Any]] = self.content["generations"]
+
+    def begin(
+        self, workers: int, step: int, previous: GenerationEnd | None, is_restart: bool, changes: list[str]
+    ) -> str | None:
+        """A generation starts at `step`. Returns one line on the one before, if that did not end in order."""
+        sentence = None
+        if changes:
+            self.content["changes"].append({"step": step, "settings": changes})
+        if self.generations and self.generations[-1]["end"] == "running":
+            last = self.generations[-1]
+            self.close_generation(last, step, previous, is_restart)
+            plural = "s" if workers > 1 else ""
+            sentence = (
+                f"{last['end']} at step {last['to_step']}; resumed from {step} with {workers} worker{plural}"
+            )
+        now = time.time()
+        entry = {
+            "workers": workers,
+            "from_step": step,
+            "to_step": step,
+            "exact": False,
+            "restart": is_restart,
+        }
+        self.generations.append(entry | {"began": now, "seen": now, "end": "running"})
+        self.content["status"] = "running"
+        self.write()
+        return sentence
+
+    def close_generation(
+        self, last: dict[str, Any], step: int, previous: GenerationEnd | None, is_restart: bool
+    ) -> None:
+        """Record the end of a generation that could not do so itself, and what was lost until `step` is reached."""
+        reported = previous.step() if previous else None
+        recorded = last["to_step"]
+        last["exact"] = reported is not None and reported >= recorded
+        last["to_step"] = max(recorded, reported or 0, step)
+        last["end"] = previous.sentence() if previous else "all workers vanished"
+        self.content["steps_lost"] += last["to_step"] - step
+        # From the last record until now, unless the whole job had ended; and the recorded steps to be done again.
+        waited = time.time() - last["seen"] if is_restart else 0.0
+        repeated = max(0, recorded - step) * last.get("step_s", 0.0)
+        self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
+
+    def repeated_failure(self) -> str | None:
+        """One sentence if the last generations of this job all failed at the same step."""
+        if not self.generations[-1]["restart"]:
+            return None  # a user started the job again, perhaps with the cause removed
+        ended = [entry for entry in self.generations if entry["end"] != "running"][-MAX_REPEATS:]
+        same_step = len({entry["to_step"] for entry in ended}) == 1 and all(entry["exact"] for entry in ended)
+        if len(ended) < MAX_REPEATS or not same_step or not all(entry["restart"] for entry in ended[1:]):
+            return None
+        step, end = ended[0]["to_step"] + 1, ended[-1]["end"]
+        return f"{MAX_REPEATS} generations failed one after the other at step {step} ({end}): a restart would repeat it"
+
+    def note_step(self, step: int, step_s: float | None) -> None:
+        """The current generation has completed `step`, at so many seconds per step."""
+        self.generations[-1] |= {"to_step": step, "seen": time.time()}
+        if step_s is not None:
+            self.generations[-1]["step_s"] = step_s
+        self.write()
+
+    def end(self, status: str, step: int, how: str) -> None:
+        self.generations[-1] |= {"to_step": step, "exact": True, "seen": time.time(), "end": how}
+        self.content["status"] = status
+        self.write()
+
+    def restarts(self) -> list[int]:
+        """The steps at which later generations began."""
+        return [entry["from_step"] for entry in self.generations[1:]]
+
+    def summary(self) -> str:
+        """The whole run in a line."""
+        count, redone = len(self.generations), self.content["steps_lost"]
+        lost_s, goodput = self.content["seconds_lost"], self.content["goodput"]
+        plural = "s" if count > 1 else ""
+        return f"{count} generation{plural}, {redone} steps done twice, {lost_s:.1f} s lost, goodput {goodput:.1%}"
+
+    def write(self) -> None:
+        # Time after an orderly stop is not lost: a run's time is that of its generations and of its restarts.
+        trained_s = sum(entry["seen"] - entry["began"] for entry in self.generations)
+        between_s = sum(
+            max(0.0, after["began"] - before["seen"])
+            for before, after in pairwise(self.generations)
+            if after["restart"]
+        )
+        lost_s = self.content["seconds_lost"]
+        self.content["goodput"] = round(1 - lost_s / max(trained_s + between_s, lost_s, 1e-9), 4)
+        replace_file(self.path, json.dumps(self.content, indent=1) + "\n")

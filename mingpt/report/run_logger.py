@@ -1,0 +1,169 @@
+"""What rank 0 reports of a run: the plan, the metrics, how it ended."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mingpt.config import Config, to_yaml
+from mingpt.data import Corpus
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.device import usable_cores
+from mingpt.report.console import ConsoleSink
+from mingpt.report.files import read_records, replace_file
+from mingpt.report.history import RunHistory
+from mingpt.report.jsonl import JsonlSink
+from mingpt.report.metrics import StepStats, training_values
+from mingpt.report.plot import LossPlot
+from mingpt.report.sink import RunInfo, Sink, Values
+
+log = logging.getLogger(__name__)
+
+# In this order; LossPlot draws what JsonlSink has written.
+SINKS: list[Callable[[RunInfo], Sink]] = [
+    JsonlSink,
+    ConsoleSink,
+    LossPlot,
+]
+
+
+class RunLogger:
+    """Opened once the run is known to go on from `step`; drops what earlier generations recorded past it."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: DistributedContext,
+        corpus: Corpus,
+        run_id: str,
+        step: int,
+        changes: list[str],
+        environment: dict[str, Any],
+        is_restart: bool,
+    ) -> None:
+        self.config, self.workers, self.corpus, self.environment = (
+            config,
+            context.world_size,
+            corpus,
+            environment,
+        )
+        self.changes, self.is_restart = changes, is_restart
+        run_dir = Path(config.run_dir)
+        replace_file(run_dir / "config.yaml", to_yaml(config))
+        self.history = RunHistory(run_dir, run_id, {"torch": environment["torch"]})
+        previous = context.rendezvous.previous_generation if context.rendezvous else None
+        self.previous_end = self.history.begin(self.workers, step, previous, is_restart, changes)
+        is_fresh = step == 0 and not is_restart
+        restarts, floor = self.history.restarts(), corpus.entropy_floor
+        run = RunInfo(run_dir, config.trainer.max_steps, step, is_fresh, restarts, floor)
+        self.sinks = [make_sink(run) for make_sink in SINKS]
+        for sink in self.sinks:
+            sink.rewind(step)
+        self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
+        for record in read_records(run_dir / "metrics.jsonl"):
+            self.remember(record)
+
+    def remember(self, record: dict[str, Any]) -> None:
+        self.last["val" if "val/loss" in record else "train"] = record
+
+    def repeated_failure(self) -> str | None:
+        """One sentence if going on would only repeat a failure; the run is then marked as failed."""
+        sentence = self.history.repeated_failure()
+        if sentence:
+            self.failed(self.history.generations[-1]["from_step"], sentence)
+        return sentence
+
+    def plan(
+        self,
+        step: int,
+        parameters: int,
+        windows_per_epoch: int,
+        assignment: Sequence[Sequence[int]],
+        snapshots: str,
+    ) -> None:
+        """What is going to happen; in a restart only what happened to the generation before."""
+        if self.previous_end:
+            log.warning("%s", self.previous_end)
+        if self.is_restart:
+            return
+        config, environment, threads = self.config, self.environment, self.environment["threads"]
+        log.info(
+            "%s with %s parameters, %s; %s on %s, %s each",
+            config.model.arch,
+            f"{parameters:,}",
+            environment["dtype"],
+            plural(self.workers, "worker"),
+            environment["device"],
+            plural(threads, "CPU thread"),
+        )
+        log.info(
+            "%s: %s tokens, vocabulary of %d; %s tokens per step, %.1f steps per epoch, %d steps",
+            config.data.path,
+            f"{len(self.corpus.train.tokens) + len(self.corpus.val.tokens):,}",
+            len(self.corpus.tokenizer),
+            f"{config.trainer.batch_size * config.data.block_size:,}",
+            windows_per_epoch / config.trainer.batch_size,
+            config.trainer.max_steps,
+        )
+        idle = usable_cores() - threads
+        if self.workers == 1 and environment["device"].startswith("cpu") and idle > 0:
+            log.info(
+                "idle: %s; start more workers, which changes no bit, or raise trainer.threads, which does",
+                plural(idle, "CPU core"),
+            )
+        reads = [f"worker {rank} {describe_range(numbers)}" for rank, numbers in enumerate(assignment)]
+        log.info(
+            "micro-batches of %d windows in a step: %s", config.trainer.micro_batch_size, ", ".join(reads)
+        )
+        origin = f"resumed from step {step}" if step else "a fresh run"
+        log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, origin)
+        for change in self.changes:
+            log.info("changed on purpose: %s", change)
+
+    def on_step(self, step: int) -> None:
+        for sink in self.sinks:
+            sink.on_step(step)
+
+    def log_values(self, step: int, values: Values) -> None:
+        """Give the values of metrics after `step` to all sinks."""
+        self.remember({"step": step, **values})
+        for sink in self.sinks:
+            sink.log(step, values)
+
+    def log_training(self, stats: StepStats) -> None:
+        self.log_values(stats.step, training_values(stats))
+        self.history.note_step(stats.step, stats.step_s)
+
+    def log_evaluation(self, step: int, values: Values, sample: str) -> None:
+        self.log_values(step, values)
+        if sample:
+            log.info("%s", "\n".join("    " + line for line in sample.splitlines()))
+
+    def flush(self) -> None:
+        """Make all records so far durable. Called from the thread that writes snapshots."""
+        for sink in self.sinks:
+            sink.flush()
+
+    def failed(self, step: int, why: str) -> None:
+        self.history.end("failed", step, f"failed: {why}")
+        self.close()
+
+    def ended(self, step: int, stopped_by: str | None, snapshots: str) -> None:
+        """The run stands at `step`, durably."""
+        how = f"stopped by {stopped_by}" if stopped_by else "finished"
+        self.history.end("stopped" if stopped_by else "finished", step, how)
+        self.close()
+        log.info("%s at step %d: %s", how, step, self.history.summary())
+        log.info("snapshot in %s, metrics and loss.png in %s", snapshots, self.config.run_dir)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def describe_range(numbers: Sequence[int]) -> str:
+    return f"reads {numbers[0]}-{numbers[-1]}" if numbers else "idles"

@@ -1,0 +1,38 @@
+"""The interface of a place that metrics go to: a file, a terminal, a picture, a tracker."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a sink is built from."""
+
+    run_dir: Path
+    max_steps: int
+    first_step: int  # that this generation starts from
+    is_fresh: bool  # a new run, not a resumed or restarted one
+    restarts: list[int]  # steps at which later generations began
+    entropy_floor: float | None  # nats per token of the validation part, where they are known
+
+
+class Sink:
+    """Override what applies; a value that a sink does not know is no error."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Values of metrics after `step`."""
+
+    def on_step(self, step: int) -> None:
+        """A step is complete; there need not be values."""
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged past `step`: the run goes on from there."""
+
+    def flush(self) -> None:
+        """Make what was logged durable: a snapshot is about to be named. May be called from any thread."""
+
+    def close(self) -> None:
+        """The run has ended, or this generation of it."""

@@ -1,0 +1,173 @@
+"""Frequent snapshots in a node's memory, so that a killed worker costs a few steps at most.
+
+They lie in a folder such as /dev/shm, which outlives the workers but not the node, named after the random id that
+run.json gives the run. The first worker of the node writes two files alternately, in place: one copy between two
+steps, then a checksum in the background. An orderly end removes them. If the folder is absent or too small, one line
+says so, and the run goes on with its snapshots on disk alone.
+"""
+
+import errno
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mingpt import events
+from mingpt.errors import CorruptSnapshot, SaveAborted
+from mingpt.snapshot.manifest import Snapshot, encode_manifest, file_name
+from mingpt.snapshot.saver import LateFields
+from mingpt.snapshot.staging import StagingBuffer
+from mingpt.snapshot.store import SnapshotStore
+
+log = logging.getLogger(__name__)
+
+
+class MemorySnapshots:
+    """The snapshots of one run in this machine's memory. Each node writes to a folder of its own and reads all."""
+
+    def __init__(self, path: str, run_id: str, run_dir: Path, node_rank: int) -> None:
+        # A copy of a run folder is another run with the same id.
+        place = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
+        self.root = Path(path) / f"mingpt-{run_id}-{place}"
+        self.own = SnapshotStore(str(self.root / f"node-{node_rank}"))
+        self.buffers: list[StagingBuffer] = []
+        self.names = ["slot-0", "slot-1"]
+        self.next_slot = 0
+        self.thread: threading.Thread | None = None
+        self.disabled = False
+
+    def find_newest(self, newer_than: int, saved_after: int | None) -> Snapshot | None:
+        """The newest valid one past the step `newer_than`; None if there is none.
+
+        Each names the newest snapshot on disk at its time. If that is newer than `saved_after`, it does not count.
+        """
+        found = []
+        for path in self.root.glob("node-*"):
+            store = SnapshotStore(str(path))
+            found += [(step, store) for step in store.steps() if step > newer_than]
+        for step, store in sorted(found, key=lambda one: -one[0]):
+            try:
+                if saved_after is None or store.read_manifest(step).get("after", 0) <= saved_after:
+                    return store.read(step)
+            except CorruptSnapshot:
+                pass  # it was being written when its worker died; the other one is valid
+        return None
+
+    def remove_newer(self, step: int) -> None:
+        """Remove those past the step that a job starts from: the user has turned back to that step."""
+        for path in self.root.glob("node-*"):
+            store = SnapshotStore(str(path))
+            for newer in store.steps():
+                if newer > step:
+                    store.remove(newer)
+
+    def save(
+        self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
+    ) -> None:
+        """Copy a state and write its manifest in the background. Does nothing if the last one is not finished."""
+        self.allocate(tensors)
+        if self.disabled or (self.thread and self.thread.is_alive()):
+            return
+        try:
+            self.invalidate_next_slot()
+        except OSError as error:
+            self.disable(error)
+            return
+        self.buffers[self.next_slot].fill(tensors)
+        self.thread = threading.Thread(target=self.finish, args=(manifest, late_fields))
+        self.thread.start()
+
+    def allocate(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate room for two such states, if that is not done yet; then saving is only a copy."""
+        if self.disabled or self.buffers:
+            return
+        try:
+            self.open_slots(tensors)
+        except OSError as error:
+            size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+            self.disable(error, f" for 2 x {size_mb:.1f} MB")
+
+    def open_slots(self, tensors: Mapping[str, Tensor]) -> None:
+        """Map two files; what an earlier generation left is reused, its newest last. Raises OSError."""
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        folder = Path(self.own.root)
+        folder.mkdir(exist_ok=True)
+        newest = max(self.own.steps(), default=None)  # kept until there is a newer one
+        for name in self.own.names():
+            if newest is None or not name.startswith(f"step_{newest:08d}."):
+                (folder / name).unlink()
+        first = StagingBuffer(tensors, lambda size: map_file(folder / "slot-0", size))
+        if newest is not None:
+            path = folder / file_name(newest, "safetensors")
+            if path.exists() and path.stat().st_size == len(first.buffer):
+                self.names[1] = path.name
+            else:
+                self.own.remove(newest)
+        second = StagingBuffer(tensors, lambda size: map_file(folder / self.names[1], size))
+        self.buffers = [first, second]
+
+    def invalidate_next_slot(self) -> None:
+        """Remove the older snapshot's manifest before its file is overwritten."""
+        folder, name, free = Path(self.own.root), self.names[self.next_slot], f"slot-{self.next_slot}"
+        if name != free:
+            (folder / name).with_suffix(".json").unlink()
+            (folder / name).rename(folder / free)
+            self.names[self.next_slot] = free
+
+    def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
+        """In the background: rename the file, then write its manifest."""
+        folder, step = Path(self.own.root), manifest["step"]
+        name = file_name(step, "safetensors")
+        content = self.buffers[self.next_slot].content
+        events.emit("write_start", kind="memory", step=step)
+        try:
+            (folder / f"slot-{self.next_slot}").rename(folder / name)
+            digest = hashlib.sha256(content).hexdigest()
+            encoded = encode_manifest(manifest | late_fields(), digest, len(content))
+            self.own.write_atomic(file_name(step, "json"), encoded)
+        except SaveAborted:
+            return  # the main thread loses the same peer, and reports it
+        except OSError as error:
+            self.disable(error)
+            return
+        self.names[self.next_slot] = name
+        self.next_slot = 1 - self.next_slot
+        events.emit("write_end", kind="memory", step=step)
+
+    def disable(self, error: OSError, need: str = "") -> None:
+        """Say once that there are no snapshots in memory, and free what is there."""
+        self.disabled, self.buffers = True, []
+        log.warning(
+            "no snapshots in memory: %s cannot be used%s (%s); after a kill the run resumes from the newest on disk",
+            self.root.parent,
+            need,
+            error.strerror,
+        )
+        shutil.rmtree(self.own.root, ignore_errors=True)  # it may be gone, or unreachable
+
+    def remove(self) -> None:
+        """Remove all of this run's snapshots from memory."""
+        if self.thread:
+            self.thread.join()
+        shutil.rmtree(
+            self.root, ignore_errors=True
+        )  # another worker of this machine may be removing them too
+
+
+def map_file(path: Path, size: int) -> Tensor:
+    """(size,) uint8 backed by a file. Raises OSError where there is no room; a sparse file would end in SIGBUS."""
+    if not hasattr(os, "posix_fallocate"):
+        raise OSError(errno.ENOSYS, "this system has no posix_fallocate")
+    with open(path, "a+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        pages = mmap.mmap(file.fileno(), size, flags=flags)
+    return torch.frombuffer(pages, dtype=torch.uint8)

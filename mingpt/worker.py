@@ -1,0 +1,71 @@
+"""A worker's life from its first line to its exit code.
+
+Imports little, so that a signal is heard a few hundredths of a second after the process has started.
+"""
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mingpt import events
+from mingpt.distributed.exit import ProcessExit, is_lost_peer
+from mingpt.distributed.launch import Launch
+from mingpt.distributed.signals import StopSignal
+from mingpt.errors import NonRetryableError, UserError
+
+if TYPE_CHECKING:
+    from mingpt.config import Config
+    from mingpt.distributed.context import DistributedContext
+
+
+class Worker:
+    """This process. As a context manager it ends the process with the exit code that says how its block ended:
+
+    0 finished, or told to stop; 128 + signal if told to stop by SIGTERM or SIGINT under torchrun; 2 after a UserError;
+    1 after any other error.
+    """
+
+    def __init__(self) -> None:
+        self.launch = Launch.from_environment()
+        self.exit = ProcessExit(self.launch)
+        self.stop_signal = StopSignal(self.launch.agent_pid, self.exit.exit_on_signal)
+        self.context: DistributedContext | None = None
+        self.stopped_by: str | None = None
+        events.emit("worker_start", launch=self.launch)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def start_workers(self, config: "Config", command: Sequence[str]) -> None:
+        """Under plain `python`: start the workers that `trainer.workers` asks for, with `command`, and exit as they do.
+
+        Returns in a process that is itself a worker.
+        """
+        if self.launch.is_distributed:
+            return
+        from mingpt.agent import choose_workers, run_agent
+
+        workers = choose_workers(config, self.launch)
+        if workers > 1:
+            run_agent(workers, config.trainer.max_restarts, command, self.stop_signal)
+
+    def connect(self, config: "Config") -> "DistributedContext":
+        """Meet the other workers of this generation."""
+        from mingpt.distributed.context import DistributedContext
+
+        self.context = DistributedContext(self.launch, config.trainer, self.stop_signal, self.exit)
+        return self.context
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.exit.exit_process(self.stopped_by)
+        if isinstance(error, (UserError, NonRetryableError)):
+            self.exit.abort_job(error, lambda: self.stop_signal.reason == "SIGTERM")
+        if isinstance(error, Exception):
+            if self.context is not None:
+                self.exit.exit_with_error(error)
+            if "torch" in sys.modules and is_lost_peer(error):  # while the workers were still meeting
+                sys.exit(1)
