@@ -1,7 +1,7 @@
 """`python train.py` without a launcher: torchrun's agent in this process, with one worker per GPU or core.
 
-As `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, without torchrun's own output, and with the
-exit code of a single process: 0 finished or stopped, 2 a user's mistake, 1 anything else.
+As `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, without torchrun's own output,
+and with the exit code of a single process: 0 finished or stopped, 2 a user's mistake, 1 anything else.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
-    """Run `python *command` in so many workers, restarted up to `max_restarts` times; then exit as they did."""
+    """Run `python *command` in so many workers, restarted up to `max_restarts` times; exit as they did."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -1,8 +1,8 @@
-"""What the workers were really fed, as a chain of hashes that anybody can recompute from configuration and text.
+"""What the workers were really fed, as a chain of hashes that configuration and text determine.
 
-Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of all ranks
-since the last one are gathered and chained, step by step in the order of the micro-batches, into one digest that the
-manifest carries.
+Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
+all ranks since the last one are gathered and chained, step by step in the order of the micro-batches, into
+one digest that the manifest carries.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Audit:
         self.current = {}
 
     def gather(self, context: DistributedContext) -> Callable[[], str]:
-        """The chain up to now, as a function for any thread that waits for it. Collective; does not wait itself."""
+        """The chain up to now, as a function for any thread that waits for it. Collective."""
         self.chain = self.pending()  # the last one, which is complete by now
         before, steps = self.chain, len(self.steps)
         digests = b"".join(

@@ -1,7 +1,7 @@
 """A command line and a YAML file to a checked Config, and one sentence for whatever is wrong with them.
 
-A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, then the settings on the line,
-wherever the file stands; defaults are those of config.py. `--section.key value` works too.
+A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, then the settings on the
+line, wherever the file stands; defaults are those of config.py. `--section.key value` works too.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ DEFAULT_FILE = "gpt2_train_cfg.yaml"
 def parse(argv: Sequence[str]) -> Config:
     """The configuration that a command line asks for; see the top of this file.
 
-    --help and --print_config print and raise SystemExit(0). Raises UserError with one sentence for anything wrong.
+    --help and --print_config print and raise SystemExit(0). Raises UserError with one sentence for anything
+    wrong.
     """
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(help_text())
@@ -83,7 +84,8 @@ def read_file(path: str) -> dict[str, Any]:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
         if content is not None and not isinstance(content, dict):
             raise UserError(
-                f"{path} must hold sections such as 'model:' with settings below them, not {type(content).__name__}"
+                f"{path} must hold sections such as 'model:' with settings below them, "
+                f"not {type(content).__name__}"
             )
         return flatten({str(key): value for key, value in (content or {}).items()})
     except RecursionError:
@@ -126,9 +128,10 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(value: Any, setting: Setting) -> Any:
-    """A value from YAML or a command line in the form that pydantic checks: text stays text where text is wanted."""
-    if setting.type is str or setting.type == typing.Optional[str]:
-        if setting.type != str and (value is None or value == "null"):
+    """A value from YAML or a command line as pydantic checks it; text stays text where text is wanted."""
+    is_optional = type(None) in typing.get_args(setting.type)
+    if setting.type is str or is_optional:  # the optional settings are text
+        if is_optional and value == "null":
             return None
         return value if isinstance(value, (dict, list, type(None))) else str(value)
     if isinstance(value, Text):

@@ -1,7 +1,7 @@
 """Every setting of a run on one page: type, default, range, meaning, and whether it can change the result.
 
-Settings that can change the result must be the same when a run is resumed; see resume.py. Files and command lines are
-read by cli.py. Nothing here imports torch, so a wrong setting is answered at once.
+Settings that can change the result must be the same when a run is resumed; see resume.py. Files and command
+lines are read by cli.py. Nothing here imports torch, so a wrong setting is answered at once.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 
-def Field(default: Any, description: str, *, affects_result: bool = False, **limits: float) -> Any:
-    """A setting. `limits` are ge, gt, lt and le; `affects_result` says whether it can change the result of a run."""
+def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
+    """A setting. `limits` are ge, gt, lt and le; `affects_result`: it can change the result of a run."""
     extra = {"affects_result": affects_result}
-    return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)  # type: ignore[arg-type]
+    return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 @dataclass(frozen=True, config=RULES)
@@ -148,8 +148,8 @@ class SnapshotConfig:
     path: Optional[str] = Field(None, "folder or fsspec URL for snapshots; null is run_dir/snapshots")
     resume: Literal["auto", "changed", "must", "never"] = Field(
         "auto",
-        "auto resumes from the newest valid snapshot if there is one; changed does so with other settings too; "
-        "must needs one; never refuses one",
+        "auto resumes from the newest valid snapshot if there is one; changed does so with other settings "
+        "too; must needs one; never refuses one",
     )
     init_from: Optional[str] = Field(
         None,
@@ -233,7 +233,7 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Settings that can change the result and differ, as "key: old -> new"; both nested as in a config file."""
+    """Settings that affect the result and differ, as "key: old -> new"; both nested as in a file."""
     was, now = flatten(old), flatten(new)
     found = []
     for key, setting in settings().items():
@@ -263,7 +263,8 @@ def check(config: Config) -> None:
     head_size = model.n_embd // model.n_head
     if model.arch == "modern" and head_size % 2:
         raise UserError(
-            f"model.n_embd / model.n_head ({head_size}) must be even for the rotary positions of model.arch=modern"
+            f"model.n_embd / model.n_head ({head_size}) must be even for the rotary positions of "
+            "model.arch=modern"
         )
     if trainer.batch_size % trainer.micro_batch_size:
         raise UserError(

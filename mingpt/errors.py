@@ -10,7 +10,7 @@ class ExpectedError(RuntimeError):
 
 
 class NonRetryableError(ExpectedError):
-    """A failure that would repeat. Raised on all ranks alike; ends the job with exit code 1, without restarts."""
+    """A failure that would repeat, raised on all ranks. Ends the job with exit code 1, without restarts."""
 
 
 class NonFiniteError(NonRetryableError):

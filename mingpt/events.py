@@ -2,8 +2,8 @@
 
     events.subscribe("forward_end", lambda step, micro_batch: ...)
 
-A callback runs in the thread that emits the event and gets the details below as keyword arguments. Tensors may be
-changed in place. Without subscribers an event costs one dictionary lookup.
+A callback runs in the thread that emits the event and gets the details below as keyword arguments. Tensors
+may be changed in place. Without subscribers an event costs one dictionary lookup.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ _subscribers: dict[str, list[Callback]] = {}
 
 
 def subscribe(name: str, callback: Callback) -> None:
-    """Call `callback(**details)` at each event of this name. Raises ValueError for a name that EVENTS lacks."""
+    """Call `callback(**details)` at each such event. Raises ValueError for a name that EVENTS lacks."""
     if name not in EVENTS:
         raise ValueError(f"there is no event {name!r}; there are {', '.join(EVENTS)}")
     _subscribers.setdefault(name, []).append(callback)

@@ -1,4 +1,4 @@
-"""Builds what is trained: model, parallel strategy, optimizer and position, as snapshot or seed determine them."""
+"""Builds what is trained, from snapshot or seed: model, parallel strategy, optimizer and position."""
 
 import functools
 import logging
@@ -34,7 +34,7 @@ def init_state(
     start: resume.Start,
     environment: dict[str, Any],
 ) -> tuple[TrainState, ElasticSampler]:
-    """The state as the snapshot holds it or the seed determines it; notes in `environment` if it is compiled."""
+    """The state from snapshot or seed; `environment` is told whether the model is compiled."""
     snapshot = start.snapshot
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=len(corpus.tokenizer), block_size=config.data.block_size)
@@ -100,7 +100,7 @@ def make_strategy(
 
 
 def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
-    """The compiled loss, or None if any rank fails, and whether its gradients are static; see compile_model."""
+    """The compiled loss, or None if any rank fails, and whether gradients are static."""
     shape = config.trainer.micro_batch_size, config.data.block_size
     example = torch.zeros(shape, dtype=torch.long, device=context.device)
     dtype = resolve_dtype(config.trainer.dtype, context.device)

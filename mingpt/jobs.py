@@ -1,4 +1,4 @@
-"""Whole jobs, started as a user starts them and watched from outside; for verify, tests and benchmarks. Linux only."""
+"""Whole jobs, started and watched from outside; for verify, tests and benchmarks. Linux only."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ class Job:
         self.pid = self.process.pid
 
     def workers(self) -> list[int]:
-        """Process ids of living workers: direct children with train.py in their command line, in the order of ranks."""
+        """Process ids of living workers, by rank: children with train.py in their command line."""
         found = []
         for pid in children(self.pid):
             try:
@@ -91,17 +91,21 @@ class Job:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise TimeoutError(f"not done after {timeout_s} s:\n{self.out()[-2000:]}\n{self.err()[-4000:]}") from None
+            raise TimeoutError(
+                f"not done after {timeout_s} s:\n{self.out()[-2000:]}\n{self.err()[-4000:]}"
+            ) from None
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Poll until the condition holds; returns what it gave. Raises RuntimeError if the job ends before."""
+        """Poll until the condition holds; returns its value. Raises RuntimeError if the job ends before."""
         deadline = time.monotonic() + timeout_s
         while True:
             value = condition()
             if value:
                 return value
             if not self.is_running():
-                raise RuntimeError(f"the job ended with code {self.process.returncode}:\n{self.err()[-4000:]}")
+                raise RuntimeError(
+                    f"the job ended with code {self.process.returncode}:\n{self.err()[-4000:]}"
+                )
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not so after {timeout_s} s:\n{self.err()[-4000:]}")
             time.sleep(POLL_S)

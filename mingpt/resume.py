@@ -63,8 +63,8 @@ def open_store(config: Config, context: DistributedContext) -> SnapshotStore:
     store = SnapshotStore(config.snapshot.path or str(Path(config.run_dir) / "snapshots"))
     if store.is_process_private and context.launch.is_distributed:
         raise UserError(
-            f"snapshot.path {store.url} lives in the memory of one process and cannot bring back workers that died: "
-            "use a folder or an object store"
+            f"snapshot.path {store.url} lives in the memory of one process and cannot bring back workers "
+            "that died: use a folder or an object store"
         )
     return store
 
@@ -74,8 +74,8 @@ def find_latest(
 ) -> Latest:
     """Find the newest valid snapshot and hand it to all ranks. One worker per node looks.
 
-    In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user who
-    deletes snapshots wants to go back. In a restart, they may have been lost with their node.
+    In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user
+    who deletes snapshots wants to go back. In a restart, they may have been lost with their node.
     """
     looks = context.launch.local_rank == 0
     found, corrupt = context.run_with_heartbeat(lambda: store.find_newest() if looks else (None, {}))
@@ -105,7 +105,7 @@ def claim_store(
     latest: Latest,
     is_restart: bool,
 ) -> None:
-    """From here on this job writes: corrupt snapshots are quarantined. Raises UserError if it cannot write."""
+    """Quarantine corrupt snapshots; from here on this job writes. Raises UserError if it cannot."""
 
     def claim() -> None:
         for step, reason in latest.corrupt.items():
@@ -121,9 +121,9 @@ def claim_store(
 def check_snapshot(
     snapshot: Snapshot | None, config: Config, url: str, fingerprint: str, is_restart: bool
 ) -> list[str]:
-    """Raises UserError unless a generation may start from this snapshot. Returns the settings changed on purpose.
+    """Raises UserError unless a generation may start from this snapshot; a restart checks the text alone.
 
-    A restart goes on in any case, unless the text has changed.
+    Returns the settings that were changed on purpose.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -138,25 +138,28 @@ def check_snapshot(
     step = manifest["step"]
     if resume == "never" and not is_restart:
         raise UserError(
-            f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: choose another run_dir"
+            f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: "
+            "choose another run_dir"
         )
     trained_on = manifest["data"]["sha256"]
     if trained_on != fingerprint:
         raise UserError(
-            f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} were "
-            f"trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from to keep the weights"
+            f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} "
+            f"were trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from to "
+            "keep the weights"
         )
     if is_restart:
         return []
     changes = differences(manifest["config"], to_dict(config))
     if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
         raise UserError(
-            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: choose another run_dir"
+            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "
+            "choose another run_dir"
         )
     if changes and resume != "changed":
         raise UserError(
-            f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, choose another "
-            "run_dir, or go on with the new ones by snapshot.resume=changed"
+            f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, "
+            "choose another run_dir, or go on with the new ones by snapshot.resume=changed"
         )
     return changes
 
@@ -166,8 +169,8 @@ def compare_environment(then: dict[str, Any], now: dict[str, Any]) -> None:
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(
-            "the bits may differ from those of an undisturbed run, because the snapshot was written with other "
-            "software or hardware (%s)",
+            "the bits may differ from those of an undisturbed run, because the snapshot was written "
+            "with other software or hardware (%s)",
             "; ".join(changed),
         )
 
@@ -192,8 +195,8 @@ def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
 def init_from(model: GPT, where: str, tokenizer: Tokenizer) -> None:
     """Start with the weights of another run, of one of its snapshots, or of a GPT-2 safetensors file.
 
-    Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps its fresh
-    row. Learned positions are cut to block_size. Raises UserError if anything else differs.
+    Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
+    its fresh row. Learned positions are cut to block_size. Raises UserError if anything else differs.
     """
     other: Tokenizer | None = None
     try:

@@ -68,7 +68,8 @@ class Saving:
             manifest = self.manifest() | {"metrics": dict(logger.last)}
 
             def late_fields() -> dict[str, Any]:
-                logger.flush()  # a step that has a snapshot is never computed again: its records must be durable
+                # A step that has a snapshot is never computed again, so its records must be durable.
+                logger.flush()
                 return audit_fields(chain)
 
             self.saver.save(manifest, tensors, late_fields)
@@ -95,7 +96,7 @@ class Saving:
         }
 
     def wait(self) -> None:
-        """Until rank 0's write is over; in turns of a second, so that a long upload is no silence to the others."""
+        """Until rank 0's write is over; asks once a second, so that a long upload causes no timeout."""
         done = False
         while not done:
             done = self.context.broadcast_object(self.saver.wait(timeout_s=1.0), 0)

@@ -10,7 +10,7 @@ from mingpt.parallel import Strategy
 
 
 class TrainState:
-    """What a snapshot holds. `step` counts completed steps, `windows_seen` the windows that all ranks have read."""
+    """What a snapshot holds. `step` counts completed steps, `windows_seen` windows read by all ranks."""
 
     def __init__(
         self, model: GPT, optimizer: Optimizer, strategy: Strategy, step: int = 0, windows_seen: int = 0

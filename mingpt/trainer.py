@@ -1,8 +1,9 @@
 """The training loop: a run is a function of its configuration, whoever computes it.
 
 A step is `batch_size / micro_batch_size` micro-batches, shared among the workers. The data and dropout of a
-micro-batch depend on (seed, step, micro-batch) alone, and the gradients are summed in one order. So the whole state of
-a run between two steps is the model, the optimizer and one integer, the windows seen so far: what a snapshot holds.
+micro-batch depend on (seed, step, micro-batch) alone, and the gradients are summed in one order. So the whole
+state of a run between two steps is the model, the optimizer and one integer, the windows seen so far: what a
+snapshot holds.
 """
 
 import contextlib
@@ -58,7 +59,8 @@ class Trainer:
         self.batches = corpus.train.batches(self.sampler, config.trainer.micro_batch_size, context.device)
         self.saving = Saving(config, context, self.state, start, corpus, self.environment, self.audit)
         self.is_resumed = start.snapshot is not None
-        # A restarted job at max_steps has died after its last snapshot and has yet to report that it is finished.
+        # A restarted job at max_steps has died after its last snapshot and has yet to report that it is
+        # finished.
         is_complete = self.is_resumed and self.state.step >= config.trainer.max_steps
         self.nothing_left = is_complete and not start.is_restart
         self.run_logger = None
@@ -95,7 +97,7 @@ class Trainer:
             return stopped_by
 
     def step(self) -> tuple[float, str | None]:
-        """One optimizer update. Returns the gradient's norm before clipping, and a request to stop if there is one."""
+        """One optimizer update. Returns the gradient's norm and the request to stop, if there is one."""
         config, state, strategy = self.config, self.state, self.strategy
         step = state.step
         strategy.start_step()
@@ -216,7 +218,10 @@ class Trainer:
         what = (
             f"loss of {'; '.join(where)}" if bad else f"gradient of windows {windows_seen} to {last_window}"
         )
-        sentence = f"step {self.state.step + 1}: the {what} is not finite; its update is dropped and the last snapshot stands"
+        sentence = (
+            f"step {self.state.step + 1}: the {what} is not finite; "
+            "its update is dropped and the last snapshot stands"
+        )
         if self.run_logger:
             self.saving.saver.wait()
             self.run_logger.failed(self.state.step, sentence)
@@ -295,6 +300,7 @@ def out_of_memory_explained() -> Iterator[None]:
         messages = ("can't allocate memory", "not enough memory")
         if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
             raise ExpectedError(
-                "out of memory: lower trainer.micro_batch_size, the batch stays the same; or train a smaller model"
+                "out of memory: lower trainer.micro_batch_size, the batch stays the same; "
+                "or train a smaller model"
             ) from error
         raise

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """This process. As a context manager it ends the process with the exit code that says how its block ended:
+    """This process. As a context manager it exits with the code that says how its block ended:
 
-    0 finished, or told to stop; 128 + signal if told to stop by SIGTERM or SIGINT under torchrun; 2 after a UserError;
-    1 after any other error.
+    0 finished, or told to stop; 128 + signal if told to stop by SIGTERM or SIGINT under torchrun; 2 after a
+    UserError; 1 after any other error.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Worker:
         return self
 
     def start_workers(self, config: "Config", command: Sequence[str]) -> None:
-        """Under plain `python`: start the workers that `trainer.workers` asks for, with `command`, and exit as they do.
+        """Under plain `python`: start as many workers as `trainer.workers` asks for, and exit as they do.
 
         Returns in a process that is itself a worker.
         """

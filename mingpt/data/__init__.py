@@ -1,6 +1,7 @@
 """Text to tokens to windows, and which worker reads which window at which step.
 
-Each window of an epoch is read exactly once, whatever the number of workers. Knows no model and no process group.
+Each window of an epoch is read exactly once, whatever the number of workers. Knows no model and no process
+group.
 """
 
 from mingpt.data.sampler import ElasticSampler, mix

@@ -27,9 +27,9 @@ def mix(*numbers: int) -> int:
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     """The images of `indices` under a keyed permutation of range(size); (N,) uint64 to (N,) uint64.
 
-    Its memory does not grow with `size`: a balanced Feistel network over the next power of four, repeated until the
-    result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Neither numpy nor torch
-    promises its random streams across versions, so this is our own.
+    Its memory does not grow with `size`: a balanced Feistel network over the next power of four, repeated
+    until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Neither
+    numpy nor torch promises its random streams across versions, so this is our own.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -50,12 +50,14 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 class ElasticSampler(DistributedSampler[int]):
     """Assign the windows of a shuffled epoch to any number of workers.
 
-    The order depends on (seed, epoch) alone. Save on eight workers, resume on three: each window of the epoch is
-    still read exactly once. The whole state is `windows_seen`, one integer: the windows that all workers have read.
+    The order depends on (seed, epoch) alone. Save on eight workers, resume on three: each window of the epoch
+    is still read exactly once. The whole state is `windows_seen`, one integer: the windows that all workers
+    have read.
 
-    An epoch's windows lie end to end from an offset that the epoch draws, in the order of a permutation. A step takes
-    the next `batch_size` of them, across the end of an epoch too, in micro-batches of `micro_batch_size`. Iterating
-    yields the first positions of this worker's windows, from `windows_seen` on, without end.
+    An epoch's windows lie end to end from an offset that the epoch draws, in the order of a permutation. A
+    step takes the next `batch_size` of them, across the end of an epoch too, in micro-batches of
+    `micro_batch_size`. Iterating yields the first positions of this worker's windows, from `windows_seen` on,
+    without end.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class ElasticSampler(DistributedSampler[int]):
         self.windows_seen = windows_seen
 
     def micro_batches_by_rank(self) -> list[range]:
-        """Which of a step's m micro-batches each worker reads: rank r of n takes r * m // n to (r + 1) * m // n.
+        """Which of a step's m micro-batches each rank r of n reads: r * m // n to (r + 1) * m // n.
 
         Contiguous and as even as can be; empty for surplus workers.
         """

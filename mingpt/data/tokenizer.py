@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         """What a sample begins with where no prompt is given; at least one token."""
 
     def matching_tokens(self, other: "Tokenizer") -> dict[int, int]:
-        """{token here: the same token in `other`}, for embedding rows that are taken over from another run."""
+        """{token here: the same token in `other`}, for embedding rows taken over from another run."""
 
     def fingerprint(self) -> str:
         """The same string for tokenizers that encode alike."""

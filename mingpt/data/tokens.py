@@ -1,7 +1,7 @@
 """A text as arrays of tokens: split into training and validation first, then encoded.
 
-The tail of the text is the validation part; no character of it is ever trained on. Each part is one array of the
-smallest integer type.
+The tail of the text is the validation part; no character of it is ever trained on. Each part is one array of
+the smallest integer type.
 """
 
 import hashlib
@@ -45,8 +45,8 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
         if len(tokens) < config.block_size + 1:
             raise UserError(
                 f"the {part} part of {config.path} has {len(tokens):,} tokens, fewer than one window of "
-                f"data.block_size + 1 = {config.block_size + 1}: use a longer text, a smaller data.block_size or "
-                "another data.val_fraction"
+                f"data.block_size + 1 = {config.block_size + 1}: use a longer text, a smaller "
+                "data.block_size or another data.val_fraction"
             )
     fingerprint = hashlib.sha256(content).hexdigest()
     return Corpus(

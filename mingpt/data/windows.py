@@ -40,7 +40,7 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def batches(
         self, starts: Iterable[int], batch_size: int, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, ...]]:
-        """The windows that begin at `starts`, in batches of (inputs, targets, inputs and targets on the device)."""
+        """The windows that begin at `starts`, in batches: inputs, targets, then both on the device."""
         remaining = iter(starts)
         while chunk := list(itertools.islice(remaining, PREFETCH_BATCHES * batch_size)):
             on_cpu = self.__getitems__(chunk)
@@ -48,9 +48,9 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
             yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every token but the first as a target exactly once, in (<= batch_size, <= block_size) windows end to end.
+        """Every token but the first as a target exactly once, in batches of windows end to end.
 
-        The last window may be shorter than the others and is then a batch of its own.
+        Each batch is (<= batch_size, block_size); a shorter last window is a batch of its own.
         """
         targets = len(self.tokens) - 1
         whole = targets // self.block_size

@@ -1,7 +1,7 @@
 """The workers of one generation: how they meet after a restart, what they agree on, how they exit.
 
-`Launch`, `StopSignal` and `ProcessExit` work before torch is imported; `DistributedContext` needs it. Importing this
-package does not import torch.
+`Launch`, `StopSignal` and `ProcessExit` work before torch is imported; `DistributedContext` needs it.
+Importing this package does not import torch.
 """
 
 from mingpt.distributed.context import DistributedContext

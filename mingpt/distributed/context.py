@@ -1,7 +1,8 @@
 """A worker's place in its generation, and what the ranks exchange beside gradients.
 
-Every method that exchanges something is collective: all ranks must call it. What one rank cannot accept, all ranks
-refuse. torch is imported where it is needed, so that a wrong setting is answered without waiting for it.
+Every method that exchanges something is collective: all ranks must call it. What one rank cannot accept, all
+ranks refuse. torch is imported where it is needed, so that a wrong setting is answered without waiting for
+it.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ class StepStatus(NamedTuple):
 
 
 class DistributedContext:
-    """Rank, world size, device and collectives. Meets the other workers of its generation when constructed."""
+    """Rank, world size, device and collectives; constructing it meets the other workers."""
 
     def __init__(
         self, launch: Launch, config: "TrainerConfig", stop_signal: StopSignal, process_exit: ProcessExit
@@ -73,7 +74,7 @@ class DistributedContext:
             tune_malloc()
 
     def _open_local_peers(self) -> dict[int, int]:
-        """{rank: pidfd} of the other workers of our agent; a pidfd never refers to a later process with that id."""
+        """{rank: pidfd} of our agent's other workers; a pidfd never refers to a later process."""
         found = {}
         for rank, (node_rank, pid) in enumerate(self.all_gather_object((self.launch.node_rank, os.getpid()))):
             is_sibling = node_rank == self.launch.node_rank and parent_pid(pid) == self.launch.agent_pid
@@ -153,7 +154,7 @@ class DistributedContext:
             parameter.detach().copy_(values.view_as(parameter))
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """The sum over the ranks, in place. Exact, and free of order, where all ranks but one contribute zeros."""
+        """The sum over the ranks, in place; independent of order where all but one rank contribute zeros."""
         return self.all_reduce_async(tensor)()
 
     def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
@@ -186,7 +187,8 @@ class DistributedContext:
     def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
         """Exchange what all ranks must know after a step, in the background; the result waits for it.
 
-        `losses` is (M,), zero for micro-batches of other ranks; `newest_written` is zero on ranks that write none.
+        `losses` is (M,), zero for micro-batches of other ranks; `newest_written` is zero on ranks that write
+        none.
         """
         import torch
 
@@ -208,7 +210,7 @@ class DistributedContext:
         return wait
 
     def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """The result of `work`; if it raised UserError on some ranks, then the lowest one's error on all ranks."""
+        """The result of `work`; a UserError that any rank raises is raised on all ranks."""
         result, message = None, None
         try:
             result = work()
@@ -220,7 +222,7 @@ class DistributedContext:
         return result  # type: ignore[return-value]
 
     def run_with_heartbeat(self, work: Callable[[], T]) -> T:
-        """`raise_on_all_ranks` in a thread, while the ranks exchange heartbeats, so that timeouts do not fire.
+        """`raise_on_all_ranks` in a thread, while ranks exchange heartbeats, so timeouts do not fire.
 
         For work that takes long, or that only some ranks have.
         """

@@ -36,14 +36,15 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
             )
         if launch.world_size > 1:
             raise UserError(
-                f"trainer.device=mps works for one process, not for {launch.world_size}: set trainer.device=cpu"
+                f"trainer.device=mps works for one process, not for {launch.world_size}: "
+                "set trainer.device=cpu"
             )
         return torch.device("mps")
     return torch.device("cpu")
 
 
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
-    """The type of the matrix products: bfloat16 where `trainer.dtype` asks for it or, under auto, it is native."""
+    """The type of the matrix products for `trainer.dtype`; auto is bfloat16 where it is native."""
     import torch
 
     if wanted == "auto":
@@ -88,7 +89,7 @@ def enable_determinism() -> None:
 
 
 def tune_malloc() -> None:
-    """Have glibc keep freed memory: by default it returns large blocks, and every step faults them in again."""
+    """Have glibc keep freed memory: it would return large blocks that every step faults in again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):

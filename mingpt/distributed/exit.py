@@ -19,7 +19,7 @@ PEER_EXIT_S = 1.0
 
 
 class ProcessExit:
-    """The ways out of this process. The context fills in what it learns; `step` is the last completed step."""
+    """The ways out of this process; `step` is the last completed step."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -43,8 +43,8 @@ class ProcessExit:
     def exit_process(self, stopped_by: str | None) -> NoReturn:
         """Exit at once, since a peer that dies during a clean-up would wait for this process.
 
-        Exit code 0; under torchrun 128 + signal after SIGTERM and SIGINT, so that the agent decides whether a next
-        generation starts.
+        Exit code 0; under torchrun 128 + signal after SIGTERM and SIGINT, so that the agent decides whether a
+        next generation starts.
         """
         code = 0
         if stopped_by in ("SIGTERM", "SIGINT") and self.launch.agent_pid:
@@ -79,7 +79,8 @@ class ProcessExit:
         elif not self.launch.has_restarts_left():
             option = "trainer.max_restarts" if self.launch.status_file else "torchrun --max-restarts"
             sys.stderr.write(
-                f"worker {self.launch.rank} lost a peer after step {self.step}, and no restart is left ({option})\n"
+                f"worker {self.launch.rank} lost a peer after step {self.step}, "
+                f"and no restart is left ({option})\n"
             )
         sys.stderr.flush()
         os._exit(1)
@@ -87,8 +88,8 @@ class ProcessExit:
     def abort_job(self, error: Exception, sigterm_received: Callable[[], bool]) -> NoReturn:
         """End the job whatever restarts are left: exit code 2 after a UserError, else 1. All ranks call it.
 
-        No exit code does that under torchrun, so the first worker of each node sends SIGTERM to its agent, after
-        rank 0 has printed the error; the others wait for the agent to pass it on.
+        No exit code does that under torchrun, so the first worker of each node sends SIGTERM to its agent,
+        after rank 0 has printed the error; the others wait for the agent to pass it on.
         """
         code = 2 if isinstance(error, UserError) else 1
         agent_pid = self.launch.agent_pid

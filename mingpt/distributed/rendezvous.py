@@ -1,8 +1,9 @@
-"""How the workers of a generation meet in the store that outlives them, and what they leave there for the next one.
+"""How the workers of a generation meet in the store that outlives them, and what the next one reads there.
 
-Workers meet under keys that no earlier generation wrote. The agent's store outlives the workers, and with several
-agents neither the restart count nor the port tells generations apart. So each worker offers a fresh nonce, and rank 0
-answers under that nonce with the generation's name: nothing that a dead worker left can be mistaken for an answer.
+Workers meet under keys that no earlier generation wrote. The agent's store outlives the workers, and with
+several agents neither the restart count nor the port tells generations apart. So each worker offers a fresh
+nonce, and rank 0 answers under that nonce with the generation's name: nothing that a dead worker left can be
+mistaken for an answer.
 """
 
 import json
@@ -24,7 +25,7 @@ TIMED_OUT = "timed out waiting for a peer"
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """How a generation ended, as far as its store says. A rank without an exit reason was killed or cut off."""
+    """How a generation ended, as its store says. A rank without an exit reason was killed or cut off."""
 
     world_size: int
     exit_reasons: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
@@ -62,6 +63,7 @@ class Rendezvous:
     def _connect(self, is_host: bool) -> Any:
         from torch.distributed import TCPStore
 
+        assert self.launch.master_addr is not None
         # An agent's store is there already, or never will be: the agent died before this worker could notice.
         timeout_s = AGENT_STORE_TIMEOUT_S if self.launch.agent_hosts_store else RENDEZVOUS_TIMEOUT_S
         store = TCPStore(
@@ -129,7 +131,7 @@ class Rendezvous:
         writing.join(EXIT_REASON_TIMEOUT_S)
 
     def was_started(self) -> bool:
-        """Whether an earlier generation of this job had passed the checks of its start, as far as this rank sees."""
+        """Whether an earlier generation of this job had passed its checks, as far as this rank knows."""
         # Only the agent's store outlives generations; otherwise the agent's restart count has to do.
         if self.launch.agent_hosts_store:
             return bool(self._store.check(["admitted"]))

@@ -23,8 +23,9 @@ REPEAT_S = (
 class StopSignal:
     """Keeps the first request to stop in `reason`.
 
-    While `deferred`, the first request waits until all ranks have agreed on it after a step. Otherwise, and at a
-    second request, `exit_now(signal name, is_first)` is called. Also ends this process when its agent is gone.
+    While `deferred`, the first request waits until all ranks have agreed on it after a step. Otherwise, and
+    at a second request, `exit_now(signal name, is_first)` is called. Also ends this process when its agent is
+    gone.
     """
 
     def __init__(self, agent_pid: int | None, exit_now: Callable[[signal.Signals, bool], None]) -> None:
@@ -42,7 +43,7 @@ class StopSignal:
         self.thread.start()
 
     def defer(self, stop_file: Path) -> None:
-        """From here on the training loop asks for `reason` after each step; `stop_file` counts as a request."""
+        """From here on the training loop reads `reason` after each step; `stop_file` is a request too."""
         self.stop_file = stop_file
         self.deferred = True
 

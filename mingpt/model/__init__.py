@@ -1,6 +1,7 @@
 """GPT in two architectures: tokens to logits and loss, the same bits on the same kind of device.
 
-Exports the model, the module that is trained (`LossModule`), generation and compilation. Knows no data and no ranks.
+Exports the model, the module that is trained (`LossModule`), generation and compilation. Knows no data and no
+ranks.
 """
 
 from mingpt.model.compile import compile_model, import_compiler

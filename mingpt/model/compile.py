@@ -1,7 +1,7 @@
 """torch.compile for the loss, checked before it is used; where it fails, training goes on without it.
 
-On a GPU a small model's kernels end sooner than Python can launch the next ones. There the compiled passes are also
-captured as CUDA graphs, once their replays are seen to give the bits of the first run.
+On a GPU a small model's kernels end sooner than Python can launch the next ones. There the compiled passes
+are also captured as CUDA graphs, once their replays are seen to give the bits of the first run.
 """
 
 import importlib
@@ -78,7 +78,7 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 
 @contextmanager
 def random_weights(loss: LossModule) -> Iterator[None]:
-    """Replace the weights for a while: matrices that begin at zero would hide gradients, which are then zero too."""
+    """Replace the weights for a while: gradients of matrices that begin at zero may be zero too."""
     weights = list(loss.parameters())
     with torch.no_grad():
         saved = [weight.clone() for weight in weights]
@@ -97,7 +97,8 @@ def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Auto
     torch.manual_seed(0)  # of dropout
     try:
         with autocast():
-            # Targets in a tensor of their own: a compiler would rely on inputs and targets being the same one.
+            # Targets in a tensor of their own: a compiler would rely on inputs and targets being the same
+            # one.
             value = forward(tokens, tokens.roll(1, 1))
         value.backward()  # type: ignore[no-untyped-call]
         grads = [weight.grad.clone() for weight in loss.parameters() if weight.grad is not None]

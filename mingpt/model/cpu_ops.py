@@ -1,8 +1,9 @@
-"""Norm, activation, dropout and attention for the CPU, with as few passes over memory as torch's operations allow.
+"""Norm, activation, dropout and attention for the CPU, with few passes over memory.
 
-Each function computes the expression in its docstring. Its backward pass is written out: autograd's would read every
-intermediate once more, keep more of them, and copy between the layouts of consecutive products. On one core this takes
-a ninth off a micro-batch of the default run. Other devices have fused kernels and do not use this file.
+Each function computes the expression in its docstring. Its backward pass is written out: autograd's would
+read every intermediate once more, keep more of them, and copy between the layouts of consecutive products. On
+one core this takes a ninth off a micro-batch of the default run. Other devices have fused kernels and do not
+use this file.
 """
 
 import math
@@ -80,7 +81,7 @@ def dropout_threshold(dropout: float) -> tuple[int, float]:
 
 
 def dropout_mask(shape: torch.Size, dropout: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """A mask of ones and zeros, and the factor; in the operand's type, as a boolean mask takes seven times as long."""
+    """A mask of ones and zeros, and the factor. A boolean mask would take seven times as long."""
     byte, factor = dropout_threshold(dropout)
     return torch.ge(random_bytes(shape), byte, out=torch.empty(shape, dtype=dtype)), factor
 
@@ -202,14 +203,15 @@ class _Attention(torch.autograd.Function):
 def attention(
     qkv: Tensor, heads: int, mask: Tensor, cos: Tensor | None, sin: Tensor | None, dropout: float
 ) -> Tensor:
-    """Causal self-attention of (B, T, 3 C) queries, keys and values: softmax(q k^T / sqrt(D) + mask) v, (B, T, C).
+    """Causal self-attention of (B, T, 3 C) queries, keys and values: softmax(q k^T / sqrt(D) + mask) v.
 
-    `mask` is (T, T), minus infinity above the diagonal. Given (T, D / 2) cosines and sines, queries and keys are
-    first divided by their root mean square and rotated.
+    Returns (B, T, C). `mask` is (T, T), minus infinity above the diagonal. Given (T, D / 2) cosines and
+    sines, queries and keys are first divided by their root mean square and rotated.
     """
     if cos is not None and sin is not None:
         cos, sin = (
             table[: qkv.size(1), None, None].to(qkv.dtype) for table in (cos, sin)
         )  # (T, 1, 1, D / 2)
     with torch.autocast("cpu", enabled=False):
-        return _Attention.apply(qkv, heads, mask.to(qkv.dtype), cos, sin, dropout)  # type: ignore[no-any-return]
+        y: Tensor = _Attention.apply(qkv, heads, mask.to(qkv.dtype), cos, sin, dropout)
+    return y

@@ -7,7 +7,8 @@
 | MLP | 4 x, tanh-approximated GELU | 4 x, squared ReLU |
 | biases | everywhere | nowhere |
 | head | tied to `wte` | its own matrix |
-| initial weights | N(0, 0.02); `c_proj` N(0, 0.02 / sqrt(2 n_layer)) | N(0, 1 / fan_in); `c_proj` and head zero; `wte` N(0, 1) |
+| weights begin as | N(0, 0.02) | N(0, 1 / fan_in); `wte` N(0, 1); head zero |
+| `c_proj` begins as | N(0, 0.02 / sqrt(2 n_layer)) | zero |
 
 B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
 """
@@ -33,7 +34,8 @@ from mingpt.model.layers import (
 )
 
 ROTARY_BASE = 10_000.0
-# Tokens up to which plain products are faster than the CPU's flash-attention kernel, whose backward pass is slow.
+# Tokens up to which plain products are faster than the CPU's flash-attention kernel, whose backward pass is
+# slow.
 MAX_MATH_ATTENTION = 512
 
 
@@ -167,7 +169,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """The last row of the table at the top, from torch's global generator."""
+        """The last two rows of the table at the top, from torch's global generator."""
         gpt2 = self.config.arch == "gpt2"
         for name, weight in self.named_parameters():
             is_projection = name.endswith("c_proj.weight")
@@ -187,8 +189,9 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """(B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
-        With targets, logits are None if there are more than loss.MAX_LOGITS of them: they are then computed in
-        chunks. With a cache the input continues the positions stored there. Raises ValueError past block_size.
+        With targets, logits are None if there are more than loss.MAX_LOGITS of them: they are then computed
+        in chunks. With a cache the input continues the positions stored there. Raises ValueError past
+        block_size.
         """
         start = cache.length if cache else 0
         if start + tokens.size(1) > self.block_size:
@@ -207,7 +210,7 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
+        """FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
         embeddings = ("wte.weight", "wpe.weight")
         matrices = sum(
             weight.numel()

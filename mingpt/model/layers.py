@@ -1,7 +1,7 @@
 """Norm, dropout and activation, each written three ways.
 
-On the CPU they are the functions of cpu_ops.py. For every other device and for a compiler they are torch's own
-operations, except where the CPU's compiler generates slow code for those.
+On the CPU they are the functions of cpu_ops.py. For every other device and for a compiler they are torch's
+own operations, except where the CPU's compiler generates slow code for those.
 """
 
 import math
@@ -19,12 +19,12 @@ def use_torch_ops(x: Tensor) -> bool:
 
 
 def compiling_for_cpu(x: Tensor) -> bool:
-    """Whether a compiler traces this for the CPU: it fuses passes over memory but cannot look into random draws."""
+    """Whether a compiler traces this for the CPU: it fuses passes over memory, but not random draws."""
     return x.device.type == "cpu" and torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """x divided by its root mean square along the last dimension (Zhang and Sennrich 2019), without weights."""
+    """x over its root mean square along the last dimension (Zhang and Sennrich 2019), without weights."""
     return F.rms_norm(x, x.shape[-1:], eps=cpu_ops.EPSILON)
 
 

@@ -1,11 +1,11 @@
 """The head and its loss: cross-entropy over the vocabulary, in chunks of rows where the vocabulary is large.
 
-GPT-2's 50,257 logits for each of 16 x 1,024 tokens are 3.3 GB in float32, and their gradient as much again. Here at
-most MAX_LOGITS of them exist at a time: the loss is a mean, so a chunk's part of the gradient can be computed with its
-logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
+GPT-2's 50,257 logits for each of 16 x 1,024 tokens are 3.3 GB in float32, and their gradient as much again.
+Here at most MAX_LOGITS of them exist at a time: the loss is a mean, so a chunk's part of the gradient can be
+computed with its logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
 
-On a GPU the vocabulary is padded to a multiple of VOCAB_MULTIPLE inside the product, as tensor cores want; parameters
-and results keep their size.
+On a GPU the vocabulary is padded to a multiple of VOCAB_MULTIPLE inside the product, as tensor cores want;
+parameters and results keep their size.
 """
 
 from typing import Any
@@ -76,4 +76,5 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     with torch.autocast(device, enabled=False):
-        return _ChunkedCrossEntropy.apply(x, weight, targets, dtype, needs_grad)  # type: ignore[no-any-return]
+        loss: Tensor = _ChunkedCrossEntropy.apply(x, weight, targets, dtype, needs_grad)
+    return loss

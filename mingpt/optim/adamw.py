@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter 2019) by torch's fused kernel.
 
-The kernel is called without torch.optim around it: the first torch.optim.Optimizer that is constructed imports
-torch._dynamo, which takes as long as torch itself, at every start and every restart.
+The kernel is called without torch.optim around it: the first torch.optim.Optimizer that is constructed
+imports torch._dynamo, which takes as long as torch itself, at every start and every restart.
 """
 
 import torch

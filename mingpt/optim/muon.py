@@ -1,7 +1,7 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
-Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. A batch is computed
-by one worker and broadcast, so the bits do not depend on which one it is.
+Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. A batch is
+computed by one worker and broadcast, so the bits do not depend on which one it is.
 """
 
 import math
@@ -21,7 +21,7 @@ AllGather = Callable[[Tensor], Tensor]  # (n,) of each worker to (workers, n), t
 
 
 class Muon:
-    """Updates are scaled to the root mean square of AdamW's (Liu et al. 2025). All workers call `step` together."""
+    """Updates have the root mean square of AdamW's (Liu et al. 2025). All workers call `step` together."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Muon:
 
 
 def assign_batches(weights: dict[str, nn.Parameter], workers: int) -> list[list[list[str]]]:
-    """Batches of names of equally shaped matrices for each worker; largest first, to the least loaded worker."""
+    """Batches of names of equally shaped matrices per worker; the largest first, to the least loaded."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, weight in weights.items():
         by_shape.setdefault(tuple(sorted(weight.shape)), []).append(name)
@@ -89,7 +89,7 @@ def wide(matrix: Tensor) -> Tensor:
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """(N, rows, columns) matrices with all singular values near one, in bfloat16; rows <= columns (Jordan 2024)."""
+    """(N, rows, columns), rows <= columns: all singular values near one, in bfloat16 (Jordan 2024)."""
     x = matrices.bfloat16()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for a, b, c in NEWTON_SCHULZ:

@@ -1,8 +1,9 @@
 """Adds the ranks' partial sums of a bucket along the tree: all-to-all, local additions, all-gather.
 
-These are the bytes of a ring all-reduce; ranks whose micro-batches are no whole subtree send a few more partial sums.
-Buckets are exchanged one after the other, in a thread or on a stream of their own, beside the backward pass. Issuing a
-bucket's all-gather when its all-to-all completes would deadlock, since ranks would meet in different collectives.
+These are the bytes of a ring all-reduce; ranks whose micro-batches are no whole subtree send a few more
+partial sums. Buckets are exchanged one after the other, in a thread or on a stream of their own, beside the
+backward pass. Issuing a bucket's all-gather when its all-to-all completes would deadlock, since ranks would
+meet in different collectives.
 """
 
 import queue
@@ -23,7 +24,7 @@ all_gather_single = (
 
 
 class BucketReducer:
-    """`covers` are the tree's nodes of which each rank sends the sums, `leaves` the number of the tree's leaves."""
+    """`covers` are the nodes of the tree whose sums each rank sends; the tree has `leaves` leaves."""
 
     def __init__(self, covers: list[list[tuple[int, int]]], rank: int, leaves: int) -> None:
         self.covers, self.rank, self.leaves = covers, rank, leaves
@@ -45,7 +46,7 @@ class BucketReducer:
         return future
 
     def reduce_on_stream(self, buffer: Tensor, parts: list[Tensor]) -> None:
-        """NCCL's collectives are queued, not waited for: a stream of their own keeps them beside the backward."""
+        """On a stream of their own, NCCL's collectives run beside the backward pass."""
         self.stream = self.stream or torch.cuda.Stream(buffer.device)
         self.stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self.stream):
@@ -92,7 +93,7 @@ class BucketReducer:
 
 
 def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
-    """The parts, cut into chunks of these sizes, in the order in which all-to-all sends them: rank by rank."""
+    """The parts, cut into chunks of these sizes, rank by rank, as all-to-all sends them."""
     if not parts:
         return like.new_empty(0)
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: `trainer.reduction=fast`. Its all-reduce gives other bits for each number of workers."""
+"""DistributedDataParallel, `trainer.reduction=fast`: its bits depend on the number of workers."""
 
 import contextlib
 from collections.abc import Iterator

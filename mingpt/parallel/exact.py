@@ -1,11 +1,12 @@
 """A step's gradient, summed in one fixed order whoever computes it: `trainer.reduction=exact`.
 
-The gradients of a step's micro-batches are the leaves of the tree of tree.py. Inside a worker, partial sums are kept
-like a binary counter, in place: as many additions as plain accumulation. Across workers, bucket_reducer.py adds the
-workers' partial sums along the same tree, one bucket of parameters after the other, as the backward pass fills them.
+The gradients of a step's micro-batches are the leaves of the tree of tree.py. Inside a worker, partial sums
+are kept like a binary counter, in place: as many additions as plain accumulation. Across workers,
+bucket_reducer.py adds the workers' partial sums along the same tree, one bucket of parameters after the
+other, as the backward pass fills them.
 
-DistributedDataParallel would fill the buckets too, with a communication hook, but imports torch._dynamo for it, which
-takes as long as torch itself at every start and restart.
+DistributedDataParallel would fill the buckets too, with a communication hook, but imports torch._dynamo for
+it, which takes as long as torch itself at every start and restart.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
 
 
 class ExactReduction(Strategy):
-    """With several workers, the backward pass of a worker's last micro-batch sends each bucket when it is full."""
+    """With several workers, the backward pass of a rank's last micro-batch sends each full bucket."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -76,7 +77,7 @@ class ExactReduction(Strategy):
         return gradient
 
     def on_grad_ready(self, number: int) -> None:
-        """A parameter's gradient of this micro-batch is done. Buckets are sent in the same order on all ranks."""
+        """A parameter's gradient is complete. Buckets are sent in the same order on all ranks."""
         if not self.is_last:
             return
         for missing in self.missing:
@@ -85,7 +86,7 @@ class ExactReduction(Strategy):
             self.send(self.buckets[len(self.sent)])
 
     def send(self, bucket: list[int]) -> None:
-        """Add this bucket of the last micro-batch to the partial sums, then begin to add those of all ranks."""
+        """Add this bucket of the last micro-batch to the partial sums, then reduce those of all ranks."""
         parts: list[Tensor] = []
         if self.my_micro_batches:
             sums = [

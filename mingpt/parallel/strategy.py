@@ -41,7 +41,8 @@ class Strategy(ABC):
                 (strategy.forward(inputs, targets) * strategy.loss_scale).backward()
         strategy.finish_step()
 
-    and then every `grad` is the mean over all micro-batches of the step, on all ranks. All ranks call everything.
+    and then every `grad` is the mean over all micro-batches of the step, on all ranks. All ranks call
+    everything.
     """
 
     loss_scale: float
@@ -62,7 +63,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def finish_step(self) -> None:
-        """After the last micro-batch. Raises what kept the ranks from exchanging gradients, often a lost peer."""
+        """After the last micro-batch. Raises what kept ranks from exchanging gradients, often a lost peer."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this norm (0: leave them); returns the norm before, a scalar."""
@@ -74,6 +75,6 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def load_full_state(self, tensors: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the whole tensors into its own. Raises KeyError for one that is missing."""
+        """Copy this rank's part of the whole tensors into its own. Raises KeyError if one is missing."""
         for name, tensor in tensors.items():
             tensor.copy_(full[name])

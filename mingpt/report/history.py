@@ -26,11 +26,11 @@ def read_run_id(run_dir: Path) -> str | None:
 
 
 class RunHistory:
-    """Written by rank 0. `status` is running, finished, stopped or failed; `began` and `seen` are seconds since 1970.
+    """Written by rank 0. `status` is running, finished, stopped or failed; times are seconds since 1970.
 
-    A generation is the workers between two restarts: how many, the steps from which and to which they came, and how
-    they ended. `exact` says that `to_step` was reported by one of them and is not only the last step on record.
-    `restart` is false for a job's first generation.
+    A generation is the workers between two restarts: how many, the steps from which and to which they came,
+    and how they ended. `exact` says that `to_step` was reported by one of them and is not only the last step
+    on record. `restart` is false for a job's first generation.
     """
 
     def __init__(self, run_dir: Path, run_id: str, versions: dict[str, str]) -> None:
@@ -81,14 +81,15 @@ class RunHistory:
     def close_generation(
         self, last: dict[str, Any], step: int, previous: GenerationEnd | None, is_restart: bool
     ) -> None:
-        """Record the end of a generation that could not do so itself, and what was lost until `step` is reached."""
+        """Record how a generation ended that could not do so itself, and what was lost back to `step`."""
         reported = previous.step() if previous else None
         recorded = last["to_step"]
         last["exact"] = reported is not None and reported >= recorded
         last["to_step"] = max(recorded, reported or 0, step)
         last["end"] = previous.sentence() if previous else "all workers vanished"
         self.content["steps_lost"] += last["to_step"] - step
-        # From the last record until now, unless the whole job had ended; and the recorded steps to be done again.
+        # From the last record until now, unless the whole job had ended; and the recorded steps to be done
+        # again.
         waited = time.time() - last["seen"] if is_restart else 0.0
         repeated = max(0, recorded - step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
@@ -102,7 +103,8 @@ class RunHistory:
         if len(ended) < MAX_REPEATS or not same_step or not all(entry["restart"] for entry in ended[1:]):
             return None
         step, end = ended[0]["to_step"] + 1, ended[-1]["end"]
-        return f"{MAX_REPEATS} generations failed one after the other at step {step} ({end}): a restart would repeat it"
+        repeats = f"{MAX_REPEATS} generations failed one after the other at step {step} ({end})"
+        return f"{repeats}: a restart would repeat it"
 
     def note_step(self, step: int, step_s: float | None) -> None:
         """The current generation has completed `step`, at so many seconds per step."""
@@ -125,7 +127,8 @@ class RunHistory:
         count, redone = len(self.generations), self.content["steps_lost"]
         lost_s, goodput = self.content["seconds_lost"], self.content["goodput"]
         plural = "s" if count > 1 else ""
-        return f"{count} generation{plural}, {redone} steps done twice, {lost_s:.1f} s lost, goodput {goodput:.1%}"
+        counts = f"{count} generation{plural}, {redone} steps done twice"
+        return f"{counts}, {lost_s:.1f} s lost, goodput {goodput:.1%}"
 
     def write(self) -> None:
         # Time after an orderly stop is not lost: a run's time is that of its generations and of its restarts.

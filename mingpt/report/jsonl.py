@@ -1,4 +1,4 @@
-"""metrics.jsonl: an object per record, each a whole flushed line with its `step`; one curve across restarts."""
+"""metrics.jsonl: a whole flushed line per record, each with its `step`; one curve across restarts."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""loss.png: training and validation loss, drawn in the background so that training does not wait for matplotlib."""
+"""loss.png: training and validation loss, drawn in the background."""
 
 import logging
 import os

@@ -1,9 +1,9 @@
 """Frequent snapshots in a node's memory, so that a killed worker costs a few steps at most.
 
-They lie in a folder such as /dev/shm, which outlives the workers but not the node, named after the random id that
-run.json gives the run. The first worker of the node writes two files alternately, in place: one copy between two
-steps, then a checksum in the background. An orderly end removes them. If the folder is absent or too small, one line
-says so, and the run goes on with its snapshots on disk alone.
+They lie in a folder such as /dev/shm, which outlives the workers but not the node, named after the random id
+that run.json gives the run. The first worker of the node writes two files alternately, in place: one copy
+between two steps, then a checksum in the background. An orderly end removes them. If the folder is absent or
+too small, one line says so, and the run goes on with its snapshots on disk alone.
 """
 
 import errno
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class MemorySnapshots:
-    """The snapshots of one run in this machine's memory. Each node writes to a folder of its own and reads all."""
+    """The snapshots of one run in this machine's memory. A node writes to its own folder and reads all."""
 
     def __init__(self, path: str, run_id: str, run_dir: Path, node_rank: int) -> None:
         # A copy of a run folder is another run with the same id.
@@ -47,7 +47,8 @@ class MemorySnapshots:
     def find_newest(self, newer_than: int, saved_after: int | None) -> Snapshot | None:
         """The newest valid one past the step `newer_than`; None if there is none.
 
-        Each names the newest snapshot on disk at its time. If that is newer than `saved_after`, it does not count.
+        Each names the newest snapshot on disk at its time. If that is newer than `saved_after`, it does not
+        count.
         """
         found = []
         for path in self.root.glob("node-*"):
@@ -72,7 +73,7 @@ class MemorySnapshots:
     def save(
         self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
     ) -> None:
-        """Copy a state and write its manifest in the background. Does nothing if the last one is not finished."""
+        """Copy a state and write its manifest in the background; skipped if the last one is not finished."""
         self.allocate(tensors)
         if self.disabled or (self.thread and self.thread.is_alive()):
             return
@@ -146,7 +147,7 @@ class MemorySnapshots:
         """Say once that there are no snapshots in memory, and free what is there."""
         self.disabled, self.buffers = True, []
         log.warning(
-            "no snapshots in memory: %s cannot be used%s (%s); after a kill the run resumes from the newest on disk",
+            "no snapshots in memory: %s cannot be used%s (%s); after a kill the run resumes from disk",
             self.root.parent,
             need,
             error.strerror,
@@ -163,7 +164,7 @@ class MemorySnapshots:
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """(size,) uint8 backed by a file. Raises OSError where there is no room; a sparse file would end in SIGBUS."""
+    """(size,) uint8 backed by a file. Raises OSError if there is no room; a sparse file would SIGBUS."""
     if not hasattr(os, "posix_fallocate"):
         raise OSError(errno.ENOSYS, "this system has no posix_fallocate")
     with open(path, "a+b") as file:

@@ -1,7 +1,8 @@
 """A staging buffer that holds the bytes of a safetensors file and is overwritten for each snapshot.
 
-Copying into it is the only part of a snapshot that training waits for, and it is nothing but a copy: the pages exist,
-the header is in place, and each tensor has its offset. What is hashed and written is the buffer itself.
+Copying into it is the only part of a snapshot that training waits for, and it is nothing but a copy: the
+pages exist, the header is in place, and each tensor has its offset. What is hashed and written is the buffer
+itself.
 """
 
 import json
@@ -44,7 +45,7 @@ def make_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
 
 
 class StagingBuffer:
-    """Room for one state with the names, shapes and types of `tensors`; its bytes come from `allocate`, if given."""
+    """Room for one state with names, shapes and types of `tensors`; `allocate` may provide the bytes."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor] | None = None

@@ -1,9 +1,10 @@
 """The snapshots of a run at one place: a folder or any fsspec URL.
 
-`step_00001200.safetensors` holds tensors and `step_00001200.json`, the manifest, describes them. The manifest is
-written last, after the tensors are on disk: **a snapshot exists when its manifest does and its checksums hold.** A
-file appears whole or not at all, by rename in a folder and by a single PUT elsewhere. A snapshot that does not hold is
-renamed, never deleted. No pickle is ever loaded, and nothing depends on the number of workers.
+`step_00001200.safetensors` holds tensors and `step_00001200.json`, the manifest, describes them. The manifest
+is written last, after the tensors are on disk: **a snapshot exists when its manifest does and its checksums
+hold.** A file appears whole or not at all, by rename in a folder and by a single PUT elsewhere. A snapshot
+that does not hold is renamed, never deleted. No pickle is ever loaded, and nothing depends on the number of
+workers.
 """
 
 import contextlib
@@ -186,7 +187,7 @@ class SnapshotStore:
 
 
 def open_snapshot(where: str) -> Snapshot:
-    """A snapshot by its own path or URL, or the newest of a run folder or snapshot folder. Raises UserError."""
+    """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError."""
     folder, _, name = where.rstrip("/").rpartition("/")
     match = FILE_NAME.fullmatch(name)
     if match:
@@ -207,7 +208,7 @@ def open_snapshot(where: str) -> Snapshot:
 
 
 def possible_places(where: str) -> list[str]:
-    """Where the snapshots of a run folder may be: `snapshot.path` of its config.yaml, `snapshots/`, itself."""
+    """Where a run folder's snapshots may be: `snapshot.path` of its config.yaml, `snapshots/`, itself."""
     places = [f"{where.rstrip('/')}/snapshots", where]
     config = Path(where) / "config.yaml"
     if "://" in where or not config.is_file():
