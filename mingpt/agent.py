@@ -11,15 +11,18 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt.config import Config
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.launch import STATUS_FILE, Launch
 from mingpt.distributed.signals import StopSignal
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 MAX_WORKERS = 8
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
@@ -46,59 +49,66 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
     """Run `python *command` in so many workers, restarted up to `max_restarts` times; exit as they did."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    silence("torch.distributed.elastic")
-    options = {
-        "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
-        "signals_to_handle": ",".join(SIGNALS),
-    }
-    known = {
-        field.name for field in dataclasses.fields(LaunchConfig)
-    }  # some are not in every version of torch
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+    def stop_agent(number: int, frame: FrameType | None) -> None:
+        raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+
     with tempfile.TemporaryDirectory(prefix="mingpt-") as folder:
         status_file = Path(folder) / "status"
         os.environ[STATUS_FILE] = str(status_file)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=str(uuid.uuid4()),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=max_restarts,
-            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
-            **{name: value for name, value in options.items() if name in known},  # type: ignore[arg-type]
-        )
-
-        def stop_agent(number: int, frame: FrameType | None) -> None:
-            raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
-
+        agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         stop_signal.close()
-        for name in SIGNALS:
-            signal.signal(
-                signal.Signals[name], stop_agent
-            )  # until the agent installs handlers that do the same
+        handle_signals(stop_agent)  # until the agent installs handlers that do the same
         try:
-            elastic_launch(config, sys.executable)(*command)
+            agent(*command)
             code = 0
         except SignalException:  # from a user, or from rank 0 to end the job
             code = read_status(status_file)
         except ChildFailedError as error:
             code = 1
             rank, failure = error.get_first_failure()
-            if failure.exitcode < 0:  # killed: no worker could say so
+            if failure.exitcode < 0:  # killed, so that no worker could report it
                 name = signal.Signals(-failure.exitcode).name
-                say(
-                    f"error: worker {rank} was killed by {name} and no restart is left (trainer.max_restarts)"
-                )
-        for name in SIGNALS:
-            signal.signal(signal.Signals[name], signal.SIG_IGN)  # nothing is left to stop
+                message = f"worker {rank} was killed by {name} and no restart is left (trainer.max_restarts)"
+                sys.stderr.write(f"error: {message}\n")
+        handle_signals(signal.SIG_IGN)  # nothing is left to stop
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
+
+
+def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
+    """As `torchrun --standalone` has it."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    newer = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, "signals_to_handle": ",".join(SIGNALS)}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # not every version of torch has them
+    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        **options,
+    )
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for name in SIGNALS:
+        signal.signal(signal.Signals[name], handler)
 
 
 def read_status(path: Path) -> int:
@@ -107,14 +117,3 @@ def read_status(path: Path) -> int:
         return int(path.read_text())
     except (OSError, ValueError):
         return 1
-
-
-def silence(logger_name: str) -> None:
-    logger = logging.getLogger(logger_name)
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-
-
-def say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

@@ -21,7 +21,7 @@ LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
     """A setting. `limits` are ge, gt, lt and le; `affects_result`: it can change the result of a run."""
-    extra = {"affects_result": affects_result}
+    extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
 

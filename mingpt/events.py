@@ -15,6 +15,7 @@ EVENTS = {
     "worker_start": "launch: a worker process begins, before it reads its configuration",
     "run_start": "state, strategy: everything is loaded, the first step comes next",
     "run_end": "state",
+    "step_start": "step: the number of completed steps, as in all events up to optimizer_end",
     "batch": "step, micro_batch, inputs, targets: (B, T) int64 on the CPU, before they are hashed and used",
     "forward_end": "step, micro_batch",
     "backward_end": "step, micro_batch: the gradients of this micro-batch are in `grad`, or on their way",

@@ -1,22 +1,37 @@
 """Builds what is trained, from snapshot or seed: model, parallel strategy, optimizer and position."""
 
 import functools
-import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mingpt import resume
 from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler
+from mingpt.data import Corpus, ElasticSampler, make_corpus, read_bytes
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast, enable_determinism, environment_info, resolve_dtype
+from mingpt.errors import UserError
 from mingpt.model import GPT, LossModule, compile_model, import_compiler
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.state import TrainState
 
-log = logging.getLogger(__name__)
+
+def make_run_dir(config: Config) -> Path:
+    run_dir = Path(config.run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "log.txt").open("a").close()
+    except OSError as error:
+        raise UserError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}") from None
+    return run_dir
+
+
+def load_corpus(config: Config, context: DistributedContext) -> Corpus:
+    """Rank 0 reads the text; all ranks get its bytes and encode them alike."""
+    content = context.run_with_heartbeat(lambda: read_bytes(config.data) if context.rank == 0 else None)
+    return make_corpus(context.broadcast_bytes(content, source=0), config.data)
 
 
 def init_environment(config: Config, context: DistributedContext, start: resume.Start) -> dict[str, Any]:

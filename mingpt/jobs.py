@@ -55,14 +55,14 @@ def descendants(pid: int) -> list[int]:
 
 
 class Job:
-    """A command in the project's root; its output is appended to `<output>.out` and `<output>.err`."""
+    """A command in the folder `cwd`; its output is appended to `<output>.out` and `<output>.err`."""
 
-    def __init__(self, command: Sequence[str], output: Path, **env: str) -> None:
+    def __init__(self, command: Sequence[str], output: Path, *, cwd: Path = ROOT, **env: str) -> None:
         self.out_path, self.err_path = Path(f"{output}.out"), Path(f"{output}.err")
         with open(self.out_path, "ab") as out, open(self.err_path, "ab") as err:
             self.process = subprocess.Popen(
                 list(command),
-                cwd=ROOT,
+                cwd=cwd,
                 env=clean_environment(**env),
                 stdout=out,
                 stderr=err,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mingpt.config import Config, check_workers, differences, to_dict
-from mingpt.data import Tokenizer, load_tokenizer
+from mingpt.data import Corpus, Tokenizer, load_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.errors import UserError
 from mingpt.model import GPT, from_gpt2
@@ -42,8 +42,8 @@ class Start:
     changes: list[str]  # settings that differ from the snapshot's on purpose
 
 
-def find_start(config: Config, context: DistributedContext, run_dir: Path, fingerprint: str) -> Start:
-    """Find the newest snapshot and check it; `fingerprint` is the text's. Raises UserError. Collective."""
+def find_start(config: Config, context: DistributedContext, run_dir: Path, corpus: Corpus) -> Start:
+    """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective."""
     store = context.raise_on_all_ranks(lambda: open_store(config, context))
     is_restart = context.is_restart()
     if not is_restart:
@@ -52,7 +52,7 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, finge
     run_id = known_ids[0] if known_ids else context.new_run_id()
     memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank)
     latest = find_latest(store, memory, context, is_restart)
-    changes = check_snapshot(latest.snapshot, config, latest.where, fingerprint, is_restart)
+    changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
         claim_store(store, memory, context, latest, is_restart)
     return Start(run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, changes)
@@ -119,9 +119,9 @@ def claim_store(
 
 
 def check_snapshot(
-    snapshot: Snapshot | None, config: Config, url: str, fingerprint: str, is_restart: bool
+    snapshot: Snapshot | None, config: Config, url: str, corpus: Corpus, is_restart: bool
 ) -> list[str]:
-    """Raises UserError unless a generation may start from this snapshot; a restart checks the text alone.
+    """Raises UserError unless a generation may start from this snapshot; a restart checks the data alone.
 
     Returns the settings that were changed on purpose.
     """
@@ -142,12 +142,14 @@ def check_snapshot(
             "choose another run_dir"
         )
     trained_on = manifest["data"]["sha256"]
-    if trained_on != fingerprint:
+    if trained_on != corpus.fingerprint:
         raise UserError(
-            f"{config.data.path} (sha256 {fingerprint[:12]}...) is not the text that the snapshots in {url} "
-            f"were trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from to "
+            f"{config.data.path} (sha256 {corpus.fingerprint[:12]}...) is not the text that the snapshots in "
+            f"{url} were trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from to "
             "keep the weights"
         )
+    if snapshot_tokenizer(snapshot).fingerprint() != corpus.tokenizer.fingerprint():
+        raise UserError(f"{url} holds snapshots of a run with another tokenizer: choose another run_dir")
     if is_restart:
         return []
     changes = differences(manifest["config"], to_dict(config))

@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,12 +18,12 @@ from torch import Tensor
 from mingpt import events
 from mingpt.audit import START, Audit
 from mingpt.config import Config
-from mingpt.data import Corpus, make_corpus, mix, read_bytes
+from mingpt.data import mix
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast, resolve_dtype
-from mingpt.errors import ExpectedError, NonFiniteError, NonRetryableError, UserError
+from mingpt.errors import ExpectedError, NonFiniteError, NonRetryableError
 from mingpt.evaluate import Evaluator
-from mingpt.initialize import init_environment, init_state
+from mingpt.initialize import init_environment, init_state, load_corpus, make_run_dir
 from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer, open_log
 from mingpt.resume import find_start
@@ -41,7 +40,7 @@ class Trainer:
         self.run_dir = context.raise_on_all_ranks(lambda: make_run_dir(config))
         open_log(self.run_dir if context.rank == 0 else None)
         corpus = load_corpus(config, context)
-        start = find_start(config, context, self.run_dir, corpus.fingerprint)
+        start = find_start(config, context, self.run_dir, corpus)
         self.environment = init_environment(config, context, start)
         with out_of_memory_explained():
             self.state, self.sampler = init_state(config, context, corpus, start, self.environment)
@@ -100,6 +99,7 @@ class Trainer:
         """One optimizer update. Returns the gradient's norm and the request to stop, if there is one."""
         config, state, strategy = self.config, self.state, self.strategy
         step = state.step
+        events.emit("step_start", step=step)
         strategy.start_step()
         with out_of_memory_explained():
             for micro_batch in strategy.my_micro_batches:
@@ -274,22 +274,6 @@ class Trainer:
             path.unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s cannot be removed (%s) and will stop the next run", path, error.strerror)
-
-
-def make_run_dir(config: Config) -> Path:
-    run_dir = Path(config.run_dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "log.txt").open("a").close()
-    except OSError as error:
-        raise UserError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}") from None
-    return run_dir
-
-
-def load_corpus(config: Config, context: DistributedContext) -> Corpus:
-    """Rank 0 reads the text; all ranks get its bytes and encode them alike."""
-    content = context.run_with_heartbeat(lambda: read_bytes(config.data) if context.rank == 0 else None)
-    return make_corpus(context.broadcast_bytes(content, source=0), config.data)
 
 
 @contextlib.contextmanager

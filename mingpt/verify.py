@@ -22,20 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingpt import events
 from mingpt.cli import build
 from mingpt.config import Config
-from mingpt.distributed.launch import Launch
+from mingpt.fault_injection import STEPS, Kill, mark
 from mingpt.jobs import ROOT, Job, children, is_alive, read_history, tensor_hash, torchrun
-from mingpt.worker import Worker
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mingpt.data import CharDataset
 
 PHASES = ("start-up", "forward", "reduction", "evaluation", "save")
-STEPS, SPOILED_STEP = 48, 40
 SETTINGS = {
     "data.block_size": 32, "data.val_fraction": 0.1, "model.n_layer": 2, "model.n_head": 2,
     "model.n_embd": 32, "model.dropout": 0.1, "trainer.max_steps": STEPS, "trainer.batch_size": 8,
@@ -44,19 +39,6 @@ SETTINGS = {
     "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
 }  # fmt: skip
 TIMINGS = ("step_s", "data_s", "tokens_per_s")
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on.
-
-    After that the job goes on with `workers` workers.
-    """
-
-    phase: str
-    step: int
-    rank: int
-    workers: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +69,7 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
     while True:
         changes = [number for number in range(done, len(kills)) if kills[number].workers != workers]
         change = changes[0] if changes else None
-        command = [*torchrun(workers, len(kills) + 1), "-m", "mingpt.verify", "--worker", str(folder), *given]
+        command = [*torchrun(workers, len(kills) + 1), "-m", "mingpt.fault_injection", str(folder), *given]
         job = Job(command, folder / "job")
         while job.is_running() and not (change is not None and mark(folder, change).exists()):
             time.sleep(0.02)
@@ -102,11 +84,6 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
             return
         else:
             raise RuntimeError(f"torchrun ended with code {job.process.returncode}:\n{job.err()[-3000:]}")
-
-
-def mark(folder: Path, number: int) -> Path:
-    """A file that tells that a kill of the plan was done."""
-    return folder / f"killed-{number}"
 
 
 def read_outcome(folder: Path, config: Config) -> Outcome:
@@ -229,80 +206,5 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-class Saboteur:
-    """In a worker: kills it at the events that the plan names, and spoils what it is told to."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        plan = json.loads((folder / "plan.json").read_text())
-        self.kills = [Kill(**kill) for kill in plan["kills"]]
-        self.spoil = plan["spoil"]
-        self.rank, self.workers, self.step = 0, 1, 0
-        events.subscribe("worker_start", self.on_worker_start)
-        events.subscribe("run_start", self.on_run_start)
-        events.subscribe("batch", self.on_batch)
-        events.subscribe("step_end", self.on_step_end)
-        events.subscribe("reduction_start", lambda: self.kill_if_due("reduction", self.step))
-        events.subscribe("evaluation_start", lambda step: self.kill_if_due("evaluation", step))
-        events.subscribe("file_write", self.on_file_write)
-        events.subscribe("partial_sums", self.on_partial_sums)
-
-    def kill_if_due(self, phase: str, step: int) -> None:
-        """Die here if the next kill of the plan says so; its mark outlives the process."""
-        waiting = [number for number in range(len(self.kills)) if not mark(self.folder, number).exists()]
-        if not waiting:
-            return
-        kill = self.kills[waiting[0]]
-        rank = 0 if phase == "save" else kill.rank % self.workers  # rank 0 alone saves
-        if kill.phase == phase and step >= kill.step and self.rank == rank:
-            mark(self.folder, waiting[0]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_worker_start(self, launch: Launch) -> None:
-        self.rank, self.workers = launch.rank, launch.world_size
-        self.kill_if_due("start-up", STEPS)  # a start-up has no step: it follows the kill before it
-
-    def on_run_start(self, state: Any, strategy: Any) -> None:
-        self.step = state.step
-
-    def on_step_end(self, step: int) -> None:
-        self.step = step
-
-    def on_batch(self, step: int, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
-        self.kill_if_due("forward", step)
-        if self.spoil == "window" and step == SPOILED_STEP and micro_batch == 0:
-            inputs.zero_()
-
-    def on_file_write(self, name: str, path: str, content: bytes | memoryview) -> None:
-        if name.endswith(".safetensors"):
-            waiting = [
-                kill for number, kill in enumerate(self.kills) if not mark(self.folder, number).exists()
-            ]
-            if waiting and waiting[0].phase == "save":
-                Path(path).write_bytes(content[: len(content) // 2])
-            self.kill_if_due("save", self.step)
-
-    def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
-        """(a + b) + (c + d) and so on become a sum in another order: two partial sums change places."""
-        if self.spoil == "sum" and self.step == SPOILED_STEP and len(sums) == 3:
-            for left, right in zip(sums[0][2], sums[2][2], strict=True):
-                saved = left.clone()
-                left.copy_(right)
-                right.copy_(saved)
-
-
-def run_worker(folder: Path, argv: list[str]) -> None:
-    """train.py with a saboteur."""
-    Saboteur(folder)
-    with Worker() as worker:
-        config = build(dict(word.split("=", 1) for word in argv))
-
-        from mingpt.trainer import Trainer
-
-        worker.stopped_by = Trainer(config, worker.connect(config)).run()
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        run_worker(Path(sys.argv[2]), sys.argv[3:])
     sys.exit(main())

@@ -1,48 +1,58 @@
 """Tokenizers: text to tokens and back, and to the bytes that a snapshot carries."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from mingpt.errors import UserError
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What trainer, resume and sample.py know of a tokenizer. Registered by name in TOKENIZERS."""
 
     @classmethod
+    @abstractmethod
     def train(cls, text: str) -> "Tokenizer":
         """The tokenizer for a text."""
 
     @classmethod
+    @abstractmethod
     def from_bytes(cls, content: bytes) -> "Tokenizer":
         """The inverse of `to_bytes`."""
 
+    @abstractmethod
     def to_bytes(self) -> bytes:
         """All of the tokenizer as UTF-8 text; a snapshot carries it."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """The size of the vocabulary."""
 
+    @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) of the smallest unsigned type. Raises UserError for text that cannot be encoded."""
 
+    @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens."""
 
     def default_prompt(self) -> str:
         """What a sample begins with where no prompt is given; at least one token."""
+        return "\n"
 
     def matching_tokens(self, other: "Tokenizer") -> dict[int, int]:
         """{token here: the same token in `other`}, for embedding rows taken over from another run."""
+        same = self.fingerprint() == other.fingerprint()
+        return {token: token for token in range(len(self))} if same else {}
 
     def fingerprint(self) -> str:
         """The same string for tokenizers that encode alike."""
+        return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character: its place among a text's distinct characters in code-point order."""
 
     def __init__(self, characters: str) -> None:
@@ -89,12 +99,9 @@ class CharTokenizer:
 
     def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
         if not isinstance(other, CharTokenizer):
-            return {}
+            return super().matching_tokens(other)
         theirs = {character: token for token, character in enumerate(other.characters)}
         return {token: theirs[char] for token, char in enumerate(self.characters) if char in theirs}
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
 # By the name in `data.tokenizer`; auto is the first one.

@@ -70,9 +70,8 @@ def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
     else:
-        amx = (
-            " AMX" if torch.cpu._is_amx_tile_supported() else ""
-        )  # computes products with other bits than AVX512
+        # AMX computes products with other bits than AVX512.
+        amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
         name = f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
     return {"torch": torch.__version__, "device": name, "threads": threads}
 

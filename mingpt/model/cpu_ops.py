@@ -147,9 +147,8 @@ class _Attention(torch.autograd.Function):
         ctx.rows, ctx.weights, ctx.masks, ctx.factor = [], [], [], 1.0
         for first in range(0, length, ROWS):
             last = min(first + ROWS, length)
-            scores = torch.baddbmm(
-                mask[first:last, :last], query[:, first:last], key[:, :last].mT
-            )  # (B H, rows, last)
+            # (B H, rows, last)
+            scores = torch.baddbmm(mask[first:last, :last], query[:, first:last], key[:, :last].mT)
             weights = torch.softmax(scores, -1)
             if dropout:
                 keep, ctx.factor = dropout_mask(weights.shape, dropout, weights.dtype)
@@ -209,9 +208,8 @@ def attention(
     sines, queries and keys are first divided by their root mean square and rotated.
     """
     if cos is not None and sin is not None:
-        cos, sin = (
-            table[: qkv.size(1), None, None].to(qkv.dtype) for table in (cos, sin)
-        )  # (T, 1, 1, D / 2)
+        # (T, 1, 1, D / 2)
+        cos, sin = (table[: qkv.size(1), None, None].to(qkv.dtype) for table in (cos, sin))
     with torch.autocast("cpu", enabled=False):
         y: Tensor = _Attention.apply(qkv, heads, mask.to(qkv.dtype), cos, sin, dropout)
     return y

@@ -62,9 +62,8 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, start: int) -> Tensor:
         """(B, H, T, D) features of positions start, start + 1, ..., rotated."""
-        cos, sin = (
-            table[start : start + x.size(2)].to(x.dtype) for table in (self.cos, self.sin)
-        )  # (T, D / 2)
+        end = start + x.size(2)
+        cos, sin = (table[start:end].to(x.dtype) for table in (self.cos, self.sin))  # (T, D / 2)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -105,9 +104,8 @@ class CausalSelfAttention(nn.Module):
             query, key = (self.rotary(rms_norm(part), start) for part in (query, key))
         if cache:
             key, value = cache.extend(block, key, value)
-        mask = self.mask[start : start + query.size(2), : key.size(2)].to(
-            query.dtype
-        )  # (T, positions so far)
+        end = start + query.size(2)
+        mask = self.mask[start:end, : key.size(2)].to(query.dtype)  # (T, positions so far)
         dropout = self.dropout if self.training else 0.0
         if compiling_for_cpu(query) and query.size(2) <= MAX_MATH_ATTENTION:
             scores = (query / math.sqrt(query.size(3))) @ key.mT + mask

@@ -5,12 +5,7 @@ The trainer calls `loss.backward()` inside a strategy's `micro_batch` context an
 
 from mingpt.parallel.ddp import DDPReduction
 from mingpt.parallel.exact import ExactReduction
+from mingpt.parallel.registry import STRATEGIES
 from mingpt.parallel.strategy import Strategy, StrategySetup
-
-# By the name in `trainer.reduction`.
-STRATEGIES: dict[str, type[Strategy]] = {
-    "exact": ExactReduction,
-    "fast": DDPReduction,
-}
 
 __all__ = ["STRATEGIES", "DDPReduction", "ExactReduction", "Strategy", "StrategySetup"]

@@ -18,9 +18,8 @@ from torch import Tensor
 from mingpt import events
 from mingpt.parallel.tree import PartialSums, push
 
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # before torch 2.13
+# all_gather_into_tensor is the name before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class BucketReducer:

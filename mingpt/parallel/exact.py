@@ -21,9 +21,8 @@ from mingpt.parallel.bucket_reducer import BucketReducer
 from mingpt.parallel.strategy import Strategy, StrategySetup
 from mingpt.parallel.tree import PartialSums, cover, push
 
-BUCKET_BYTES = (
-    8 << 20
-)  # large enough for a collective to be efficient, small enough for the first to start early
+# Large enough for a collective to be efficient, small enough for the first to start early.
+BUCKET_BYTES = 8 << 20
 
 
 def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:

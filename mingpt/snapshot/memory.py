@@ -158,9 +158,8 @@ class MemorySnapshots:
         """Remove all of this run's snapshots from memory."""
         if self.thread:
             self.thread.join()
-        shutil.rmtree(
-            self.root, ignore_errors=True
-        )  # another worker of this machine may be removing them too
+        # Errors are ignored: another worker of this machine may be removing them too.
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 def map_file(path: Path, size: int) -> Tensor:

@@ -55,12 +55,9 @@ class StagingBuffer:
         if allocate:
             self.buffer = allocate(size)
         else:
-            pinned = any(
-                tensor.is_cuda for tensor in tensors.values()
-            )  # a GPU writes to pinned pages directly
-            self.buffer = torch.empty(
-                size, dtype=torch.uint8, pin_memory=pinned
-            ).zero_()  # faults in every page
+            # A GPU writes to pinned pages directly; zeroing faults in every page.
+            pinned = any(tensor.is_cuda for tensor in tensors.values())
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
         self.buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.slots = {}
         for name, offset in offsets.items():
