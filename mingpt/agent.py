@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mingpt.config import Config
+from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.launch import STATUS_FILE, Launch
 from mingpt.distributed.signals import StopSignal
@@ -30,9 +30,10 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
-    """How many workers `trainer.workers` means on this machine."""
+    """How many workers `trainer.workers` means on this machine. Raises UserError if they are too many."""
     trainer = config.trainer
     if trainer.workers != "auto":
+        check_workers(config, trainer.workers)
         return trainer.workers
     if trainer.device == "mps" or (config.snapshot.path or "").startswith("memory://"):
         return 1
@@ -68,18 +69,20 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         stop_signal.close()
         handle_signals(stop_agent)  # until the agent installs handlers that do the same
         try:
-            agent(*command)
-            code = 0
+            try:
+                agent(*command)
+                code = 0
+            except ChildFailedError as error:
+                code = 1
+                rank, failure = error.get_first_failure()
+                if failure.exitcode < 0:  # killed, so that no worker could report it
+                    name = signal.Signals(-failure.exitcode).name
+                    message = f"worker {rank} was killed by {name} and no restart is left"
+                    sys.stderr.write(f"error: {message} (trainer.max_restarts)\n")
+            handle_signals(signal.SIG_IGN)  # nothing is left to stop
         except SignalException:  # from a user, or from rank 0 to end the job
+            handle_signals(signal.SIG_IGN)
             code = read_status(status_file)
-        except ChildFailedError as error:
-            code = 1
-            rank, failure = error.get_first_failure()
-            if failure.exitcode < 0:  # killed, so that no worker could report it
-                name = signal.Signals(-failure.exitcode).name
-                message = f"worker {rank} was killed by {name} and no restart is left (trainer.max_restarts)"
-                sys.stderr.write(f"error: {message}\n")
-        handle_signals(signal.SIG_IGN)  # nothing is left to stop
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -145,8 +145,8 @@ def check_snapshot(
     if trained_on != corpus.fingerprint:
         raise UserError(
             f"{config.data.path} (sha256 {corpus.fingerprint[:12]}...) is not the text that the snapshots in "
-            f"{url} were trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from to "
-            "keep the weights"
+            f"{url} were trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from "
+            "to keep the weights"
         )
     if snapshot_tokenizer(snapshot).fingerprint() != corpus.tokenizer.fingerprint():
         raise UserError(f"{url} holds snapshots of a run with another tokenizer: choose another run_dir")

@@ -34,11 +34,11 @@ class StopSignal:
         self.deferred = False
         self.stop_file: Path | None = None
         self.closed = threading.Event()
-        self.read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
+        self.read_end, self.write_end = os.pipe()
+        os.set_blocking(self.write_end, False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe is what counts
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 
@@ -53,12 +53,16 @@ class StopSignal:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         self.closed.set()
+        os.write(self.write_end, b"\0")  # wakes the thread
         self.thread.join()
 
     def listen(self) -> None:
         received_at = 0.0
-        while not self.closed.is_set():
-            if select.select([self.read_end], [], [], POLL_S)[0]:
+        while True:
+            readable = select.select([self.read_end], [], [], POLL_S)[0]
+            if self.closed.is_set():
+                return
+            if readable:
                 number = os.read(self.read_end, 1)[0]
                 now = time.monotonic()
                 if not (self.reason and now - received_at < REPEAT_S):
