@@ -1,9 +1,9 @@
-"""Damaged snapshots: 2,000 random bit flips, and every truncation at the edge of a record, of a snapshot as large as the default run's.
+"""Damaged snapshots of the default run's size: 2,000 bit flips, and every truncation at the edge of a record.
 
     python benchmarks/damage.py
 
-A record of the tensor file is its length, its header or one tensor; of the manifest, a line. None may load; the one before must be found by
-itself. Exit code 1 otherwise.
+A record of the tensor file is its length, its header or one tensor; of the manifest, a line. No damaged
+snapshot may load, and the one before must be found instead. Exit code 1 otherwise.
 """
 
 import argparse
@@ -11,76 +11,101 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, row
+from common import row
 
-sys.path.insert(0, str(ROOT))
 from mingpt.config import Config, to_dict
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
-from mingpt.snapshot import Folder
-from mingpt.stage import pack
+from mingpt.snapshot import SnapshotStore, to_safetensors
+
+OLDER, NEWER = 10, 20  # steps; the newer snapshot is damaged
 
 
-def state() -> dict[str, torch.Tensor]:
+def state_content() -> bytes:
+    """A tensor file as the default run writes it, with random numbers for the optimizer's state."""
     config = Config()
     torch.manual_seed(1)
     model = GPT(config.model, vocab_size=60, block_size=config.data.block_size)
-    optimizer = Optimizer(model, config.optimizer)
-    for tensor in optimizer.state_dict().values():
+    optimizer = Optimizer(model, config.optimizer).state_dict()
+    for tensor in optimizer.values():
         tensor.normal_()
     tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
-    return tensors | {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
+    return bytes(to_safetensors(tensors))
 
 
-def edges(content: bytes, kind: str) -> list[int]:
-    """Lengths at which the file is cut: where each record ends, and one byte to either side."""
+def truncations(content: bytes, kind: str) -> list[int]:
+    """Lengths to which the file is cut: where each record ends, and one byte to either side."""
     if kind == "json":
         ends = [number + 1 for number, byte in enumerate(content) if byte == ord("\n")]
     else:
         length = int.from_bytes(content[:8], "little")
-        described = json.loads(content[8 : 8 + length])
-        ends = [8, 8 + length, *(8 + length + tensor["data_offsets"][1] for tensor in described.values())]
-    return sorted({cut for end in [0, *ends] for cut in (end - 1, end, end + 1) if 0 <= cut < len(content)})
+        header = json.loads(content[8 : 8 + length])
+        ends = [8, 8 + length, *(8 + length + tensor["data_offsets"][1] for tensor in header.values())]
+    cuts = {cut for end in [0, *ends] for cut in (end - 1, end, end + 1)}
+    return sorted(cut for cut in cuts if 0 <= cut < len(content))
+
+
+def damages(whole: dict[str, bytes], flips: int, dice: random.Random) -> Iterator[tuple[str, str, bytes]]:
+    """("flip" or "truncation", kind of file, its damaged content); half of the flips in each file."""
+    for kind, content in whole.items():
+        for _ in range(flips // 2):
+            bit = dice.randrange(8 * len(content))
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            yield "flip", kind, bytes(damaged)
+    for kind, content in whole.items():
+        for cut in truncations(content, kind):
+            yield "truncation", kind, content[:cut]
+
+
+def save_both(store: SnapshotStore, content: bytes) -> None:
+    """The two snapshots."""
+    store.prepare()
+    for step in (OLDER, NEWER):
+        manifest: dict[str, Any] = {"step": step, "windows": 16 * step, "config": to_dict(Config())}
+        store.write(manifest | {"vocabulary": "abc", "metrics": {}}, content)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    dice, silent, fallen_back, tried = random.Random(arguments.seed), 0, 0, 0
+    dice, silent, fell_back = random.Random(arguments.seed), 0, 0
+    tried = {"flip": 0, "truncation": 0}
+    content = state_content()
     with tempfile.TemporaryDirectory() as name:
-        folder = Folder(str(Path(name, "snapshots")))
-        folder.prepare()
-        content = pack(state())
-        for step in (10, 20):
-            about: dict[str, Any] = {"step": step, "windows": 16 * step, "config": to_dict(Config()), "vocabulary": "abc", "metrics": {}}
-            folder.write(about, content)
-        paths = {kind: Path(folder.path(f"step_00000020.{kind}")) for kind in ("safetensors", "json")}
+        store = SnapshotStore(str(Path(name, "snapshots")))
+        save_both(store, content)
+        paths = {kind: Path(store.path(f"step_{NEWER:08d}.{kind}")) for kind in ("safetensors", "json")}
         whole = {kind: path.read_bytes() for kind, path in paths.items()}
-        cuts = [(kind, cut) for kind in paths for cut in edges(whole[kind], kind)]
-        # Half of the flips in each file, which is where a small file's turn comes too.
-        flips = [(kind, dice.randrange(8 * len(whole[kind]))) for kind in paths for _ in range(arguments.flips // 2)]
-        for number, (kind, where) in enumerate([*flips, *cuts]):
-            broken = bytearray(whole[kind])
-            if number < len(flips):
-                broken[where // 8] ^= 1 << where % 8
-            else:
-                del broken[where:]
-            paths[kind].write_bytes(broken)
-            found, wrong = folder.newest()
-            silent += found is not None and found.manifest["step"] == 20
-            fallen_back += found is not None and found.manifest["step"] == 10 and list(wrong) == [20] and found.content == content
-            tried += 1
+        for damage, kind, damaged in damages(whole, arguments.flips, dice):
+            paths[kind].write_bytes(damaged)
+            found, corrupt = store.find_newest()
+            step = found.manifest["step"] if found else None
+            silent += step == NEWER
+            if found and step == OLDER and list(corrupt) == [NEWER] and found.content == content:
+                fell_back += 1
+            tried[damage] += 1
             paths[kind].write_bytes(whole[kind])
-        found, wrong = folder.newest()
-        intact = found is not None and found.manifest["step"] == 20 and not wrong
-    row(bytes=len(content), flips=len(flips), truncations=len(cuts), loaded_silently=silent, fell_back=fallen_back, intact_one_loads=intact)
-    return 0 if silent == 0 and fallen_back == tried and intact else 1
+        found, corrupt = store.find_newest()
+        intact_one_loads = found is not None and found.manifest["step"] == NEWER and not corrupt
+    row(
+        bytes=len(content),
+        flips=tried["flip"],
+        truncations=tried["truncation"],
+        loaded_silently=silent,
+        fell_back=fell_back,
+        intact_one_loads=intact_one_loads,
+    )
+    return 0 if silent == 0 and fell_back == sum(tried.values()) and intact_one_loads else 1
 
 
 if __name__ == "__main__":

@@ -1,114 +1,143 @@
-"""What snapshots cost at 10.65 M parameters: a durable one every 10 steps, and one in memory every 5.
+"""What snapshots cost at 10.65 M parameters: one on disk every 10 steps, and one in memory every 5.
 
     python benchmarks/snapshot_cost.py             # two workers of one thread, 60 steps
 
-Counted in the worker that writes: the seconds for which the loop waits for a snapshot (all of it: the agreement that the last one is written, the
-audit, the copy), the CPU seconds of the threads that write, and a plain copy of the same tensors into warm memory just before it.
-Exit code 1 unless (waits + CPU seconds) / (cores x wall seconds) is at most 1 % and the median wait at most 1.5 x the plain copy.
+Measured in the worker that writes: the seconds for which the loop waits for a snapshot (the agreement that
+the last one is written, the audit, the copy), the CPU seconds of the threads that write, and a plain copy of
+the same tensors into warm memory just before it. Exit code 1 unless (waits + CPU seconds) / (cores x wall
+seconds) is at most 1 % and the median wait at most 1.5 x the plain copy.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common import ROOT, row
+from common import arguments_of, row, wait_for_success
+
+from mingpt import events
+from mingpt.cli import parse
+from mingpt.jobs import Job, torchrun
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mingpt.distributed import Launch
+    from mingpt.parallel import Strategy
+    from mingpt.state import TrainState
 
 SETTINGS = {
-    "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2, "optimizer.name": "adamw",
-    "trainer.batch_size": 64, "trainer.micro_batch_size": 8, "trainer.log_every": 10, "trainer.eval_every": 100_000, "trainer.sample_tokens": 0,
+    "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2,
+    "optimizer.name": "adamw", "trainer.batch_size": 64, "trainer.micro_batch_size": 8,
+    "trainer.log_every": 10, "trainer.eval_every": 100_000, "trainer.sample_tokens": 0,
     "trainer.device": "cpu", "snapshot.every": 10, "data.val_fraction": 0.01,
 }  # fmt: skip
+TIMES = "times.json"
 
 
-def worker(argv: list[str]) -> None:
-    """train.py, with a trainer that keeps the time of what it writes."""
-    sys.path.insert(0, str(ROOT))
-    from mingpt.config import Config, build
-    from mingpt.job import work
-    from mingpt.snapshot import Writer
-    from mingpt.trainer import Trainer
+class SaveTimes:
+    """In a worker: the waits for snapshots on disk and in memory, the writers' CPU time, plain copies."""
 
-    kept: dict[str, list[float]] = {"durable": [], "memory": [], "cpu": [], "copy": []}
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / TIMES
+        self.seconds: dict[str, list[float]] = {"disk": [], "memory": [], "cpu": [], "copy": []}
+        self.writer_began: dict[str, float] = {}  # by kind: each has one thread at a time
+        self.is_rank_0 = False
+        self.run_began = self.save_began = 0.0
+        events.subscribe("worker_start", self.on_worker_start)
+        events.subscribe("run_start", self.on_run_start)
+        events.subscribe("save_start", self.on_save_start)
+        events.subscribe("save_end", self.on_save_end)
+        events.subscribe("write_start", self.on_write_start)
+        events.subscribe("write_end", self.on_write_end)
+        events.subscribe("run_end", self.on_run_end)
 
-    def timed(target: Any) -> Any:
-        def run(*arguments: Any) -> None:
-            began = time.thread_time()
-            target(*arguments)
-            kept["cpu"].append(time.thread_time() - began)
+    def on_worker_start(self, launch: "Launch") -> None:
+        self.is_rank_0 = launch.rank == 0
 
-        return run
+    def on_run_start(self, state: "TrainState", strategy: "Strategy") -> None:
+        self.state = state
+        self.copies: dict[str, Tensor] = {name: full.clone() for name, full in state.full_state().items()}
+        self.run_began = time.perf_counter()
 
-    class Timed(Trainer):
-        def save(self) -> None:
-            self.clocked("durable", super().save)
+    def on_save_start(self, kind: str, step: int) -> None:
+        import torch.distributed
 
-        def save_in_memory(self) -> None:
-            self.clocked("memory", super().save_in_memory)
+        tensors = self.state.full_state()
+        began = time.perf_counter()
+        for name, copy in self.copies.items():
+            copy.copy_(tensors[name])
+        self.seconds["copy"].append(time.perf_counter() - began)
+        torch.distributed.barrier()  # what follows is not the wait for a slower worker
+        self.save_began = time.perf_counter()
 
-        def clocked(self, kind: str, save: Any) -> None:
-            state = self.state()
-            began = time.perf_counter()
-            for name, tensor in self.plain.items():
-                tensor.copy_(state[name])
-            kept["copy"].append(time.perf_counter() - began)
-            self.cluster.gather(None)  # what follows is not the wait for a slower worker
-            began = time.perf_counter()
-            save()
-            kept[kind].append(time.perf_counter() - began)
+    def on_save_end(self, kind: str, step: int) -> None:
+        self.seconds[kind].append(time.perf_counter() - self.save_began)
 
-        def run(self) -> str | None:
-            self.plain = {name: tensor.clone() for name, tensor in self.state().items()}
-            began = time.perf_counter()
-            stopped = super().run()
-            if self.report:
-                print(json.dumps(kept | {"wall_s": time.perf_counter() - began}), flush=True)
-            return stopped
+    def on_write_start(self, kind: str, step: int) -> None:
+        self.writer_began[kind] = time.thread_time()
 
-    Writer.write = timed(Writer.write)  # type: ignore[method-assign]
-    from mingpt.memory import Memory
+    def on_write_end(self, kind: str, step: int) -> None:
+        self.seconds["cpu"].append(time.thread_time() - self.writer_began[kind])
 
-    Memory.finish = timed(Memory.finish)  # type: ignore[method-assign]
+    def on_run_end(self, state: "TrainState") -> None:
+        """Rank 0 leaves in run_dir what it has measured."""
+        if self.is_rank_0:
+            wall_s = time.perf_counter() - self.run_began
+            self.path.write_text(json.dumps(self.seconds | {"wall_s": wall_s}))
 
-    def make(config: Config, cluster: Any) -> Any:
-        return Timed(config, cluster)
 
-    work(lambda: build(dict(word.split("=", 1) for word in argv)), make)
+def work(arguments: list[str]) -> None:
+    """train.py, with its snapshots timed."""
+    SaveTimes(Path(parse(arguments).run_dir))
+    import train
+
+    sys.argv = ["train.py", *arguments]
+    train.main()
+
+
+def measure(steps: int) -> dict[str, Any]:
+    """What rank 0 measured in a run."""
+    with tempfile.TemporaryDirectory() as name:
+        run_dir = Path(name, "run")
+        given = arguments_of(SETTINGS | {"trainer.max_steps": steps, "run_dir": run_dir})
+        job = Job([*torchrun(2), __file__, "--worker", *given], run_dir)
+        wait_for_success(job)
+        measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())
+    return measured
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        given = [f"{key}={value}" for key, value in (SETTINGS | {"trainer.max_steps": arguments.steps, "run_dir": Path(name, "run")}).items()]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "--worker", *given]
-        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-        done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    kept = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    row(**{kind: [round(value, 5) for value in values] if isinstance(values, list) else values for kind, values in kept.items()})
-    cores, waits = os.cpu_count() or 1, sum(kept["durable"]) + sum(kept["memory"])
-    share = (waits + sum(kept["cpu"])) / (cores * kept["wall_s"])
-    copy = statistics.median(kept["copy"])
-    ratios = {kind: round(statistics.median(kept[kind]) / copy, 3) for kind in ("durable", "memory")}
+    measured = measure(arguments.steps)
+    wall_s = measured.pop("wall_s")
+    rounded = {kind: [round(value, 5) for value in seconds] for kind, seconds in measured.items()}
+    row(**rounded, wall_s=wall_s)
+    cores = os.cpu_count() or 1
+    waits_s, cpu_s = sum(measured["disk"]) + sum(measured["memory"]), sum(measured["cpu"])
+    share = (waits_s + cpu_s) / (cores * wall_s)
+    copy_s = statistics.median(measured["copy"])
+    ratios = {kind: round(statistics.median(measured[kind]) / copy_s, 3) for kind in ("disk", "memory")}
     row(
         steps=arguments.steps,
-        wall_s=round(kept["wall_s"], 1),
-        waits_s=round(waits, 3),
-        writer_cpu_s=round(sum(kept["cpu"]), 3),
+        wall_s=round(wall_s, 1),
+        waits_s=round(waits_s, 3),
+        writer_cpu_s=round(cpu_s, 3),
         share=round(share, 5),
     )
-    row(plain_copy_s=round(copy, 5), wait_over_copy=ratios)
+    row(plain_copy_s=round(copy_s, 5), wait_over_copy=ratios)
     return 0 if share <= 0.01 and max(ratios.values()) <= 1.5 else 1
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2:])
+        work(sys.argv[2:])
     sys.exit(main())

@@ -1,12 +1,15 @@
 """From the start of the process to the first completed step, beside a bare `import torch`, in turns.
 
     python benchmarks/start.py
+    python benchmarks/start.py --against CHECKOUT       # also the start of another commit of this project
 
-The default run as `python train.py`, without its first evaluation. Exit code 1 unless the median of the paired ratios is at most 2.5.
+The default run as `python train.py` with one worker, without its first evaluation. A row per round, as JSON,
+then medians of the paired ratios: with --against, our time over the other checkout's; last, our time over
+that of the import. Exit code 1 unless the last is at most 2.5.
 """
 
+import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -14,33 +17,77 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, row
+from common import arguments_of, row, spread, wait_for_success
+
+from mingpt.jobs import ROOT, Job, clean_environment
+
+POLL_S = 0.002
+SETTINGS = {
+    "trainer.eval_at_start": False,
+    "trainer.log_every": 1,
+    "trainer.max_steps": 3,
+    "trainer.sample_tokens": 0,
+    "trainer.device": "cpu",
+}
+
+
+def seconds_to_import_torch() -> float:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
+    return time.monotonic() - began
+
+
+def one_worker(checkout: Path) -> list[str]:
+    """The setting for a single process; an older commit, which lacks it, has no other way to train."""
+    command = [sys.executable, "train.py", "--help"]
+    done = subprocess.run(
+        command, cwd=checkout, env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    return ["trainer.workers=1"] if "trainer.workers=" in done.stdout else []
+
+
+def seconds_to_first_step(checkout: Path, run_dir: Path, more: list[str]) -> float:
+    """Until the first step is on record. Raises RuntimeError if the run fails."""
+    command = [sys.executable, "train.py", f"run_dir={run_dir}", *arguments_of(SETTINGS), *more]
+    record = run_dir / "metrics.jsonl"
+    began = time.monotonic()
+    job = Job(command, run_dir, cwd=checkout)
+    while job.is_running() and not (record.exists() and record.read_text().endswith("\n")):
+        time.sleep(POLL_S)
+    took = time.monotonic() - began
+    wait_for_success(job)
+    assert json.loads(record.read_text().splitlines()[0])["step"] == 1
+    return took
 
 
 def main() -> int:
-    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    ratios = []
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args()
+    checkouts = {"first_step_s": ROOT}
+    if arguments.against:
+        checkouts["other_first_step_s"] = arguments.against.resolve()
+    more = {kind: one_worker(checkout) for kind, checkout in checkouts.items()}
+    over_import, over_other = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as name:
-        for number in range(10):
-            began = time.monotonic()
-            subprocess.run([sys.executable, "-c", "import torch"], check=True, env=env)
-            bare = time.monotonic() - began
-            run_dir = Path(name, str(number))
-            settings = ["trainer.eval_at_start=false", "trainer.log_every=1", "trainer.max_steps=3", "trainer.sample_tokens=0", "trainer.device=cpu"]
-            began = time.monotonic()
-            job = subprocess.Popen(
-                [sys.executable, "train.py", f"run_dir={run_dir}", *settings], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            record = run_dir / "metrics.jsonl"
-            while not (record.exists() and record.read_text().endswith("\n")):
-                time.sleep(0.002)
-            first = time.monotonic() - began
-            job.wait()
-            assert json.loads(record.read_text().splitlines()[0])["step"] == 1
-            ratios.append(first / bare)
-            row(round=number, import_torch_s=round(bare, 3), first_step_s=round(first, 3), ratio=round(ratios[-1], 3))
-    row(ratio=round(statistics.median(ratios), 3), **{"from": round(min(ratios), 3), "to": round(max(ratios), 3)})
-    return 0 if statistics.median(ratios) <= 2.5 else 1
+        for number in range(arguments.rounds):
+            times = {"import_torch_s": seconds_to_import_torch()}
+            for kind in reversed(checkouts) if number % 2 else checkouts:
+                run_dir = Path(name, f"{kind}-{number}")
+                times[kind] = seconds_to_first_step(checkouts[kind], run_dir, more[kind])
+            over_import.append(times["first_step_s"] / times["import_torch_s"])
+            rounded = {kind: round(seconds, 3) for kind, seconds in times.items()}
+            ratios = {"ratio": round(over_import[-1], 3)}
+            if arguments.against:
+                over_other.append(times["first_step_s"] / times["other_first_step_s"])
+                ratios["ratio_to_other"] = round(over_other[-1], 3)
+            row(round=number, **rounded, **ratios)
+    if over_other:
+        row(ratio_to_other=round(statistics.median(over_other), 3), **spread(over_other, 3))
+    row(ratio=round(statistics.median(over_import), 3), **spread(over_import, 3))
+    return 0 if statistics.median(over_import) <= 2.5 else 1
 
 
 if __name__ == "__main__":

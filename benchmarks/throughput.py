@@ -1,41 +1,72 @@
-"""Where a step's time goes: steps and tokens per second, the share of the measured rate of matrix products, and of each part of a step.
+"""Where a step's time goes: steps and tokens per second, and the shares of the parts of a step.
 
-    python benchmarks/throughput.py                        # default run, nanoGPT's CPU size, 10.65 M parameters, each compiled too; two workers
+    python benchmarks/throughput.py             # default run, nanoGPT's CPU size, 10.65 M; each compiled too
     python benchmarks/throughput.py --sizes 10M --workers 1
 
-A row a size, as JSON, then a table. `products` is what the arithmetic of a step would take at the rate measured for large products, over what
-the step took. On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and backward are then those of
-their launches.
+A row per size, as JSON, then a table. `products` is what the arithmetic of a step would take at the rate
+measured for large products, over what the step took. A part's share is the time in the main thread that ends
+with the event of that part; `reduction` is what is left of it after the last backward pass. On a GPU the same
+command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and backward are then those
+of their launches.
 """
 
 import argparse
-import collections
+import functools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common import ROOT, row
+from common import Settings, arguments_of, row, wait_for_success
 
-CPU = {"model.arch": "gpt2", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64, "trainer.batch_size": 12,
-       "trainer.micro_batch_size": 6, "optimizer.name": "adamw", "optimizer.learning_rate": 0.001, "trainer.max_steps": 200}  # fmt: skip
-BIG = {"model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2, "trainer.batch_size": 64,
-       "trainer.micro_batch_size": 8, "optimizer.name": "adamw", "optimizer.learning_rate": 0.001, "trainer.max_steps": 6}  # fmt: skip
+from mingpt import events
+from mingpt.cli import parse
+from mingpt.config import Config
+from mingpt.jobs import Job, torchrun
+
+if TYPE_CHECKING:
+    from mingpt.distributed import Launch
+    from mingpt.state import TrainState
+
+CPU = {
+    "model.arch": "gpt2", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64,
+    "trainer.batch_size": 12, "trainer.micro_batch_size": 6, "optimizer.name": "adamw",
+    "optimizer.learning_rate": 0.001, "trainer.max_steps": 200,
+}  # fmt: skip
+BIG = {
+    "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2,
+    "trainer.batch_size": 64, "trainer.micro_batch_size": 8, "optimizer.name": "adamw",
+    "optimizer.learning_rate": 0.001, "trainer.max_steps": 6,
+}  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "default": {"trainer.max_steps": 60},
     "cpu": CPU,
     "10M": BIG,
     "10M-no-dropout": BIG | {"model.dropout": 0.0},
-}  # fmt: skip
+}
 SIZES |= {f"{size}, compiled": settings | {"trainer.compile": True} for size, settings in SIZES.items()}
-QUIET = {"trainer.eval_every": 10**6, "trainer.sample_tokens": 0, "trainer.log_every": 10**6, "data.val_fraction": 0.01}
+QUIET = {
+    "trainer.eval_every": 10**6,
+    "trainer.sample_tokens": 0,
+    "trainer.log_every": 10**6,
+    "data.val_fraction": 0.01,
+}
 PARTS = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
+# The part of a step that ends with an event of the main thread.
+ENDS = {
+    "batch": "data",
+    "forward_end": "forward",
+    "backward_end": "backward",
+    "partial_sums": "backward",
+    "reduction_end": "reduction",
+    "optimizer_end": "optimizer",
+    "save_end": "snapshot",
+}
+TIMES = "times.json"
 
 
 def product_rate(device: str, threads: int) -> float:
@@ -54,91 +85,119 @@ def product_rate(device: str, threads: int) -> float:
     return 2 * size**3 / best
 
 
-def worker(argv: list[str]) -> None:
-    """train.py, with a trainer that keeps the time of each part."""
-    sys.path.insert(0, str(ROOT))
-    import torch
+class StepTimes:
+    """In a worker: the seconds of each step, and of each part over all steps after the first quarter."""
 
-    from mingpt.config import Config, build
-    from mingpt.job import work
-    from mingpt.trainer import Trainer
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.warm_up = max(1, config.trainer.max_steps // 4)
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.steps: list[float] = []
+        self.is_rank_0 = False
+        self.step_began = self.part_began = 0.0
+        events.subscribe("worker_start", self.on_worker_start)
+        events.subscribe("step_start", self.on_step_start)
+        events.subscribe("save_start", self.on_save_start)
+        for event, part in ENDS.items():
+            events.subscribe(event, functools.partial(self.end_part, part))
+        events.subscribe("step_end", self.on_step_end)
+        events.subscribe("run_end", self.on_run_end)
 
-    spent: dict[str, float] = collections.defaultdict(float)
-    steps: list[float] = []
+    def on_worker_start(self, launch: "Launch") -> None:
+        self.is_rank_0 = launch.rank == 0
 
-    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **named: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*arguments, **named)
-            finally:
-                spent[part] += time.perf_counter() - began
+    def on_step_start(self, step: int) -> None:
+        if step == self.warm_up:
+            self.parts = dict.fromkeys(PARTS, 0.0)
+        self.step_began = self.part_began = time.perf_counter()
 
-        return run
+    def on_save_start(self, kind: str, step: int) -> None:
+        self.part_began = time.perf_counter()
 
-    class Timed(Trainer):
-        def __init__(self, config: Config, cluster: Any) -> None:
-            super().__init__(config, cluster)
-            self.forward = timed("forward", self.forward)
-            self.optimizer.step = timed("optimizer", self.optimizer.step)  # type: ignore[method-assign]
-            if self.tree:
-                self.tree.finish = timed("reduction", self.tree.finish)  # type: ignore[method-assign]
-            self.accumulate = timed("accumulate", self.accumulate)  # type: ignore[method-assign]
+    def end_part(self, part: str, /, **_: Any) -> None:
+        now = time.perf_counter()
+        self.parts[part] += now - self.part_began
+        self.part_began = now
 
-        def step(self) -> tuple[float, str | None]:
-            if self.steps == self.warm:
-                spent.clear()
-            began, fetched = time.perf_counter(), self.data_s
-            result = super().step()
-            steps.append(time.perf_counter() - began)
-            spent["data"] += self.data_s - fetched
-            return result
+    def on_step_end(self, step: int) -> None:
+        self.steps.append(time.perf_counter() - self.step_began)
 
-        def save(self) -> None:
-            timed("snapshot", super().save)()
-
-        def save_in_memory(self) -> None:
-            timed("snapshot", super().save_in_memory)()
-
-        def run(self) -> str | None:
-            self.warm = max(1, self.config.trainer.max_steps // 4)
-            stopped = super().run()
-            if self.report:
-                measured = steps[self.warm :]
-                parts = {part: spent[part] / len(measured) for part in PARTS}
-                parts |= {"backward": (spent["accumulate"] - spent["forward"]) / len(measured)}
-                tokens = self.config.trainer.batch_size * self.config.data.block_size
-                about: dict[str, Any] = {"parameters": sum(weight.numel() for weight in self.model.parameters()), "tokens_per_step": tokens}
-                about |= {
-                    "compiled": self.software["compiled"],
-                    "flops_per_step": self.model.flops_per_token() * tokens,
-                    "torch": torch.__version__,
-                    "device": self.software["device"],
-                }
-                sys.stdout.write(json.dumps(about | {"steps": measured, "parts": parts}) + "\n")
-                sys.stdout.flush()
-            return stopped
-
-    work(lambda: build(dict(word.split("=", 1) for word in argv)), Timed)
+    def on_run_end(self, state: "TrainState") -> None:
+        """Rank 0 leaves in run_dir what it has measured."""
+        if not self.is_rank_0:
+            return
+        steps = self.steps[self.warm_up :]
+        tokens = self.config.trainer.batch_size * self.config.data.block_size
+        measured = {
+            "steps": steps,
+            "parts": {part: seconds / len(steps) for part, seconds in self.parts.items()},
+            "parameters": sum(weight.numel() for weight in state.model.parameters()),
+            "tokens_per_step": tokens,
+            "flops_per_step": state.model.flops_per_token() * tokens,
+        }
+        Path(self.config.run_dir, TIMES).write_text(json.dumps(measured))
 
 
-def measure(settings: dict[str, Any], workers: int, extra: list[str]) -> dict[str, Any]:
-    """One run; what rank 0 kept of it."""
+def work(arguments: list[str]) -> None:
+    """train.py, with its steps timed."""
+    StepTimes(parse(arguments))
+    import train
+
+    sys.argv = ["train.py", *arguments]
+    train.main()
+
+
+def measure(settings: Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
+    """One run; what rank 0 measured, and what the snapshot says of torch and the device."""
     with tempfile.TemporaryDirectory() as name:
-        given = [f"{key}={value}" for key, value in (QUIET | settings | {"run_dir": Path(name, "run")}).items()]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", __file__, "--worker", *given, *extra]
-        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    kept: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    if str(kept["compiled"]) != str(settings.get("trainer.compile", kept["compiled"])):
-        raise RuntimeError(f"the compiler failed:\n{done.stderr[-3000:]}")
-    return kept
+        run_dir = Path(name, "run")
+        given = arguments_of({**QUIET, **settings, "run_dir": run_dir})
+        command = [*torchrun(workers), __file__, "--worker", *given, *more]
+        job = Job(command, run_dir, OMP_NUM_THREADS="1")
+        wait_for_success(job)
+        errors = job.err()
+        measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())
+        manifest = json.loads(max(run_dir.glob("snapshots/step_*.json")).read_text())
+    environment = manifest["software"]
+    if settings.get("trainer.compile") and not environment["compiled"]:
+        raise RuntimeError(f"the compiler failed:\n{errors[-3000:]}")
+    return measured | {"torch": environment["torch"], "device": environment["device"]}
+
+
+def measure_size(size: str, rate: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The row of a size."""
+    runs = [measure(SIZES[size], arguments.workers, arguments.settings) for _ in range(arguments.rounds)]
+    medians = [statistics.median(run["steps"]) for run in runs]
+    step_s = statistics.median(medians)
+    mean_s = statistics.fmean(statistics.fmean(run["steps"]) for run in runs)
+    parts = {part: statistics.fmean(run["parts"][part] for run in runs) for part in PARTS}
+    return {
+        "size": size,
+        "workers": arguments.workers,
+        "parameters": runs[0]["parameters"],
+        "steps_per_s": round(1 / step_s, 3),
+        "step_s": [round(median, 5) for median in medians],
+        "tokens_per_s": round(runs[0]["tokens_per_step"] / step_s),
+        "product_rate": round(rate / 1e9),
+        "products": round(runs[0]["flops_per_step"] / rate / step_s, 3),
+        "shares": {part: round(seconds / mean_s, 4) for part, seconds in parts.items()},
+        "torch": runs[0]["torch"],
+        "device": runs[0]["device"],
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    titles = "".join(f"{part:>11}" for part in PARTS)
+    print(f"\n{'size':26}{'step':>10}{'tokens/s':>12}{'products':>10}{titles}")
+    for entry in rows:
+        step_ms, tokens_per_s = 1e3 / entry["steps_per_s"], entry["tokens_per_s"]
+        shares = "".join(f"{entry['shares'][part]:>11.1%}" for part in PARTS)
+        print(f"{entry['size']:26}{step_ms:>7.0f} ms{tokens_per_s:>12,}{entry['products']:>10.0%}{shares}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -148,25 +207,13 @@ def main() -> int:
     rate = product_rate(device, arguments.workers)
     rows = []
     for size in arguments.sizes:
-        kept = [measure(SIZES[size], arguments.workers, arguments.settings) for _ in range(arguments.rounds)]
-        step_s = statistics.median(statistics.median(run["steps"]) for run in kept)
-        mean_s = statistics.fmean(statistics.fmean(run["steps"]) for run in kept)
-        shares = {part: round(statistics.fmean(run["parts"][part] for run in kept) / mean_s, 4) for part in PARTS}
-        rows.append({
-            "size": size, "workers": arguments.workers, "parameters": kept[0]["parameters"], "steps_per_s": round(1 / step_s, 3),
-            "step_s": [round(statistics.median(run["steps"]), 5) for run in kept], "tokens_per_s": round(kept[0]["tokens_per_step"] / step_s),
-            "product_rate": round(rate / 1e9), "products": round(kept[0]["flops_per_step"] / rate / step_s, 3), "shares": shares,
-            "torch": kept[0]["torch"], "device": kept[0]["device"],
-        })  # fmt: skip
+        rows.append(measure_size(size, rate, arguments))
         row(**rows[-1])
-    print(f"\n{'size':16}{'step':>10}{'tokens/s':>12}{'products':>10}" + "".join(f"{part:>11}" for part in PARTS))
-    for entry in rows:
-        columns = "".join(f"{entry['shares'][part]:>11.1%}" for part in PARTS)
-        print(f"{entry['size']:16}{1e3 / entry['steps_per_s']:>7.0f} ms{entry['tokens_per_s']:>12,}{entry['products']:>10.0%}{columns}")
+    print_table(rows)
     return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2:])
+        work(sys.argv[2:])
     sys.exit(main())

@@ -47,7 +47,7 @@ class Audit:
         self.steps.append(self.current)
         self.current = {}
 
-    def gather(self, context: DistributedContext) -> Callable[[], str]:
+    def gather_chain(self, context: DistributedContext) -> Callable[[], str]:
         """The chain up to now, as a function for any thread that waits for it. Collective."""
         self.chain = self.pending()  # the last one, which is complete by now
         before, steps = self.chain, len(self.steps)

@@ -146,9 +146,9 @@ def convert(value: Any, setting: Setting) -> Any:
 
 
 def wrong_value(setting: Setting, value: Any) -> UserError:
-    if setting.type in (int, float) and not isinstance(value, bool):
+    if setting.type is not bool and not isinstance(value, bool):
         try:
-            value = setting.type(value)
+            value = float(value) if setting.type is float else int(value)
         except (TypeError, ValueError):
             pass  # not a number: shown as it was given
     value = None if value == "null" else value

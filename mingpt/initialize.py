@@ -125,6 +125,6 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, loss: Loss
     # The first worker of a node fills the compiler's cache for the others; it is of no use to another GPU.
     is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
     early = context.heartbeat_while(lambda: work() if is_first else import_compiler())
-    mine = context.heartbeat_while(lambda: early or work())
-    succeeded = context.all_gather_object(mine[0] is not None)
-    return mine if all(succeeded) else (None, False)  # all ranks compute with the same kernels
+    result = context.heartbeat_while(lambda: early or work())
+    succeeded = context.all_gather_object(result[0] is not None)
+    return result if all(succeeded) else (None, False)  # all ranks compute with the same kernels

@@ -61,7 +61,7 @@ class Saving:
         if self.durable_step < self.started_step:
             self.wait()
         self.started_step = self.state.step
-        chain = self.audit.gather(self.context)
+        chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
         if run_logger:
             logger = run_logger
@@ -78,7 +78,7 @@ class Saving:
     def save_to_memory(self) -> None:
         """Copy the state to memory that outlives this process."""
         events.emit("save_start", kind="memory", step=self.state.step)
-        chain = self.audit.gather(self.context)
+        chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
         if self.context.launch.local_rank == 0:
             manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}

@@ -1,24 +1,23 @@
-"""Jobs for the tests: small runs of train.py, alone or under torchrun, as a user starts them."""
+"""Small jobs for the tests: runs of train.py, alone or under torchrun, started as a user starts them."""
 
-import hashlib
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mingpt.jobs import Job, is_alive, last_step, tensor_hash, torchrun
+
+Start = Callable[..., Job]
 ROOT = Path(__file__).parent.parent
-SMALL = {
+SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
+SMALL: dict[str, Any] = {
     "data.block_size": 32,
     "model.n_layer": 2,
     "model.n_head": 2,
@@ -33,139 +32,62 @@ SMALL = {
     "trainer.device": "cpu",
     "snapshot.every": 5,
     "snapshot.keep_last": 100,
-    "snapshot.memory_path": tempfile.mkdtemp(
-        prefix="mingpt-tests-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
-    ),  # killed jobs leave theirs
+    "snapshot.memory_path": tempfile.mkdtemp(prefix="mingpt-tests-", dir=SHM),  # killed jobs leave theirs
 }
 
 
 def pytest_sessionfinish() -> None:
-    shutil.rmtree(str(SMALL["snapshot.memory_path"]), ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what a launcher or a user may have left in it."""
-    dropped = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    return {key: value for key, value in os.environ.items() if key not in dropped and not key.startswith("TORCHELASTIC")} | more
-
-
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-class Job:
-    """A running command with everything it started; ends with the test."""
-
-    def __init__(self, command: list[str], **env: str) -> None:
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-
-    def workers(self) -> list[int]:
-        """Process ids of the workers: torchrun's direct children with train.py in their command line."""
-        found = []
-        for pid in children(self.process.pid):
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            found += [pid] if b"train.py" in words else []
-        return found
-
-    def finish(self, timeout: float = 120) -> Done:
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            out, err = self.process.communicate()
-            raise AssertionError(f"not done after {timeout} s:\n{out[-3000:]}\n{err[-3000:]}") from None
-        return Done(self.process.returncode, out, err)
-
-    def kill(self) -> None:
-        for pid in [*descendants(self.process.pid), self.process.pid]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it ended by itself
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; an orphan that is dead and not yet waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def descendants(pid: int) -> list[int]:
-    return [found for child in children(pid) for found in (*descendants(child), child)]
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    """Start a command in the background; whatever is left of it is killed when the test ends."""
-    jobs: list[Job] = []
-
-    def starter(command: list[str], **env: str) -> Job:
-        jobs.append(Job(command, **env))
-        return jobs[-1]
-
-    yield starter
-    for job in jobs:
-        if job.process.poll() is None:
-            job.kill()
-        job.process.communicate()
+    shutil.rmtree(SMALL["snapshot.memory_path"], ignore_errors=True)
 
 
 def command(
-    *words: Any, workers: int | None = None, torchrun: tuple[str, ...] = ("--standalone",), restarts: int = 0, small: bool = True, **settings: Any
+    *words: object,
+    launcher: Sequence[str] = (sys.executable,),
+    program: Path | str = "train.py",
+    **settings: object,
 ) -> list[str]:
-    """The command line of a run; without `workers` plain python. Settings spell a dot as two underscores."""
-    given = (SMALL if small else {}) | {key.replace("__", "."): value for key, value in settings.items()}
-    launcher = (
-        [sys.executable]
-        if workers is None
-        else [sys.executable, "-m", "torch.distributed.run", *torchrun, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
-    )
-    return [*launcher, "train.py", *map(str, words), *(f"{key}={value}" for key, value in given.items())]
+    """The command line of a small run. Settings spell a dot as two underscores."""
+    given = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
+    return [*launcher, str(program), *map(str, words), *(f"{key}={value}" for key, value in given.items())]
 
 
-def wait_until(condition: Callable[[], Any], job: Job | None = None, timeout: float = 90) -> Any:
-    """Poll until the condition holds and return what it gave; fails when time is up or the job ended before."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        if job and job.process.poll() is not None:
-            raise AssertionError(f"the job ended first, code {job.process.returncode}:\n{job.process.communicate()[1][-3000:]}")
-        assert time.monotonic() < deadline, "time is up"
+def changed_program(folder: Path, code: str) -> Path:
+    """A program like train.py in which every process runs `code` first, which finds `events` and `train`."""
+    path = folder / "changed_train.py"
+    imports = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt import events\n"
+    path.write_text(f"{imports}{code}\ntrain.main()\n")
+    return path
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    """Poll until the condition holds. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so after {timeout_s} s")
         time.sleep(0.01)
-    return value
-
-
-def records(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
-    """{step: value} of one metric; a line that is being written is not there yet."""
-    path = run_dir / "metrics.jsonl"
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
-    return {record["step"]: record[name] for record in map(json.loads, lines) if name in record}
 
 
 def reached(run_dir: Path, step: int) -> Callable[[], bool]:
-    return lambda: max(records(run_dir), default=-1) >= step
+    """Whether this step is on record."""
+    return lambda: last_step(run_dir) >= step
+
+
+def all_gone(pids: Sequence[int]) -> bool:
+    return not any(is_alive(pid) for pid in pids)
+
+
+def session_members(sessions: Sequence[int]) -> list[int]:
+    """Process ids of what lives in these sessions; an agent starts each worker in a session of its own."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()  # state, parent, process group, session, ...
+        except OSError:
+            continue  # it has just ended
+        if int(fields[3]) in sessions and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
 
 
 def manifest(run_dir: Path, step: int) -> dict[str, Any]:
@@ -173,11 +95,32 @@ def manifest(run_dir: Path, step: int) -> dict[str, Any]:
     return content
 
 
+def snapshot_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.stem[5:]) for path in (run_dir / "snapshots").glob("step_*.json"))
+
+
 def final_hash(run_dir: Path, step: int = 30) -> str:
     """SHA-256 of the tensors of model and optimizer at a step, taken from the file itself."""
-    digest = hashlib.sha256((run_dir / "snapshots" / f"step_{step:08d}.safetensors").read_bytes()).hexdigest()
+    digest = tensor_hash(run_dir, step)
     assert digest == manifest(run_dir, step)["sha256"]
     return digest
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start a command in the background; whatever is left of it is killed when the test ends."""
+    jobs: list[Job] = []
+    folder = tmp_path_factory.mktemp("output")
+
+    def start_job(command: Sequence[str], **env: str) -> Job:
+        job = Job(command, folder / f"job-{len(jobs)}", cwd=ROOT, **env)
+        jobs.append(job)
+        return job
+
+    yield start_job
+    for job in jobs:
+        if job.is_running():
+            job.kill()
 
 
 @pytest.fixture(scope="session")
@@ -190,8 +133,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of two workers that nothing disturbed."""
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = Job(command(workers=2, run_dir=run_dir, data__path=text)).finish()
-    assert done.code == 0, done.err
-    return run_dir
+    """The run folder of two workers under torchrun that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = Job(command(launcher=torchrun(2), run_dir=folder / "run", data__path=text), folder / "job")
+    assert job.wait() == 0, job.err()
+    return folder / "run"

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, SMALL
 
 from mingpt.jobs import clean_environment, free_port
@@ -75,7 +74,6 @@ def run(line: str, text: Path, folder: Path) -> None:
         assert process.returncode == 0, f"{line}\n{out[-2000:]}\n{err[-3000:]}"
 
 
-@pytest.mark.xdist_group("readme")
 def test_every_command_of_the_readme_runs(text: Path, tmp_path: Path) -> None:
     """In the order of the page, in one folder, since later commands use what earlier ones wrote."""
     lines = commands(ROOT / "README.md")
@@ -87,7 +85,6 @@ def test_every_command_of_the_readme_runs(text: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/default/loss.png").exists()
 
 
-@pytest.mark.xdist_group("extending")
 def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, tmp_path: Path) -> None:
     """Applied to a copy: new files, one import line each, and the page of settings."""
     for name in ("train.py", "sample.py", "gpt2_train_cfg.yaml"):

@@ -108,9 +108,10 @@ class ElasticSampler(DistributedSampler[int]):
         return np.concatenate(starts) if starts else np.empty(0, dtype=np.int64)
 
     def __iter__(self) -> Iterator[int]:
-        next_window, mine = self.windows_seen, self.my_micro_batches()
-        columns = slice(mine.start * self.micro_batch_size, mine.stop * self.micro_batch_size)
-        while mine:
+        next_window, micro_batches = self.windows_seen, self.my_micro_batches()
+        size = self.micro_batch_size
+        columns = slice(micro_batches.start * size, micro_batches.stop * size)
+        while micro_batches:
             starts = self.window_starts(next_window, PREFETCH_STEPS * self.batch_size)
             yield from starts.reshape(PREFETCH_STEPS, self.batch_size)[:, columns].ravel().tolist()
             next_window += starts.size

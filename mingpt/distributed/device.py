@@ -98,16 +98,17 @@ def tune_malloc() -> None:
 def usable_cores() -> int:
     """CPU cores that this process may use: its affinity and its cgroup's quota, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, int(cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))))
+    quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return max(1, int(min(cores, quota)))
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:
-    """The smallest CPU quota, in cores, of this process's cgroup (v2) and those above it; inf without one."""
+    """The smallest CPU quota, in cores, of the cgroup (v2) and those above it; inf without one."""
     quota = float("inf")
     try:
         (path,) = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
     except (OSError, ValueError):
-        return 1e9  # no cgroup v2 here
+        return quota  # no cgroup v2 here
     folder = mount / path.strip("/")
     for place in (folder, *folder.parents):
         try:
@@ -116,4 +117,4 @@ def cgroup_quota(membership: Path, mount: Path) -> float:
             continue  # this level sets no limit
         if allowed != "max":
             quota = min(quota, int(allowed) / int(period))
-    return min(quota, 1e9)
+    return quota

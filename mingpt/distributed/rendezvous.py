@@ -37,13 +37,16 @@ class GenerationEnd:
     def sentence(self) -> str:
         reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
+        parts = []
         if missing:
             who = ("worker " if len(missing) == 1 else "workers ") + ", ".join(map(str, missing))
             timeouts = [why.removeprefix(TIMED_OUT) for why in reasons.values() if why.startswith(TIMED_OUT)]
-            return f"{who} timed out{timeouts[0]}" if timeouts else f"{who} vanished"
-        failed = [f"worker {rank} {why}" for rank, why in reasons.items() if why.startswith("failed")]
-        if failed:
-            return "; ".join(failed)
+            parts.append(f"{who} timed out{timeouts[0]}" if timeouts else f"{who} vanished")
+        parts += [f"worker {rank} {why}" for rank, why in reasons.items() if why.startswith("failed")]
+        if parts:
+            return "; ".join(parts)
+        if any(why.startswith(TIMED_OUT) for why in reasons.values()):
+            return "the workers timed out waiting for each other"
         return "; ".join(sorted({f"the workers were {why}" for why in reasons.values()}))
 
 
@@ -134,11 +137,11 @@ class Rendezvous:
         """Whether an earlier generation of this job had passed its checks, as far as this rank knows."""
         # Only the agent's store outlives generations; otherwise the agent's restart count has to do.
         if self.launch.agent_hosts_store:
-            return bool(self._store.check(["admitted"]))
+            return bool(self._store.check(["started"]))
         return self.launch.restart_count > 0
 
     def mark_started(self) -> None:
-        self._store.set("admitted", "")
+        self._store.set("started", "")
 
 
 def compare_set(store: Any, entry: tuple[str, str, str]) -> None:

@@ -61,11 +61,13 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     context, cache = list(prompt)[-model.block_size :], Cache(model)
     unread = context
-    for _ in range(count):
-        if cache.length + len(unread) > model.block_size:
-            unread, cache = context[-max(1, model.block_size // 2) :], Cache(model)
-        logits, _ = model(torch.tensor([unread], device=device), cache=cache)
-        unread = [choose(logits[0, -1].cpu(), temperature, top_k, generator)]
-        context = (context + unread)[-model.block_size :]
-        yield unread[0]
-    model.train(was_training)
+    try:
+        for _ in range(count):
+            if cache.length + len(unread) > model.block_size:
+                unread, cache = context[-max(1, model.block_size // 2) :], Cache(model)
+            logits, _ = model(torch.tensor([unread], device=device), cache=cache)
+            unread = [choose(logits[0, -1].cpu(), temperature, top_k, generator)]
+            context = (context + unread)[-model.block_size :]
+            yield unread[0]
+    finally:
+        model.train(was_training)

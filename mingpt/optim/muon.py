@@ -51,8 +51,8 @@ class Muon:
             computed.append(newton_schulz(torch.stack(nesterov)).flatten())
         padding = self.gathered_size - sum(map(len, computed))
         device = next(iter(buffers.values())).device
-        mine = torch.cat([*computed, torch.zeros(padding, dtype=torch.bfloat16, device=device)])
-        updates = self.all_gather(mine)  # (workers, gathered_size)
+        computed_here = torch.cat([*computed, torch.zeros(padding, dtype=torch.bfloat16, device=device)])
+        updates = self.all_gather(computed_here)  # (workers, gathered_size)
         torch._foreach_mul_(list(self.weights.values()), 1 - lr * self.config.weight_decay)
         for row, part in zip(updates, self.batches_by_rank, strict=True):
             names = [name for batch in part for name in batch]

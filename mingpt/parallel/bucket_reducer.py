@@ -73,18 +73,20 @@ class BucketReducer:
         size, workers = buffer.numel(), len(self.covers)
         chunk = -(-size // workers)
         sizes = [max(0, min(chunk, size - chunk * rank)) for rank in range(workers)]
-        mine = sizes[self.rank]
-        incoming = buffer.new_empty(sum(map(len, self.covers)) * mine)
-        received = [len(nodes) * mine for nodes in self.covers]
+        my_size = sizes[self.rank]
+        incoming = buffer.new_empty(sum(map(len, self.covers)) * my_size)
+        received = [len(nodes) * my_size for nodes in self.covers]
         dist.all_to_all_single(
             incoming, by_rank(parts, sizes, buffer), received, [len(parts) * other for other in sizes]
         )
         stack: PartialSums[Tensor] = []
         nodes = [node for nodes in self.covers for node in nodes]
-        for (level, index), part in zip(nodes, incoming.view(len(nodes), mine), strict=True):
+        for (level, index), part in zip(nodes, incoming.view(len(nodes), my_size), strict=True):
             push(stack, level, index, part, self.leaves, lambda left, right: left.add_(right))
         ((_, _, total),) = stack
-        total = total.contiguous() if mine == chunk else torch.cat([total, total.new_zeros(chunk - mine)])
+        total = (
+            total.contiguous() if my_size == chunk else torch.cat([total, total.new_zeros(chunk - my_size)])
+        )
         gathered = buffer if chunk * workers == size else buffer.new_empty(chunk * workers)
         all_gather_single(gathered, total)
         if gathered is not buffer:

@@ -51,7 +51,7 @@ class RunHistory:
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
 
-    def begin(
+    def start_generation(
         self, workers: int, step: int, previous: GenerationEnd | None, is_restart: bool, changes: list[str]
     ) -> str | None:
         """A generation starts at `step`. Returns one line on the one before, if that did not end in order."""

@@ -52,7 +52,7 @@ class RunLogger:
         replace_file(run_dir / "config.yaml", to_yaml(config))
         self.history = RunHistory(run_dir, run_id, {"torch": environment["torch"]})
         previous = context.rendezvous.previous_generation if context.rendezvous else None
-        self.previous_end = self.history.begin(self.workers, step, previous, is_restart, changes)
+        self.previous_end = self.history.start_generation(self.workers, step, previous, is_restart, changes)
         is_fresh = step == 0 and not is_restart
         restarts, floor = self.history.restarts(), corpus.entropy_floor
         run = RunInfo(run_dir, config.trainer.max_steps, step, is_fresh, restarts, floor)
@@ -112,9 +112,8 @@ class RunLogger:
                 plural(idle, "CPU core"),
             )
         reads = [f"worker {rank} {describe_range(numbers)}" for rank, numbers in enumerate(assignment)]
-        log.info(
-            "micro-batches of %d windows in a step: %s", config.trainer.micro_batch_size, ", ".join(reads)
-        )
+        windows = plural(config.trainer.micro_batch_size, "window")
+        log.info("micro-batches of %s in a step: %s", windows, ", ".join(reads))
         origin = f"resumed from step {step}" if step else "a fresh run"
         log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, origin)
         for change in self.changes:

@@ -56,7 +56,7 @@ class SnapshotSaver:
         except SaveAborted as error:
             self.error = error
             return  # the main thread loses the same peer, and reports it
-        except Exception as error:  # whatever the driver raises: training goes on, the user is told
+        except Exception as error:  # whatever the driver raises: training goes on, the failure is reported
             self.error = error
             log.warning("snapshot of step %d could not be written: %s: %s", step, type(error).__name__, error)
             return

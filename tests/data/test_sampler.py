@@ -1,23 +1,32 @@
 import numpy as np
 import pytest
 
-from mingpt.data import CharDataset
-from mingpt.sampler import ElasticSampler, mix, permute
+from mingpt.data import CharDataset, ElasticSampler, mix
+from mingpt.data.sampler import permute
 
 DATASET = CharDataset(np.zeros(1000, dtype=np.uint8), 8)  # 124 windows an epoch, offsets 0..7
 
 
-def sampler(rank: int = 0, workers: int = 1, seed: int = 3, batch_size: int = 12, micro: int = 2) -> ElasticSampler:
-    return ElasticSampler(DATASET, batch_size=batch_size, micro_batch_size=micro, seed=seed, num_replicas=workers, rank=rank)
+def sampler(
+    rank: int = 0, workers: int = 1, seed: int = 3, batch_size: int = 12, micro: int = 2
+) -> ElasticSampler:
+    return ElasticSampler(
+        DATASET,
+        batch_size=batch_size,
+        micro_batch_size=micro,
+        seed=seed,
+        num_replicas=workers,
+        rank=rank,
+    )
 
 
-def steps(workers: int, count: int, dealt: int = 0) -> list[list[int]]:
+def steps(workers: int, count: int, windows_seen: int = 0) -> list[list[int]]:
     """What all workers together read in each step, in the order of the micro-batches."""
     tables = []
     for rank in range(workers):
         one = sampler(rank, workers)
-        one.seek(dealt)
-        windows, mine = iter(one), len(one.micro_batches()) * one.micro_batch_size
+        one.seek(windows_seen)
+        windows, mine = iter(one), len(one.my_micro_batches()) * one.micro_batch_size
         tables.append([[next(windows) for _ in range(mine)] for _ in range(count)])
     return [[start for table in tables for start in table[step]] for step in range(count)]
 
@@ -28,32 +37,37 @@ def test_a_permutation_meets_every_place_once(size: int) -> None:
 
 
 def test_the_order_is_the_one_it_has_always_been() -> None:
-    """Golden values: a change here would deal other windows to every run that is resumed."""
-    assert permute(np.arange(8, dtype=np.uint64), 100, mix(1, 2, 3)).tolist() == [1, 83, 38, 94, 49, 93, 12, 27]
+    """Golden values: after a change here, every run that is resumed would read other windows."""
+    permuted = permute(np.arange(8, dtype=np.uint64), 100, mix(1, 2, 3))
+    assert permuted.tolist() == [1, 83, 38, 94, 49, 93, 12, 27]
     assert mix(1, 2, 3) == 7702586659592502839
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 6, 7])
-def test_each_window_of_an_epoch_is_dealt_once_whatever_the_number_of_workers(workers: int) -> None:
-    dealt = [start for step in steps(workers, 31) for start in step]  # 3 epochs of 124 windows in 31 steps of 12
+def test_each_window_of_an_epoch_is_read_once_by_any_number_of_workers(workers: int) -> None:
+    """3 epochs of 124 windows in 31 steps of 12."""
+    read = [start for step in steps(workers, 31) for start in step]
     for epoch in range(3):
-        windows = sorted(dealt[epoch * 124 : (epoch + 1) * 124])
-        assert windows == list(range(windows[0], 1000 - 8, 8)) and windows[0] in range(8)
+        windows = sorted(read[epoch * 124 : (epoch + 1) * 124])
+        assert windows == list(range(windows[0], 1000 - 8, 8))
+        assert windows[0] in range(8)
     assert steps(workers, 31) == steps(1, 31)
 
 
 def test_epochs_differ_in_order_and_offset_and_so_do_seeds() -> None:
-    orders = [sampler(seed=seed).deal(epoch * 124, 124) for seed in (1, 2) for epoch in range(6)]
-    assert len({tuple(order) for order in orders}) == 12 and len({order.min() for order in orders}) > 2
+    orders = [sampler(seed=seed).window_starts(epoch * 124, 124) for seed in (1, 2) for epoch in range(6)]
+    assert len({tuple(order) for order in orders}) == 12
+    assert len({order.min() for order in orders}) > 2
 
 
-@pytest.mark.parametrize("dealt", [0, 12, 120, 124 * 12])
-def test_seeking_goes_on_where_another_number_of_workers_stopped(dealt: int) -> None:
-    assert steps(3, 5, dealt) == steps(1, dealt // 12 + 5)[dealt // 12 :]
+@pytest.mark.parametrize("windows_seen", [0, 12, 120, 124 * 12])
+def test_seeking_goes_on_where_another_number_of_workers_stopped(windows_seen: int) -> None:
+    first_step = windows_seen // 12
+    assert steps(3, 5, windows_seen) == steps(1, first_step + 5)[first_step:]
 
 
-def test_a_worker_too_many_reads_nothing() -> None:
-    assert [len(sampler(rank, 8).micro_batches()) for rank in range(8)].count(0) == 2
+def test_a_surplus_worker_reads_nothing() -> None:
+    assert [len(sampler(rank, 8).my_micro_batches()) for rank in range(8)].count(0) == 2
     assert list(sampler(0, 8)) == []
 
 
@@ -61,4 +75,12 @@ def test_seeking_far_takes_no_time_and_all_offsets_are_reached() -> None:
     one = sampler()
     one.seek(10**15)
     assert 0 <= next(iter(one)) <= 1000 - 9
-    assert {int(one.deal(epoch * 124, 124).min()) for epoch in range(100)} == set(range(8))
+    assert {int(one.window_starts(epoch * 124, 124).min()) for epoch in range(100)} == set(range(8))
+
+
+@pytest.mark.parametrize("workers", range(1, 12))
+def test_the_workers_micro_batches_are_neighbours_in_the_order_of_the_ranks(workers: int) -> None:
+    """As the tree of parallel/tree.py counts on."""
+    parts = [sampler(rank, workers, batch_size=16).my_micro_batches() for rank in range(workers)]
+    assert [number for part in parts for number in part] == list(range(8))
+    assert sampler(0, workers, batch_size=16).micro_batches_by_rank() == parts

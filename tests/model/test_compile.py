@@ -7,56 +7,65 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingpt import compiler
 from mingpt.config import ModelConfig
-from mingpt.model import GPT, Loss
+from mingpt.model import GPT, LossModule, compile_model
+from mingpt.model.compile import is_repeatable
 
 EXAMPLE = torch.zeros(2, 8, dtype=torch.long)
 
 
-def model(dropout: float = 0.0) -> Loss:
+def make_loss(dropout: float = 0.0) -> LossModule:
     torch.manual_seed(0)
-    return Loss(GPT(ModelConfig(arch="modern", n_layer=1, n_head=1, n_embd=8, dropout=dropout), vocab_size=5, block_size=8))
+    config = ModelConfig(arch="modern", n_layer=1, n_head=1, n_embd=8, dropout=dropout)
+    return LossModule(GPT(config, vocab_size=5, block_size=8))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_model_as_it_is_repeats_itself_and_is_left_as_it_was(dropout: float) -> None:
-    loss = model(dropout)
+def test_a_model_that_is_not_compiled_is_repeatable_and_is_left_as_it_was(dropout: float) -> None:
+    loss = make_loss(dropout)
     before = [weight.detach().clone() for weight in loss.parameters()]
-    assert compiler.repeatable(loss, loss, EXAMPLE, contextlib.nullcontext)
-    assert all(torch.equal(weight, value) and weight.grad is None for weight, value in zip(loss.parameters(), before, strict=True))
+    assert is_repeatable(loss, loss, EXAMPLE, contextlib.nullcontext)
+    for weight, value in zip(loss.parameters(), before, strict=True):
+        assert torch.equal(weight, value)
+        assert weight.grad is None
 
 
-@pytest.mark.parametrize("wrong_from", [2, 5])
-def test_one_that_computes_something_else_later_on_is_found_out(wrong_from: int) -> None:
+@pytest.mark.parametrize("last_right", [2, 5])
+def test_a_function_with_other_gradients_at_a_later_call_is_not_repeatable(last_right: int) -> None:
     """Here in the gradient of one matrix alone, which is zero in a fresh model."""
-    loss, calls = model(), 0
+    loss, calls = make_loss(), 0
     matrix = loss.get_parameter("model.h.0.attn.c_attn.weight")
 
     def forward(tokens: Tensor, targets: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         value: Tensor = loss(tokens, targets)
-        return value + (calls > wrong_from) * 1e-4 * (matrix - matrix.detach()).sum()
+        return value + (calls > last_right) * 1e-4 * (matrix - matrix.detach()).sum()
 
-    assert not compiler.repeatable(forward, loss, EXAMPLE, contextlib.nullcontext)
+    assert not is_repeatable(forward, loss, EXAMPLE, contextlib.nullcontext)
 
 
-def test_without_a_working_compiler_the_model_itself_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_working_compiler_the_model_itself_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no compiler here\nand more that nobody reads")
 
     monkeypatch.setattr(torch, "compile", broken)
-    assert compiler.compiled(model(), EXAMPLE, contextlib.nullcontext, graphs=True) == (None, False)
-    assert [record.getMessage() for record in caplog.records] == ["torch.compile failed (OSError: no compiler here); going on without it"]
+    compiled = compile_model(make_loss(), EXAMPLE, contextlib.nullcontext, graphs=True)
+    assert compiled == (None, False)
+    sentence = "torch.compile failed (OSError: no compiler here); going on without it"
+    assert [record.getMessage() for record in caplog.records] == [sentence]
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
-def test_training_computes_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is compiled again, outside of what watches over a compiler, when the first batch comes."""
+def test_training_uses_what_was_compiled_and_compiles_nothing_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first batch would be compiled where nobody exchanges heartbeats meanwhile."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    loss = model()
-    forward, _ = compiler.compiled(loss, EXAMPLE, contextlib.nullcontext)
+    loss = make_loss()
+    forward, _ = compile_model(loss, EXAMPLE, contextlib.nullcontext)
     assert forward is not None
     with torch.compiler.set_stance("fail_on_recompile"):
         for batch in torch.randint(0, 5, (6, *EXAMPLE.shape)).split(2):

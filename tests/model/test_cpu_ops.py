@@ -1,4 +1,4 @@
-"""Each kernel against the plain expression that it stands for, forward and backward, in float64."""
+"""Each function against the expression in its docstring, forward and backward, in float64."""
 
 import math
 
@@ -7,16 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mingpt import kernels
-from mingpt.model import Rotary
+from mingpt.model import cpu_ops
+from mingpt.model.gpt import Rotary
 
 
 def gradients(outcome: Tensor, inputs: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(outcome, inputs, torch.linspace(-1, 1, outcome.numel(), dtype=outcome.dtype).view(outcome.shape))
+    weights = torch.linspace(-1, 1, outcome.numel(), dtype=outcome.dtype).view(outcome.shape)
+    (gradient,) = torch.autograd.grad(outcome, inputs, weights)
     return gradient
 
 
-def same(mine: Tensor, plain: Tensor, inputs: Tensor) -> None:
+def assert_same(mine: Tensor, plain: Tensor, inputs: Tensor) -> None:
     torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(gradients(mine, inputs), gradients(plain, inputs), rtol=1e-8, atol=1e-8)
 
@@ -27,17 +28,17 @@ def x() -> Tensor:
     return torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
 
 
-def test_rms_norm(x: Tensor) -> None:
-    same(kernels.rms_norm(x), F.rms_norm(x, (24,), eps=kernels.EPSILON), x)
+def test_rms_norm_is_that_of_torch(x: Tensor) -> None:
+    assert_same(cpu_ops.rms_norm(x), F.rms_norm(x, (24,), eps=cpu_ops.EPSILON), x)
 
 
-def test_squared_relu(x: Tensor) -> None:
-    same(kernels.squared_relu(x), F.relu(x).square(), x)
+def test_squared_relu_is_the_square_of_relu(x: Tensor) -> None:
+    assert_same(cpu_ops.squared_relu(x), F.relu(x).square(), x)
 
 
-@pytest.mark.parametrize("length", [1, 7, kernels.ROWS, kernels.ROWS + 3, 2 * kernels.ROWS + 1])
+@pytest.mark.parametrize("length", [1, 7, cpu_ops.ROWS, cpu_ops.ROWS + 3, 2 * cpu_ops.ROWS + 1])
 @pytest.mark.parametrize("modern", [False, True])
-def test_attention(length: int, modern: bool) -> None:
+def test_attention_is_the_product_of_softmax_and_values(length: int, modern: bool) -> None:
     """Lengths of one block of rows, of a part of one, and across several."""
     torch.manual_seed(1)
     heads, size = 2, 6
@@ -46,35 +47,44 @@ def test_attention(length: int, modern: bool) -> None:
     mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)
     query, key, value = qkv.view(2, length, 3, heads, size).permute(2, 0, 3, 1, 4).unbind(0)
     if modern:
-        query, key = (rotary(F.rms_norm(part, (size,), eps=kernels.EPSILON), 0) for part in (query, key))
-    plain = (torch.softmax(query @ key.mT / math.sqrt(size) + mask, -1) @ value).transpose(1, 2).reshape(2, length, heads * size)
-    same(kernels.attention(qkv, heads, mask, rotary.cos if modern else None, rotary.sin if modern else None, 0.0), plain, qkv)
+        query, key = (rotary(F.rms_norm(part, (size,), eps=cpu_ops.EPSILON), 0) for part in (query, key))
+    weights = torch.softmax(query @ key.mT / math.sqrt(size) + mask, -1)
+    plain = (weights @ value).transpose(1, 2).reshape(2, length, heads * size)
+    cos, sin = (rotary.cos, rotary.sin) if modern else (None, None)
+    assert_same(cpu_ops.attention(qkv, heads, mask, cos, sin, 0.0), plain, qkv)
 
 
 def test_attention_with_dropout_has_the_gradient_of_what_it_computed() -> None:
-    """By finite differences, with the same draws each time."""
+    """By finite differences, with the same mask each time."""
     torch.manual_seed(2)
     qkv = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True)
     mask = torch.full((4, 4), float("-inf"), dtype=torch.float64).triu(1)
 
-    def drawn_alike(qkv: Tensor) -> Tensor:
+    def with_same_mask(qkv: Tensor) -> Tensor:
         torch.manual_seed(3)
-        return kernels.attention(qkv, 2, mask, None, None, 0.3)
+        return cpu_ops.attention(qkv, 2, mask, None, None, 0.3)
 
-    assert torch.autograd.gradcheck(drawn_alike, (qkv,))
-    assert not torch.equal(drawn_alike(qkv), kernels.attention(qkv, 2, mask, None, None, 0.0))
+    assert torch.autograd.gradcheck(with_same_mask, (qkv,))
+    assert not torch.equal(with_same_mask(qkv), cpu_ops.attention(qkv, 2, mask, None, None, 0.0))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.2, 0.5])
-def test_dropout_keeps_its_share_everywhere_and_the_mean(probability: float) -> None:
-    """Each place among the eight that are drawn at once; the draws follow torch's seed."""
+def test_dropout_drops_its_part_everywhere_and_keeps_the_mean(probability: float) -> None:
+    """At each of the eight places that are drawn at once; the mask follows torch's seed."""
     torch.manual_seed(4)
     x = torch.ones(1 << 20, requires_grad=True)
-    y = kernels.dropout(x, probability)
-    share = (y == 0).float().view(-1, 8).mean(0)
-    torch.testing.assert_close(share, torch.full((8,), round(256 * probability) / 256), rtol=0, atol=5e-3)
+    y = cpu_ops.dropout(x, probability)
+    dropped = (y == 0).float().view(-1, 8).mean(0)
+    torch.testing.assert_close(dropped, torch.full((8,), round(256 * probability) / 256), rtol=0, atol=5e-3)
     assert abs(float(y.detach().mean()) - 1) < 3e-3
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y.detach())
     torch.manual_seed(4)
-    assert torch.equal(kernels.dropout(x, probability), y) and not torch.equal(kernels.dropout(x, probability), y)
-    assert kernels.dropout(x, 0.0) is x
+    again, other = cpu_ops.dropout(x, probability), cpu_ops.dropout(x, probability)
+    assert torch.equal(again, y)
+    assert not torch.equal(other, y)
+    assert cpu_ops.dropout(x, 0.0) is x
+
+
+@pytest.mark.parametrize(("dropout", "byte"), [(0.001, 1), (0.1, 26), (0.5, 128), (0.999, 255)])
+def test_a_dropout_probability_is_rounded_to_a_multiple_of_a_256th(dropout: float, byte: int) -> None:
+    assert cpu_ops.dropout_threshold(dropout) == (byte, 256 / (256 - byte))

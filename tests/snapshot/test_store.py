@@ -1,186 +1,181 @@
 import json
 import logging
 import random
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.snapshots import CONTENT, TENSORS, file_names, make_manifest, make_store
 
-from mingpt.config import UserError
-from mingpt.snapshot import Damaged, Folder, Writer, open_anywhere, seal, unseal
-from mingpt.stage import pack
-
-TENSORS = {"model.wte": torch.arange(12.0).view(3, 4), "optimizer.wte.step": torch.tensor(3.0), "model.half": torch.ones(5, dtype=torch.bfloat16)}
-
-CONTENT = pack(TENSORS)
-
-
-def manifest(step: int, loss: float | None = None) -> dict[str, Any]:
-    return {
-        "step": step,
-        "windows": step * 8,
-        "config": {},
-        "vocabulary": "ab",
-        "metrics": {} if loss is None else {"val": {"step": step, "val/loss": loss}},
-    }
+from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.snapshot import SnapshotStore, open_snapshot, to_safetensors
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    made = Folder(str(tmp_path / "snapshots"))
-    made.prepare()
-    return made
+def store(tmp_path: Path) -> SnapshotStore:
+    return make_store(tmp_path)
 
 
-def names(folder: Folder) -> list[str]:
-    return sorted(path.name for path in Path(folder.root).iterdir())
+def test_what_was_saved_is_read_back(store: SnapshotStore) -> None:
+    store.write(make_manifest(12), CONTENT)
+    assert file_names(store) == ["step_00000012.json", "step_00000012.safetensors"]
+    snapshot, corrupt = store.find_newest()
+    assert snapshot is not None
+    assert corrupt == {}
+    assert snapshot.manifest["step"] == 12
+    assert snapshot.manifest["bytes"] == len(snapshot.content)
+    tensors = snapshot.tensors()
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(TENSORS[name], tensor)
+        assert TENSORS[name].dtype == tensor.dtype
 
 
-def test_what_was_saved_is_read_back(folder: Folder) -> None:
-    folder.write(manifest(12), CONTENT)
-    assert names(folder) == ["step_00000012.json", "step_00000012.safetensors"]
-    snapshot, wrong = folder.newest()
-    assert snapshot and not wrong and snapshot.manifest["step"] == 12 and snapshot.manifest["bytes"] == len(snapshot.content)
-    assert all(torch.equal(TENSORS[name], tensor) and TENSORS[name].dtype == tensor.dtype for name, tensor in snapshot.tensors().items())
-    assert list(snapshot.part("optimizer.")) == ["wte.step"]
-
-
-def test_the_same_state_gives_the_same_bytes(folder: Folder) -> None:
-    for step in (1, 2):
-        folder.write(manifest(step), pack(dict(reversed(TENSORS.items())) if step == 2 else TENSORS))
-    assert folder.read(1).content == folder.read(2).content
+def test_the_same_state_gives_the_same_bytes(store: SnapshotStore) -> None:
+    store.write(make_manifest(1), to_safetensors(TENSORS))
+    store.write(make_manifest(2), to_safetensors(dict(reversed(TENSORS.items()))))
+    assert store.read(1).content == store.read(2).content
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
-def test_every_flipped_bit_is_noticed_and_the_one_before_is_used(folder: Folder, kind: str) -> None:
+def test_every_flipped_bit_is_noticed_and_the_snapshot_before_is_used(
+    store: SnapshotStore, kind: str
+) -> None:
     """Every bit of both files, one at a time."""
-    folder.write(manifest(1), CONTENT)
-    folder.write(manifest(2), CONTENT)
-    path = Path(folder.path(f"step_00000002.{kind}"))
+    store.write(make_manifest(1), CONTENT)
+    store.write(make_manifest(2), CONTENT)
+    path = Path(store.path(f"step_00000002.{kind}"))
     whole = path.read_bytes()
     for bit in range(len(whole) * 8):
-        broken = bytearray(whole)
-        broken[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(broken)
-        with pytest.raises(Damaged):
-            folder.read(2)
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CorruptSnapshot):
+            store.read(2)
+    snapshot, corrupt = store.find_newest()
+    assert snapshot is not None
+    assert snapshot.manifest["step"] == 1
+    assert list(corrupt) == [2]
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
-def test_every_truncation_is_noticed(folder: Folder, kind: str) -> None:
-    folder.write(manifest(2), CONTENT)
-    path = Path(folder.path(f"step_00000002.{kind}"))
+def test_every_truncation_is_noticed(store: SnapshotStore, kind: str) -> None:
+    store.write(make_manifest(2), CONTENT)
+    path = Path(store.path(f"step_00000002.{kind}"))
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(Damaged):
-            folder.read(2)
+        with pytest.raises(CorruptSnapshot):
+            store.read(2)
 
 
 @pytest.mark.parametrize("missing", ["json", "safetensors"])
-def test_half_a_snapshot_is_set_aside_by_name(folder: Folder, missing: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_half_a_snapshot_is_quarantined_by_name(
+    store: SnapshotStore, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second corrupt snapshot of the same step does not overwrite the first."""
     caplog.set_level(logging.WARNING)
-    folder.write(manifest(1), CONTENT)
-    for attempt in (1, 2):  # a second damaged snapshot of the same step does not overwrite the first
-        folder.write(manifest(2), CONTENT)
-        Path(folder.path(f"step_00000002.{missing}")).unlink()
-        snapshot, wrong = folder.newest()
-        assert snapshot and snapshot.manifest["step"] == 1 and list(wrong) == [2]
-        folder.set_aside(2, wrong[2])
-        assert f"snapshot of step 2 set aside as {folder.path(f'damaged-{attempt}-step_00000002.')}" in caplog.text
-    assert len([name for name in names(folder) if name.startswith("damaged-")]) == 2 and folder.steps() == [1] == folder.steps("safetensors")
+    store.write(make_manifest(1), CONTENT)
+    for attempt in (1, 2):
+        store.write(make_manifest(2), CONTENT)
+        Path(store.path(f"step_00000002.{missing}")).unlink()
+        snapshot, corrupt = store.find_newest()
+        assert snapshot is not None
+        assert snapshot.manifest["step"] == 1
+        assert list(corrupt) == [2]
+        store.quarantine(2, corrupt[2])
+        target = store.path(f"damaged-{attempt}-step_00000002.")
+        assert f"snapshot of step 2 set aside as {target}" in caplog.text
+    assert len([name for name in file_names(store) if name.startswith("damaged-")]) == 2
+    assert store.steps() == store.steps("safetensors") == [1]
 
 
-def test_a_manifest_that_is_valid_json_of_another_kind_is_damaged() -> None:
-    for content in (b"[]", b"3", b"{}", b"null", b'"text"', seal({"step": 1})[:-1]):
-        with pytest.raises(Damaged):
-            unseal(content)
+def test_writing_a_step_again_replaces_it(store: SnapshotStore) -> None:
+    store.write(make_manifest(1), CONTENT)
+    store.write(make_manifest(1), to_safetensors({"model.a": torch.zeros(2)}))
+    assert list(store.read(1).tensors()) == ["model.a"]
 
 
-def test_a_format_of_the_future_is_named() -> None:
-    with pytest.raises(UserError, match="format 99"):
-        unseal(seal({"schema": 99, "step": 4}))
-
-
-def test_the_newest_and_the_best_are_kept(folder: Folder) -> None:
-    writer = Writer(folder, keep_last=2, keep_best=True)
-    for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, None)):
-        writer.start(manifest(step, loss), TENSORS)
-    writer.finish()
-    assert folder.steps() == [5, 4, 2]
-    again = Writer(folder, keep_last=1, keep_best=False)
-    again.start(manifest(6), TENSORS)
-    again.finish()
-    assert folder.steps() == [6]
-
-
-def test_a_write_that_fails_is_told_and_training_goes_on(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    writer = Writer(folder, keep_last=2, keep_best=True)
-    shutil.rmtree(folder.root)
-    writer.start(manifest(1), TENSORS)
-    with pytest.raises(FileNotFoundError):
-        writer.finish()
-    assert "snapshot of step 1 could not be written" in caplog.text
-    folder.prepare()
-    writer.start(manifest(2), TENSORS)
-    writer.finish()
-    assert folder.steps() == [2]
-
-
-def test_what_an_unfinished_write_left_is_removed(folder: Folder) -> None:
-    Path(folder.path("partial-step_00000003.safetensors")).write_bytes(b"half")
-    folder.prepare()
-    assert names(folder) == []
+def test_what_an_unfinished_write_left_is_removed(store: SnapshotStore) -> None:
+    Path(store.path("partial-step_00000003.safetensors")).write_bytes(b"half")
+    store.prepare()
+    assert file_names(store) == []
 
 
 def test_a_place_that_cannot_be_written_or_has_no_driver_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written to"):
-        Folder(str(tmp_path / "file" / "snapshots")).prepare()
+        SnapshotStore(str(tmp_path / "file" / "snapshots")).prepare()
     with pytest.raises(UserError, match="s4"):
-        Folder("s4://bucket/snapshots")
+        SnapshotStore("s4://bucket/snapshots")
 
 
-def test_snapshots_in_memory_work_like_any_other_url() -> None:
-    folder = Folder(f"memory://{random.random()}/snapshots")
-    folder.prepare()
-    assert folder.private and folder.newest() == (None, {})
-    folder.write(manifest(1), CONTENT)
-    folder.write(manifest(2), CONTENT)
-    folder.files.pipe_file(folder.path("step_00000002.json"), b"torn")
-    snapshot, wrong = folder.newest()
-    assert snapshot and snapshot.manifest["step"] == 1
-    folder.set_aside(2, wrong[2])
-    folder.remove(1)
-    assert folder.newest() == (None, {}) and len(folder.names()) == 2
+def test_snapshots_in_memory_work_like_those_at_any_other_url() -> None:
+    store = SnapshotStore(f"memory://{random.random()}/snapshots")
+    store.prepare()
+    assert store.is_process_private
+    assert store.find_newest() == (None, {})
+    store.write(make_manifest(1), CONTENT)
+    store.write(make_manifest(2), CONTENT)
+    store.files.pipe_file(store.path("step_00000002.json"), b"torn")
+    snapshot, corrupt = store.find_newest()
+    assert snapshot is not None
+    assert snapshot.manifest["step"] == 1
+    store.quarantine(2, corrupt[2])
+    store.remove(1)
+    assert store.find_newest() == (None, {})
+    assert len(store.names()) == 2
+
+
+def test_an_upload_that_fails_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    store = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0, 0.0))
+    upload = store.files.pipe_file
+    failures = iter([OSError("busy"), OSError("busy again")])
+
+    def fail_twice(path: str, content: bytes) -> None:
+        for error in failures:
+            raise error
+        upload(path, content)
+
+    monkeypatch.setattr(store.files, "pipe_file", fail_twice)
+    store.write_atomic("step_00000001.json", b"content")
+    assert store.files.cat_file(store.path("step_00000001.json")) == b"content"
+    assert caplog.text.count("and is retried") == 2
+
+
+def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
+    upload = store.files.pipe_file
+    monkeypatch.setattr(store.files, "pipe_file", lambda path, content: upload(path, content[:-1]))
+    with pytest.raises(OSError, match="has 6 bytes of 7 after writing"):
+        store.write_atomic("step_00000001.json", b"content")
 
 
 def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path / "run" / "snapshots"))
-    folder.prepare()
-    folder.write(manifest(7), CONTENT)
+    store = SnapshotStore(str(tmp_path / "run" / "snapshots"))
+    store.prepare()
+    store.write(make_manifest(7), CONTENT)
     for where in (
         tmp_path / "run",
-        folder.root,
-        folder.path("step_00000007.safetensors"),
-        folder.path("step_00000007.json"),
+        store.root,
+        store.path("step_00000007.safetensors"),
+        store.path("step_00000007.json"),
         f"file://{tmp_path}/run/",
     ):
-        assert open_anywhere(str(where)).manifest["step"] == 7
+        assert open_snapshot(str(where)).manifest["step"] == 7
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.yaml").write_text(json.dumps({"snapshot": {"path": folder.root}}))
-    assert open_anywhere(str(tmp_path / "other")).manifest["step"] == 7
+    (tmp_path / "other" / "config.yaml").write_text(json.dumps({"snapshot": {"path": store.root}}))
+    assert open_snapshot(str(tmp_path / "other")).manifest["step"] == 7
     with pytest.raises(UserError, match="there is no snapshot in"):
-        open_anywhere(str(tmp_path / "nowhere"))
+        open_snapshot(str(tmp_path / "nowhere"))
 
 
-def test_a_removal_that_was_cut_short_is_finished_later(folder: Folder) -> None:
-    for step in (1, 2):
-        folder.write(manifest(step), CONTENT)
-    Path(folder.path("step_00000001.json")).unlink()
-    writer = Writer(folder, keep_last=1, keep_best=False)
-    writer.start(manifest(3), TENSORS)
-    writer.finish()
-    assert folder.steps("safetensors") == [3]
+def test_a_snapshot_given_by_name_that_is_corrupt_is_refused(store: SnapshotStore) -> None:
+    store.write(make_manifest(7), CONTENT)
+    path = Path(store.path("step_00000007.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="cannot be used: its tensor file has"):
+        open_snapshot(str(path))

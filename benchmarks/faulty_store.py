@@ -1,0 +1,70 @@
+"""An object store in memory, one of whose calls goes wrong; for crash_points.py."""
+
+from typing import Any
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+FAULTS = ("fails once", "fails on", "tears", "tears and says so", "lists late")
+
+
+class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
+    """Its `at`-th call, counted while `armed`, has the fault:
+
+    "fails once": it raises; "fails on": all calls from it on raise; "tears": an upload stores one half;
+    "tears and says so": and raises; "lists late": all listings from it on are the one before it.
+    """
+
+    protocol = "faulty"
+    store: dict[str, Any] = {}  # noqa: RUF012 - as the base class has it
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.armed, self.calls, self.at, self.fault = False, 0, -1, ""
+        self.last_listing: list[str] | None = None
+
+    def count_call(self) -> bool:
+        """Whether this call is the one; raises OSError if it is to fail."""
+        if not self.armed:
+            return False
+        self.calls += 1
+        fails_once = self.fault == "fails once" and self.calls == self.at
+        fails_on = self.fault == "fails on" and self.calls >= self.at
+        if fails_once or fails_on:
+            raise OSError(f"503 on call {self.calls}")
+        return self.calls == self.at
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        is_the_one = self.count_call()
+        if not (is_the_one and self.fault.startswith("tears")):
+            super().pipe_file(path, value, mode=mode, **options)
+            return
+        super().pipe_file(path, value[: len(value) // 2], mode=mode, **options)
+        if self.fault == "tears and says so":
+            raise OSError("connection lost")
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        self.count_call()
+        return bytes(super().cat_file(path, start, end, **options))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self.count_call()
+        listing = super().ls(path, detail=False, **options)
+        before, is_reached = self.last_listing, self.calls >= self.at
+        if not (self.armed and is_reached):
+            self.last_listing = listing
+        if self.fault == "lists late" and is_reached and before is not None:
+            listing = before
+        return [{"name": name, "type": "file", "size": 0} for name in listing] if detail else listing
+
+    def size(self, path: str) -> int:
+        self.count_call()
+        return int(super().size(path))
+
+    def exists(self, path: str, **options: Any) -> bool:
+        self.count_call()
+        return bool(super().exists(path, **options))
+
+    def rm_file(self, path: str) -> None:
+        self.count_call()
+        super().rm_file(path)

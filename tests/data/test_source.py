@@ -1,0 +1,92 @@
+import functools
+import hashlib
+import http.server
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from mingpt.config import DataConfig
+from mingpt.data import read_bytes
+from mingpt.errors import UserError
+
+TEXT = "Où? Ça, la mer; 海と空。 ".encode() * 40
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of an HTTP server on this machine, with one file, play.txt."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "play.txt").write_bytes(TEXT)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_remote_text_is_cached_and_its_checksum_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A zip archive stands for the remote place: another fsspec driver, no network."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
+        archive.writestr("play.txt", TEXT)
+    digest = hashlib.sha256(TEXT).hexdigest()
+    url = f"zip://play.txt::file://{tmp_path}/texts.zip"
+    assert read_bytes(DataConfig(path=url, sha256=digest)) == TEXT
+    (cached,) = (tmp_path / "cache" / "mingpt").iterdir()
+    cached.write_bytes(b"torn")
+    assert read_bytes(DataConfig(path=url, sha256=digest)) == TEXT
+    assert cached.read_bytes() == TEXT
+    (tmp_path / "texts.zip").unlink()
+    assert read_bytes(DataConfig(path=url, sha256=digest)) == TEXT
+    with pytest.raises(UserError, match=r"cannot be read|does not exist"):
+        read_bytes(DataConfig(path=url, sha256="0" * 64))
+
+
+def test_a_text_on_a_web_server_is_read(served: str) -> None:
+    assert read_bytes(DataConfig(path=f"{served}/play.txt")) == TEXT
+
+
+def test_a_url_that_does_not_exist_says_nothing_about_relative_paths(served: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_bytes(DataConfig(path=f"{served}/absent.txt"))
+    assert str(error.value) == f"data.path {served}/absent.txt does not exist"
+
+
+def test_a_relative_path_that_does_not_exist_says_where_it_starts() -> None:
+    with pytest.raises(UserError) as error:
+        read_bytes(DataConfig(path="nowhere/text.txt"))
+    sentence = f"data.path nowhere/text.txt does not exist (relative paths start at {Path.cwd()})"
+    assert str(error.value) == sentence
+
+
+def test_an_absolute_path_that_does_not_exist_says_nothing_about_relative_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"absent\.txt does not exist$"):
+        read_bytes(DataConfig(path=str(tmp_path / "absent.txt")))
+
+
+def test_another_checksum_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.sha256 asks for 000"):
+        read_bytes(DataConfig(path=str(ROOT / "data" / "input.txt"), sha256="0" * 64))
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("s4://bucket/text", "s4"),
+        ("nowhere/text.txt", "does not exist"),
+        (str(ROOT), "cannot be read"),
+    ],
+)
+def test_a_place_that_cannot_be_read_is_named(url: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        read_bytes(DataConfig(path=url))

@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+
+from mingpt.data import TOKENIZERS, CharTokenizer, Tokenizer, load_tokenizer
+from mingpt.data.tokenizer import tokenizer_class
+from mingpt.errors import UserError
+
+TEXT = "Où? Ça, la mer; 海と空。 " * 40
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS.values(), ids=list(TOKENIZERS))
+def test_encoding_and_decoding_are_inverse(kind: type[Tokenizer]) -> None:
+    tokenizer = kind.train(TEXT)
+    tokens = tokenizer.encode(TEXT)
+    assert tokenizer.decode(tokens.tolist()) == TEXT
+    assert max(tokens) < len(tokenizer)
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, "auto"])
+def test_a_tokenizer_read_back_from_its_bytes_is_the_same(name: str) -> None:
+    tokenizer = tokenizer_class(name).train(TEXT)
+    copy = load_tokenizer(name, tokenizer.to_bytes())
+    assert type(copy) is type(tokenizer)
+    assert copy.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+    assert copy.fingerprint() == tokenizer.fingerprint()
+
+
+def test_one_byte_per_token_suffices_for_a_small_vocabulary() -> None:
+    assert CharTokenizer.train(TEXT).encode(TEXT).dtype == np.uint8
+    large = "".join(map(chr, range(1000, 1257)))
+    assert CharTokenizer.train(large).encode(large).dtype == np.uint16
+
+
+@pytest.mark.parametrize("character", ["~", "\U0010ffff", "\x00"])
+def test_a_character_that_the_vocabulary_lacks_is_named(character: str) -> None:
+    with pytest.raises(UserError, match=f"U\\+{ord(character):04X}"):
+        CharTokenizer.train(TEXT).encode("la" + character)
+
+
+def test_tokens_are_matched_with_those_of_another_vocabulary() -> None:
+    assert CharTokenizer("abd").matching_tokens(CharTokenizer("bcd")) == {1: 0, 2: 2}
+
+
+def test_other_characters_give_another_fingerprint() -> None:
+    assert CharTokenizer("ab").fingerprint() != CharTokenizer("ac").fingerprint()
+
+
+def test_a_sample_begins_with_a_line_break_if_there_is_one() -> None:
+    assert CharTokenizer("\nab").default_prompt() == "\n"
+    assert CharTokenizer("ab").default_prompt() == "a"
+
+
+@pytest.mark.parametrize("characters", ["ba", "aab"])
+def test_characters_out_of_order_are_refused(characters: str) -> None:
+    with pytest.raises(ValueError, match="code-point order"):
+        CharTokenizer(characters)

@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+import torch
+
+from mingpt.data import CharDataset
+from mingpt.data.windows import PREFETCH_BATCHES
+
+
+def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
+    dataset = CharDataset(np.arange(50, dtype=np.uint8), 8)
+    inputs, targets = dataset.__getitems__([0, 41])
+    assert inputs.tolist() == [list(range(8)), list(range(41, 49))]
+    assert targets.tolist() == [list(range(1, 9)), list(range(42, 50))]
+    assert torch.equal(dataset[41][1], targets[1])
+    assert len(dataset) == 42
+
+
+@pytest.mark.parametrize("length", [9, 10, 16, 17, 18, 50])
+def test_validation_predicts_every_token_but_the_first_exactly_once(length: int) -> None:
+    batches = list(CharDataset(np.arange(length, dtype=np.uint8), 8).eval_batches(3))
+    predicted = [token for _, targets in batches for token in targets.flatten().tolist()]
+    assert predicted == list(range(1, length))
+    assert all(torch.equal(inputs + 1, targets) and len(inputs) <= 3 for inputs, targets in batches)
+
+
+def test_batches_are_the_windows_in_the_order_asked_for() -> None:
+    """More of them than are gathered at once, and a last one that is smaller."""
+    dataset = CharDataset(np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint8), 8)
+    starts = [start * 7 % 990 for start in range(3 * PREFETCH_BATCHES + 1)]
+    batches = list(dataset.batches(starts, 3))
+    assert [len(batch[0]) for batch in batches] == [3] * PREFETCH_BATCHES + [1]
+    for inputs, targets, inputs_on_device, targets_on_device in batches:
+        assert torch.equal(inputs, inputs_on_device)
+        assert torch.equal(targets, targets_on_device)
+    expected_inputs, expected_targets = dataset.__getitems__(starts)
+    assert torch.equal(torch.cat([batch[0] for batch in batches]), expected_inputs)
+    assert torch.equal(torch.cat([batch[1] for batch in batches]), expected_targets)

@@ -1,0 +1,129 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mingpt.distributed import Launch
+from mingpt.distributed.device import (
+    autocast,
+    cgroup_quota,
+    environment_info,
+    find_device,
+    resolve_dtype,
+    usable_cores,
+)
+from mingpt.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
+    """A membership file and a mount whose folders have these cpu.max files."""
+    file, mount = tmp_path / "cgroup", tmp_path / "mount"
+    file.write_text(membership)
+    mount.mkdir()
+    for folder, limit in limits.items():
+        place = mount / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "cpu.max").write_text(limit + "\n")
+    return file, mount
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores"),
+    [
+        ({"pod/job": "150000 100000"}, 1.5),
+        ({"pod/job": "max 100000", "pod": "200000 100000"}, 2.0),  # a parent's counts
+        ({"pod/job": "400000 100000", "pod": "200000 100000"}, 2.0),  # the smallest counts
+        ({"pod/job": "300000 100000", "pod": "max 100000"}, 3.0),
+        ({"pod/job": "max 100000", ".": "50000 100000"}, 0.5),
+        ({"pod/other": "100000 100000", "pod/job": "800000 100000"}, 8.0),  # a neighbour's does not
+        ({"pod": "700000 100000"}, 7.0),  # no file on the lowest level
+        ({"pod/job": "damaged", "pod": "600000 100000"}, 6.0),
+    ],
+)
+def test_the_smallest_quota_of_a_cgroup_and_those_above_it_counts(
+    limits: dict[str, str], cores: float, tmp_path: Path
+) -> None:
+    assert cgroup_quota(*make_cgroups(tmp_path, "0::/pod/job\n", limits)) == cores
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits"),
+    [
+        ("0::/pod\n", {"pod": "max 100000"}),
+        ("0::/pod\n", {}),
+        ("0::/\n", {}),
+        ("3:cpu,cpuacct:/pod\n", {"pod": "100000 100000"}),  # cgroup v1 alone
+        ("", {}),
+    ],
+)
+def test_without_a_quota_there_is_no_limit(membership: str, limits: dict[str, str], tmp_path: Path) -> None:
+    assert cgroup_quota(*make_cgroups(tmp_path, membership, limits)) >= 1e9
+
+
+def test_without_a_membership_file_there_is_no_limit(tmp_path: Path) -> None:
+    assert cgroup_quota(tmp_path / "absent", tmp_path) >= 1e9
+
+
+def test_there_is_at_least_one_usable_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setattr("mingpt.distributed.device.cgroup_quota", lambda *_: 0.5)
+    assert usable_cores() == 1
+
+
+def test_the_affinity_and_the_quota_both_limit_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    for quota, cores in ((3.9, 3), (1e9, 6)):
+        monkeypatch.setattr("mingpt.distributed.device.cgroup_quota", lambda *_, quota=quota: quota)
+        assert usable_cores() == cores
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert find_device("auto", Launch()) == find_device("cpu", Launch()) == CPU
+    with pytest.raises(UserError, match=r"trainer\.device=cuda asks for GPU 0 and this machine has 0"):
+        find_device("cuda", Launch())
+    with pytest.raises(UserError, match=r"trainer\.device=mps asks for Apple's GPU and there is none"):
+        find_device("mps", Launch())
+
+
+def test_apples_gpu_is_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    two = Launch(world_size=2, local_world_size=2, master_addr="localhost")
+    assert find_device("auto", Launch()).type == "mps"
+    assert find_device("auto", two) == CPU
+    with pytest.raises(UserError, match="works for one process, not for 2"):
+        find_device("mps", two)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "native", "dtype"),
+    [
+        ("auto", True, torch.bfloat16),
+        ("auto", False, torch.float32),
+        ("bfloat16", False, torch.bfloat16),
+        ("float32", True, torch.float32),
+    ],
+)
+def test_auto_takes_bfloat16_where_it_is_native(
+    wanted: str, native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    assert resolve_dtype(wanted, CPU) == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) -> None:
+    with autocast(CPU, dtype):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+def test_the_environment_names_what_the_bits_depend_on() -> None:
+    info = environment_info(CPU, 3)
+    assert info["torch"] == torch.__version__
+    assert info["threads"] == 3
+    assert info["device"].startswith("cpu ")

@@ -1,0 +1,59 @@
+"""trainer.compile in whole jobs."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Start, command, final_hash, manifest, wait_until
+
+from mingpt.jobs import is_alive, torchrun
+
+# Waits until the test lets it go on, at most for a minute.
+SLOW_COMPILER = """#!/bin/sh
+touch {folder}/called
+n=0
+while [ ! -e {folder}/go ] && [ $n -lt 600 ]; do sleep 0.1; n=$((n + 1)); done
+exec c++ "$@"
+"""
+
+
+def slow_compiler(folder: Path) -> Path:
+    path = folder / "slow-g++"  # torch tells compilers apart by their names
+    path.write_text(SLOW_COMPILER.format(folder=folder))
+    path.chmod(0o755)
+    return path
+
+
+def test_a_model_that_cannot_be_compiled_trains_all_the_same(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__workers": 1}
+    words = command(trainer__compile=True, trainer__max_steps=2, **settings)
+    job = start(words, CXX="/nowhere/c++", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert job.wait() == 0, job.err()
+    assert "torch.compile failed" in job.err() and "going on without it" in job.err()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
+def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    """One job also loses a worker while the other one compiles, which notices it before it is done."""
+    settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2}
+    settings |= {"trainer__max_steps": 4}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(slow_compiler(tmp_path))}
+    two = start(command(launcher=torchrun(2, restarts=1), run_dir=tmp_path / "2", **settings), **env)
+    two.wait_until((tmp_path / "called").exists)
+    compiling, idle = two.workers()
+    os.kill(idle, signal.SIGKILL)
+    wait_until(lambda: not is_alive(compiling), timeout_s=20)
+    (tmp_path / "go").touch()
+    assert two.wait(300) == 0 and "torch.compile failed" not in two.err(), two.err()
+    three = start(command(launcher=torchrun(3), run_dir=tmp_path / "3", **settings), **env)
+    assert three.wait(300) == 0, three.err()
+    assert final_hash(tmp_path / "2", 4) == final_hash(tmp_path / "3", 4)
+    assert manifest(tmp_path / "2", 4)["software"]["compiled"] is True

@@ -1,0 +1,43 @@
+"""Snapshots in the memory of a node, in whole jobs."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from conftest import Start, command, final_hash, reached, snapshot_steps
+
+from mingpt.jobs import read_history, torchrun
+
+
+def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Snapshots on disk lie far apart; the whole job is killed too and goes on with more workers."""
+    shm, run_dir = tmp_path / "shm", tmp_path / "run"
+    shm.mkdir()
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__every": 1000}
+    settings |= {"snapshot__memory_every": 2, "snapshot__memory_path": shm}
+    job = start(command(launcher=torchrun(2, restarts=3), **settings))
+    job.wait_until(reached(run_dir, 9))
+    os.kill(job.workers()[0], signal.SIGKILL)
+    job.wait_until(lambda: len(read_history(run_dir)["generations"]) > 1)
+    job.wait_until(reached(run_dir, 14))
+    job.kill()
+    assert len(list(shm.iterdir())) == 1
+    # Seen before the first step or after it: what only memory held must go to disk.
+    (run_dir / "STOP").touch()
+    stopped = start(command(launcher=torchrun(2), **settings))
+    assert stopped.wait() == 0, stopped.err()
+    assert list(shm.iterdir()) == []
+    (stopped_at,) = snapshot_steps(run_dir)
+    assert stopped_at >= 10
+    last = start(command(launcher=torchrun(3), **settings))
+    assert last.wait() == 0, last.err()
+    first, restarted, resumed, finished = [
+        entry["from_step"] for entry in read_history(run_dir)["generations"]
+    ]
+    assert first == 0 and restarted >= 6 and resumed >= 10 and finished == stopped_at
+    assert restarted % 2 == 0 and resumed % 2 == 0
+    assert final_hash(run_dir) == final_hash(undisturbed)
+    assert list(shm.iterdir()) == []

@@ -1,0 +1,51 @@
+"""Snapshots at URLs."""
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from conftest import Start, command, final_hash
+
+from mingpt.jobs import torchrun
+
+
+def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        bucket = fsspec.filesystem("s3", use_listings_cache=False)
+        bucket.mkdir("runs")
+        place = "s3://runs/one"
+        words = command(launcher=torchrun(2), run_dir=tmp_path, data__path=text, snapshot__path=place)
+        job = start(words)
+        job.wait_until(lambda: bucket.exists("runs/one/step_00000010.json"))
+        job.kill()
+        resumed = start(words)
+        assert resumed.wait() == 0 and "resumed from step" in resumed.err(), resumed.err()
+        content = bucket.cat_file("runs/one/step_00000030.safetensors")
+        expected = (undisturbed / "snapshots" / "step_00000030.safetensors").read_bytes()
+        assert content == expected and final_hash(undisturbed)
+        assert not list(tmp_path.glob("snapshots/*"))
+    finally:
+        server.stop()
+
+
+def test_a_url_in_memory_serves_one_process_and_no_job(start: Start, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__max_steps": 5}
+    settings |= {"snapshot__path": "memory://one"}
+    one_process = start(command(**settings))  # trainer.workers=auto sees it
+    assert one_process.wait() == 0, one_process.err()
+    refused = start(command(launcher=torchrun(1), **settings))
+    assert refused.wait() != 0
+    assert "snapshot.path memory://one lives in the memory of one process" in refused.err()

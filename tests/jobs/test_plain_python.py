@@ -1,0 +1,187 @@
+"""`python train.py` without a launcher: several workers, restarts, and the exit codes of a single process."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    SMALL,
+    Start,
+    all_gone,
+    changed_program,
+    command,
+    final_hash,
+    reached,
+    session_members,
+    snapshot_steps,
+    wait_until,
+)
+
+from mingpt.distributed.device import usable_cores
+from mingpt.jobs import children, descendants, read_history, read_metric
+
+TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic", "ChildFailedError", "****")
+GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
+
+
+@pytest.mark.parametrize("workers", [2, "auto"])
+def test_plain_python_computes_the_bits_of_torchrun(
+    workers: int | str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    job = start(command(run_dir=tmp_path, data__path=text, trainer__workers=workers))
+    assert job.wait() == 0, job.err()
+    (generation,) = read_history(tmp_path)["generations"]
+    micro_batches = SMALL["trainer.batch_size"] // SMALL["trainer.micro_batch_size"]
+    assert generation["workers"] == (min(usable_cores(), micro_batches, 8) if workers == "auto" else workers)
+    assert read_metric(tmp_path) == read_metric(undisturbed)
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_comes_back_and_costs_no_bit(
+    victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    job = start(command(run_dir=tmp_path, data__path=text, trainer__workers=2))
+    job.wait_until(reached(tmp_path, 12))
+    os.kill(job.workers()[victim], signal.SIGKILL)
+    assert job.wait() == 0, job.err()
+    history = read_history(tmp_path)
+    first, second = history["generations"]
+    assert history["status"] == "finished" and first["end"] == f"worker {victim} vanished"
+    assert first["restart"] is False and second["restart"] is True
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+    assert read_metric(tmp_path) == read_metric(undisturbed)
+    assert_quiet(job.err())
+
+
+def assert_quiet(stderr: str) -> None:
+    """Nothing of torchrun's own output, no traceback, at most one error."""
+    assert not [words for words in TORCHRUN_OUTPUT if words in stderr], stderr
+    assert not GLOG_PREFIX.search(stderr), stderr
+    assert "Traceback" not in stderr and stderr.count("error: ") <= 1, stderr
+
+
+def test_workers_are_children_of_the_command_and_torchrun_says_nothing(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    job = start(command(run_dir=tmp_path, data__path=text, trainer__workers=2))
+    job.wait_until(reached(tmp_path, 1))
+    workers = job.workers()
+    assert len(workers) == 2 and set(workers) <= set(children(job.pid))
+    for pid in workers:
+        assert b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert job.wait() == 0, job.err()
+    assert_quiet(job.err())
+    assert session_members([job.pid, *workers]) == []
+
+
+def test_a_text_that_does_not_exist_is_exit_code_2(start: Start, tmp_path: Path) -> None:
+    job = start(command(run_dir=tmp_path, data__path="nowhere.txt", trainer__workers=2))
+    assert job.wait(60) == 2
+    assert job.err().startswith("error: data.path nowhere.txt does not exist")
+    assert_quiet(job.err())
+
+
+def test_a_refused_resume_is_exit_code_2_and_leaves_the_run_alone(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(undisturbed, run_dir)
+    job = start(command(run_dir=run_dir, data__path=text, model__n_layer=3, trainer__workers=2))
+    assert job.wait(60) == 2
+    assert "model.n_layer: 2 -> 3" in job.err() and job.err().count("\n") == 1
+    assert_quiet(job.err())
+    assert final_hash(run_dir) == final_hash(undisturbed)
+    assert (run_dir / "run.json").read_text() == (undisturbed / "run.json").read_text()
+
+
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGUSR1", "STOP"])
+def test_a_stop_is_exit_code_0_and_one_snapshot(
+    kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The same command then goes on there, to the same bits."""
+    settings: dict[str, Any] = {"snapshot__every": 1000, "trainer__workers": 2}
+    words = command(run_dir=tmp_path, data__path=text, **settings)
+    job = start(words)
+    job.wait_until(reached(tmp_path, 8))
+    pids = descendants(job.pid)
+    if kind == "STOP":
+        (tmp_path / "STOP").touch()
+    else:
+        os.kill(job.pid, getattr(signal, kind))
+    assert job.wait(30) == 0, job.err()
+    assert all_gone(pids)
+    history = read_history(tmp_path)
+    (generation,) = history["generations"]
+    assert history["status"] == "stopped" and generation["end"] == f"stopped by {kind}"
+    assert snapshot_steps(tmp_path) == [generation["to_step"]] and 8 <= generation["to_step"] < 30
+    assert_quiet(job.err())
+    resumed = start(words)
+    assert resumed.wait() == 0, resumed.err()
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+
+
+@pytest.mark.parametrize("victims", ["one", "all"])
+def test_without_a_restart_left_a_killed_worker_is_exit_code_1(
+    victims: str, start: Start, text: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"trainer__workers": 2, "trainer__max_restarts": 0}
+    job = start(command(run_dir=tmp_path, data__path=text, trainer__max_steps=10_000, **settings))
+    job.wait_until(reached(tmp_path, 5))
+    for pid in job.workers()[1:] if victims == "one" else job.workers():
+        os.kill(pid, signal.SIGKILL)
+    assert job.wait(60) == 1, job.err()
+    said = [line for line in job.err().splitlines() if "no restart is left (trainer.max_restarts)" in line]
+    assert len(said) == 1, job.err()
+    assert_quiet(job.err())
+
+
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_workers_start_ends_the_job(
+    kind: str, start: Start, text: Path, tmp_path: Path
+) -> None:
+    job = start(command(run_dir=tmp_path, data__path=text, trainer__max_steps=10_000, trainer__workers=2))
+    job.wait_until(lambda: len(job.workers()) == 2)
+    pids = [job.pid, *descendants(job.pid)]
+    os.kill(job.pid, getattr(signal, kind))
+    assert job.wait(30) in (0, 1), job.err()
+    wait_until(lambda: session_members(pids) == [], timeout_s=10)
+    assert_quiet(job.err())
+
+
+@pytest.mark.parametrize("option", ["--help", "--print_config"])
+def test_a_question_starts_nothing(option: str, start: Start, text: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-X", "importtime"]  # lists on stderr what is imported
+    words = command(option, launcher=launcher, run_dir=tmp_path / "run", data__path=text, trainer__workers=2)
+    job = start(words)
+    assert job.wait(30) == 0 and "trainer" in job.out()
+    modules = {line.rpartition("|")[2].strip() for line in job.err().splitlines()}
+    assert "mingpt.cli" in modules and not modules & {"torch", "mingpt.agent"}
+    assert not (tmp_path / "run").exists()
+
+
+PLANTED_NAN = """
+def on_run_start(state, strategy):
+    def spoil(step, micro_batch):
+        if step == 12 and micro_batch == 5:
+            next(state.model.parameters()).grad.fill_(float("nan"))
+    events.subscribe("backward_end", spoil)
+events.subscribe("run_start", on_run_start)
+"""
+
+
+def test_a_nan_is_exit_code_1_and_one_sentence(start: Start, text: Path, tmp_path: Path) -> None:
+    program = changed_program(tmp_path, PLANTED_NAN)
+    words = command(program=program, run_dir=tmp_path / "run", data__path=text, trainer__workers=2)
+    job = start(words)
+    assert job.wait(60) == 1, job.err()
+    assert job.err().count("error: step 13: the gradient of windows 96 to 103 is not finite") == 1, job.err()
+    assert_quiet(job.err())
+    history = read_history(tmp_path / "run")
+    assert history["status"] == "failed" and len(history["generations"]) == 1
+    assert snapshot_steps(tmp_path / "run")[-1] == 10

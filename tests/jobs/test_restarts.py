@@ -1,0 +1,170 @@
+"""Workers that are killed, fail or freeze: the job goes on by itself with the same bits, or ends for good."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    SMALL,
+    Start,
+    all_gone,
+    changed_program,
+    command,
+    final_hash,
+    reached,
+    session_members,
+    snapshot_steps,
+    wait_until,
+)
+
+from mingpt.jobs import Job, free_port, read_history, read_metric, torchrun
+from mingpt.snapshot import SnapshotStore
+
+
+def two_agents(start: Start, restarts: int, **settings: Any) -> list[Job]:
+    """One worker each under two agents that meet at an endpoint; the README shows the other form."""
+    endpoint = f"localhost:{free_port()}"
+    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test"]
+    words = command(launcher=torchrun(1, restarts, options), **settings)
+    return [start(words) for _ in range(2)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_costs_no_bit(
+    victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    job = start(command(launcher=torchrun(2, restarts=3), run_dir=tmp_path, data__path=text))
+    job.wait_until(reached(tmp_path, 12))
+    os.kill(job.workers()[victim], signal.SIGKILL)
+    assert job.wait() == 0, job.err()
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+    for name in ("train/loss", "val/loss"):
+        assert read_metric(tmp_path, name) == read_metric(undisturbed, name)
+    history = read_history(tmp_path)
+    first, second = history["generations"]
+    assert history["status"] == "finished" and first["workers"] == second["workers"] == 2
+    assert first["end"] == f"worker {victim} vanished" and history["seconds_lost"] > 0
+    (line,) = [line for line in job.err().splitlines() if "vanished at step" in line]
+    where = f"at step {first['to_step']}; resumed from {second['from_step']} with 2 workers"
+    assert line == f"worker {victim} vanished {where}"
+    assert "Traceback" not in job.err()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_two_agents_go_on_after_a_killed_worker(
+    victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    jobs = two_agents(start, restarts=3, run_dir=tmp_path, data__path=text)
+    jobs[0].wait_until(reached(tmp_path, 12))
+    os.kill(jobs[victim].workers()[0], signal.SIGKILL)
+    for job in jobs:
+        assert job.wait() == 0, job.err()
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+
+
+def test_a_frozen_worker_is_given_up_and_the_job_goes_on(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Well before the 30 s that the agent would give a process which cannot take its SIGTERM."""
+    launcher = torchrun(3, restarts=1)
+    job = start(command(launcher=launcher, run_dir=tmp_path, data__path=text, trainer__timeout_s=4))
+    job.wait_until(reached(tmp_path, 12))
+    began = time.monotonic()
+    os.kill(job.workers()[1], signal.SIGSTOP)
+    assert job.wait() == 0, job.err()
+    assert time.monotonic() - began < 25
+    assert "worker 1 timed out after 4 s at step" in job.err()
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+
+
+def test_where_no_restart_is_left_a_lost_worker_is_named_once(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    job = start(command(launcher=torchrun(2), run_dir=tmp_path, data__path=text, trainer__max_steps=10_000))
+    job.wait_until(reached(tmp_path, 5))
+    os.kill(job.workers()[1], signal.SIGKILL)
+    assert job.wait() == 1
+    sentence = r"worker 0 lost a peer after step \d+, and no restart is left \(torchrun --max-restarts\)"
+    assert len(re.findall(sentence, job.err())) == 1, job.err()
+    assert read_history(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_no_worker_outlives_its_agent(launcher: str, start: Start, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__max_steps": 10_000}
+    if launcher == "torchrun":
+        job = start(command(launcher=torchrun(2, restarts=3), **settings))
+    else:
+        job = start(command(trainer__workers=2, **settings))
+    job.wait_until(reached(tmp_path, 3))
+    workers = job.workers()
+    assert len(workers) == 2
+    os.kill(job.pid, signal.SIGKILL)
+    wait_until(lambda: all_gone(workers), timeout_s=10)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_nothing_is_left_of_a_job_that_ended(launcher: str, start: Start, text: Path, tmp_path: Path) -> None:
+    """No process and, in the node's memory, no snapshot."""
+    memory = Path(SMALL["snapshot.memory_path"]) / tmp_path.name
+    memory.mkdir()
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "snapshot__memory_path": memory}
+    settings |= {"trainer__max_steps": 4, "snapshot__memory_every": 1}
+    if launcher == "torchrun":
+        job = start(command(launcher=torchrun(2), **settings))
+    else:
+        job = start(command(trainer__workers=2, **settings))
+    job.wait_until(lambda: len(job.workers()) == 2)
+    workers = job.workers()
+    assert sorted(session_members(workers)) == workers, "otherwise the search below would find nothing"
+    job.wait_until(lambda: list(memory.iterdir()))
+    assert job.wait() == 0, job.err()
+    assert session_members([job.pid, *workers]) == []
+    assert list(memory.iterdir()) == []
+
+
+PLANTED = """
+import torch
+def on_run_start(state, strategy):
+    def spoil(step, micro_batch, **batch):
+        if step == 12 and micro_batch == 5:
+            {fault}
+    events.subscribe("{event}", spoil)
+events.subscribe("run_start", on_run_start)
+"""
+BAD_GRADIENT = "next(state.model.parameters()).grad.fill_(float('nan'))"
+BAD_WEIGHTS = "torch.nn.init.constant_(state.model.wte.weight, float('nan'))"
+REPEATED = "3 generations failed one after the other at step 13 (worker 1 failed (OSError: planted))"
+
+
+@pytest.mark.parametrize(
+    ("event", "fault", "sentence", "generations"),
+    [
+        ("backward_end", BAD_GRADIENT, "step 13: the gradient of windows 96 to 103 is not finite", 1),
+        ("batch", BAD_WEIGHTS, "step 13: the loss of micro-batch 5 (windows at ", 1),
+        ("batch", "raise OSError('planted')", REPEATED, 4),
+    ],
+)
+def test_a_failure_that_would_repeat_ends_the_job(
+    event: str, fault: str, sentence: str, generations: int, start: Start, text: Path, tmp_path: Path
+) -> None:
+    """Planted in one worker; many restarts are left; the last good snapshot stays as it was."""
+    program = changed_program(tmp_path, PLANTED.format(event=event, fault=fault))
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "snapshot__every": 4}
+    job = start(command(launcher=torchrun(2, restarts=50), program=program, **settings))
+    assert job.wait() != 0 and job.err().count(f"error: {sentence}") == 1, job.err()
+    history = read_history(tmp_path / "run")
+    assert history["status"] == "failed" and len(history["generations"]) == generations, job.err()
+    last = snapshot_steps(tmp_path / "run")[-1]
+    # A failure, unlike a NaN, does not wait for the snapshot that is being written.
+    assert last == 12 or (generations > 1 and last == 8)
+    snapshot, corrupt = SnapshotStore(str(tmp_path / "run" / "snapshots")).find_newest()
+    assert snapshot and not corrupt and snapshot.manifest["step"] == last
+    if generations > 1:
+        mended = start(command(trainer__workers=1, **settings))
+        assert mended.wait() == 0, mended.err()
+        assert read_history(tmp_path / "run")["status"] == "finished"

@@ -1,0 +1,93 @@
+"""Told to stop, by whatever means: one snapshot, no process left, and the same command goes on there."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    Start,
+    all_gone,
+    changed_program,
+    command,
+    final_hash,
+    reached,
+    snapshot_steps,
+    wait_until,
+)
+
+from mingpt.jobs import descendants, read_history, read_metric, torchrun
+
+
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT", "SIGUSR1", "STOP"])
+def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
+    kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "snapshot__every": 1000}
+    words = command(launcher=torchrun(2), **settings)
+    job = start(words)
+    job.wait_until(reached(tmp_path, 8))
+    pids = descendants(job.pid)
+    if kind == "STOP":
+        (tmp_path / "STOP").touch()
+    else:  # SIGTERM as a cluster sends it, to the agent; the others to a worker
+        os.kill(job.pid if kind == "SIGTERM" else job.workers()[1], getattr(signal, kind))
+    code = job.wait(30)
+    assert (code == 0) == (kind in ("SIGUSR1", "STOP")) and all_gone(pids)
+    history = read_history(tmp_path)
+    (generation,) = history["generations"]
+    stopped_at = generation["to_step"]
+    assert history["status"] == "stopped" and generation["end"] == f"stopped by {kind}"
+    assert 8 <= stopped_at < 30 and snapshot_steps(tmp_path) == [stopped_at]
+    assert not (tmp_path / "STOP").exists()
+    resumed = start(words)
+    assert resumed.wait() == 0, resumed.err()
+    history = read_history(tmp_path)
+    assert history["generations"][1]["from_step"] == stopped_at and history["steps_lost"] == 0
+    assert history["status"] == "finished"
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+    assert read_metric(tmp_path) == read_metric(undisturbed)
+
+
+def test_a_single_process_that_is_told_to_stop_exits_with_0(start: Start, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__workers": 1}
+    job = start(command(trainer__max_steps=10_000, **settings))
+    job.wait_until(reached(tmp_path, 3))
+    os.kill(job.pid, signal.SIGINT)
+    assert job.wait(30) == 0, job.err()
+    assert "stopped by SIGINT" in job.err() and "Traceback" not in job.err()
+
+
+EVALUATION_S = 60
+LONG_EVALUATION = f"""
+import time
+events.subscribe("evaluation_start", lambda step: time.sleep({EVALUATION_S}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_signal_ends_the_job_at_once(
+    kind: str, workers: int, start: Start, text: Path, tmp_path: Path
+) -> None:
+    """The first comes during a long evaluation, which would have to end before the workers agree to stop."""
+    program = changed_program(tmp_path, LONG_EVALUATION)
+    settings: dict[str, Any] = {"trainer__eval_at_start": False, "trainer__eval_every": 1}
+    settings |= {"run_dir": tmp_path / "run", "data__path": text, "trainer__workers": workers}
+    job = start(command(program=program, **settings))
+    job.wait_until(reached(tmp_path / "run", 1))  # the record of a step comes before its evaluation
+    began = time.monotonic()
+    pids = descendants(job.pid)
+    assert len(job.workers()) == (0 if workers == 1 else workers)
+    number = getattr(signal, kind)
+    os.kill(job.pid, number)
+    job.wait_until(lambda: time.monotonic() > began + 1)  # signals within 0.3 s count as one request
+    os.kill(job.pid, number)
+    code = job.wait(30)
+    assert time.monotonic() - began < EVALUATION_S / 2
+    assert code == (128 + number if workers == 1 else 1)
+    wait_until(lambda: all_gone(pids), timeout_s=10)
+    assert read_history(tmp_path / "run")["status"] == "running" and snapshot_steps(tmp_path / "run") == []
+    assert "Traceback" not in job.err(), job.err()

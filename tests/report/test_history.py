@@ -1,0 +1,147 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mingpt.distributed import GenerationEnd
+from mingpt.report import RunHistory, read_run_id
+from mingpt.report.history import MAX_REPEATS
+
+RUN_ID = "abc123"
+
+
+def open_history(run_dir: Path) -> RunHistory:
+    return RunHistory(run_dir, RUN_ID, {"torch": "2"})
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+    return content
+
+
+def failed_end(step: int) -> GenerationEnd:
+    return GenerationEnd(1, {0: {"why": "failed (ValueError: twice two)", "step": step}})
+
+
+def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    assert history.start_generation(2, 0, None, False, []) is None
+    assert read(tmp_path)["status"] == "running"
+    history.note_step(10, 0.25)
+    history.end("finished", 30, "finished")
+    content = read(tmp_path)
+    (generation,) = content["generations"]
+    assert (content["id"], content["status"], content["steps_lost"]) == (RUN_ID, "finished", 0)
+    assert (content["seconds_lost"], content["goodput"]) == (0.0, 1.0)
+    assert (generation["workers"], generation["from_step"], generation["to_step"]) == (2, 0, 30)
+    assert (generation["exact"], generation["end"]) == (True, "finished")
+    assert {"torch", "python"} <= content["versions"].keys()
+    assert history.summary() == "1 generation, 0 steps done twice, 0.0 s lost, goodput 100.0%"
+
+
+def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    history.start_generation(3, 0, None, False, [])
+    history.note_step(12, 0.5)
+    end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
+    later = open_history(tmp_path)
+    sentence = later.start_generation(2, 10, end, True, [])
+    assert sentence == "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
+    content = read(tmp_path)
+    first, second = content["generations"]
+    assert (first["end"], first["to_step"], first["exact"]) == ("workers 1, 2 vanished", 14, True)
+    assert (second["from_step"], second["workers"], second["end"]) == (10, 2, "running")
+    assert content["steps_lost"] == 4
+    assert content["seconds_lost"] >= 2 * 0.5, "two recorded steps are done again"
+    assert later.restarts() == [10]
+
+
+def test_a_generation_that_left_nothing_in_the_store_ends_at_its_last_record(tmp_path: Path) -> None:
+    open_history(tmp_path).start_generation(1, 0, None, False, [])
+    history = open_history(tmp_path)
+    history.note_step(7, None)
+    sentence = open_history(tmp_path).start_generation(1, 5, None, False, [])
+    assert sentence == "all workers vanished at step 7; resumed from 5 with 1 worker"
+    first = read(tmp_path)["generations"][0]
+    assert (first["to_step"], first["exact"]) == (7, False)
+
+
+def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    history.start_generation(1, 0, None, False, [])
+    history.end("stopped", 12, "stopped by SIGTERM")
+    later = open_history(tmp_path)
+    assert later.start_generation(4, 12, None, False, []) is None
+    content = read(tmp_path)
+    assert (content["status"], content["steps_lost"], content["seconds_lost"]) == ("running", 0, 0.0)
+    assert [entry["end"] for entry in content["generations"]] == ["stopped by SIGTERM", "running"]
+
+
+def test_settings_that_were_changed_are_recorded_with_their_step(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    history.start_generation(1, 20, None, False, ["model.dropout: 0.0 -> 0.1"])
+    assert read(tmp_path)["changes"] == [{"step": 20, "settings": ["model.dropout: 0.0 -> 0.1"]}]
+
+
+def fail_repeatedly(run_dir: Path, steps: list[int], first_is_restart: bool = False) -> RunHistory:
+    """Generations that fail after these steps, and one that has begun after them."""
+    history = open_history(run_dir)
+    previous = None
+    for number, step in enumerate([*steps, 0]):
+        history.start_generation(1, 0, previous, number > 0 or first_is_restart, [])
+        previous = failed_end(step)
+    return history
+
+
+def test_three_failures_at_the_same_step_end_the_job(tmp_path: Path) -> None:
+    history = fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
+    assert history.repeated_failure() == (
+        "3 generations failed one after the other at step 5 "
+        "(worker 0 failed (ValueError: twice two)): a restart would repeat it"
+    )
+
+
+@pytest.mark.parametrize("steps", [[], [4], [4, 4], [4, 4, 5], [4, 5, 4], [5, 4, 4]])
+def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int], tmp_path: Path) -> None:
+    assert fail_repeatedly(tmp_path, steps).repeated_failure() is None
+
+
+def test_a_job_that_a_user_starts_again_is_tried_again(tmp_path: Path) -> None:
+    fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
+    history = open_history(tmp_path)
+    history.start_generation(1, 0, failed_end(4), False, [])
+    assert history.repeated_failure() is None
+
+
+def test_generations_that_were_killed_without_a_report_do_not_end_the_job(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    for number in range(MAX_REPEATS + 1):
+        history.start_generation(1, 0, GenerationEnd(1, {}) if number else None, number > 0, [])
+    assert history.repeated_failure() is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"id": "abc123"}', '{"generations": 3}'])
+def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run.json").write_text(content)
+    open_history(tmp_path).start_generation(1, 0, None, False, [])
+    assert (tmp_path / "damaged-run.json").read_text() == content
+    assert "is damaged and set aside as damaged-run.json" in caplog.text
+    assert len(read(tmp_path)["generations"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "run_id"),
+    [
+        ('{"id": "abc123"}', "abc123"),
+        ('{"id": "../elsewhere"}', None),
+        ('{"id": 3}', None),
+        ("{}", None),
+        ("[]", None),
+        ("{", None),
+    ],
+)
+def test_the_id_of_a_run_is_read_if_it_is_one(content: str, run_id: str | None, tmp_path: Path) -> None:
+    assert read_run_id(tmp_path) is None
+    (tmp_path / "run.json").write_text(content)
+    assert read_run_id(tmp_path) == run_id

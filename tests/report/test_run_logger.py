@@ -1,0 +1,179 @@
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import SMALL
+from support.runs import STATS
+from support.single_process import SingleProcess
+
+from mingpt.cli import build
+from mingpt.config import to_dict
+from mingpt.data import make_corpus
+from mingpt.report import SINKS, RunInfo, RunLogger, Sink
+from mingpt.report.sink import Values
+
+TEXT = b"To be, or not to be, that is the question.\n" * 40
+ENVIRONMENT = {"torch": "2", "device": "cpu AVX512", "threads": 1, "dtype": "float32"}
+
+
+class RecordingSink(Sink):
+    """Notes what it is told."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self.run = run
+        self.calls: list[tuple[Any, ...]] = []
+
+    def log(self, step: int, values: Values) -> None:
+        self.calls.append(("log", step, dict(values)))
+
+    def on_step(self, step: int) -> None:
+        self.calls.append(("on_step", step))
+
+    def rewind(self, step: int) -> None:
+        self.calls.append(("rewind", step))
+
+    def flush(self) -> None:
+        self.calls.append(("flush",))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+@pytest.fixture
+def sinks(monkeypatch: pytest.MonkeyPatch) -> list[RecordingSink]:
+    """Those that loggers have made, beside the usual ones."""
+    made: list[RecordingSink] = []
+
+    def make_sink(run: RunInfo) -> Sink:
+        made.append(RecordingSink(run))
+        return made[-1]
+
+    monkeypatch.setattr("mingpt.report.run_logger.SINKS", [*SINKS, make_sink])
+    return made
+
+
+def make_logger(
+    run_dir: Path, step: int = 0, is_restart: bool = False, changes: list[str] | None = None
+) -> RunLogger:
+    config = build(SMALL | {"run_dir": str(run_dir)})
+    corpus = make_corpus(TEXT, config.data)
+    return RunLogger(config, SingleProcess(), corpus, "abc123", step, changes or [], ENVIRONMENT, is_restart)
+
+
+def status(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "run.json").read_text())["status"])
+
+
+def test_the_configuration_is_written_as_a_file_that_reads_back(tmp_path: Path) -> None:
+    logger = make_logger(tmp_path)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.config)
+    logger.close()
+
+
+def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[RecordingSink]) -> None:
+    logger = make_logger(tmp_path)
+    logger.on_step(12)
+    logger.log_training(STATS)
+    logger.log_evaluation(12, {"val/loss": 1.25}, "")
+    logger.flush()
+    assert status(tmp_path) == "running"
+    logger.ended(12, None, "snapshots")
+    (sink,) = sinks
+    names = [call[0] for call in sink.calls]
+    assert names == ["rewind", "on_step", "log", "log", "flush", "close"]
+    assert sink.calls[0] == ("rewind", 0)
+    assert sink.calls[2][2]["train/loss"] == STATS.loss
+    assert sink.calls[3] == ("log", 12, {"val/loss": 1.25})
+    assert (sink.run.run_dir, sink.run.max_steps, sink.run.is_fresh) == (tmp_path, 30, True)
+    assert status(tmp_path) == "finished"
+
+
+def test_values_that_a_sink_does_not_know_are_no_error(tmp_path: Path) -> None:
+    logger = make_logger(tmp_path)
+    logger.log_values(3, {"a metric of another kind": 1.0})
+    logger.log_values(3, {"val/loss": 2.0, "a metric of another kind": 1.0})
+    logger.log_values(3, {})
+    logger.ended(3, None, "snapshots")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_resumed_run_tells_its_sinks_from_where_it_goes_on(
+    tmp_path: Path, sinks: list[RecordingSink]
+) -> None:
+    first = make_logger(tmp_path)
+    for step in (1, 2, 3):
+        first.log_values(step, {"train/loss": float(step)})
+    first.log_values(3, {"val/loss": 3.5})
+    second = make_logger(tmp_path, step=2, is_restart=True)
+    assert sinks[1].calls == [("rewind", 2)]
+    assert (sinks[1].run.first_step, sinks[1].run.is_fresh, sinks[1].run.restarts) == (2, False, [2])
+    second.log_values(3, {"train/loss": 3.25})
+    second.flush()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["train/loss"] for record in records] == [1.0, 2.0, 3.25]
+
+
+def test_the_last_records_for_the_manifest_are_known_after_a_restart(tmp_path: Path) -> None:
+    first = make_logger(tmp_path)
+    first.log_values(0, {"val/loss": 4.5})
+    first.log_values(1, {"train/loss": 4.0})
+    first.log_values(1, {"val/loss": 3.5})
+    assert make_logger(tmp_path, step=1, is_restart=True).last == {
+        "train": {"step": 1, "train/loss": 4.0},
+        "val": {"step": 1, "val/loss": 3.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "status_then", "end"),
+    [(None, "finished", "finished"), ("SIGTERM", "stopped", "stopped by SIGTERM")],
+)
+def test_the_end_of_a_run_is_recorded(
+    stopped_by: str | None, status_then: str, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mingpt")
+    make_logger(tmp_path).ended(7, stopped_by, "the folder")
+    assert status(tmp_path) == status_then
+    assert f"{end} at step 7: 1 generation" in caplog.text
+    assert "snapshot in the folder" in caplog.text
+
+
+def test_a_failure_is_recorded(tmp_path: Path, sinks: list[RecordingSink]) -> None:
+    make_logger(tmp_path).failed(7, "ValueError: twice two")
+    generation = json.loads((tmp_path / "run.json").read_text())["generations"][-1]
+    assert status(tmp_path) == "failed"
+    assert (generation["to_step"], generation["end"]) == (7, "failed: ValueError: twice two")
+    assert sinks[0].calls[-1] == ("close",)
+
+
+def test_the_plan_of_a_run_names_what_is_going_to_happen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "mingpt")
+    monkeypatch.setattr("mingpt.report.run_logger.usable_cores", lambda: 4)
+    logger = make_logger(tmp_path, step=5, changes=["model.dropout: 0.0 -> 0.1"])
+    logger.plan(5, 12_345, 48, [range(5), range(5, 8), range(0)], "the folder")
+    text = caplog.text
+    assert "modern with 12,345 parameters, float32; 1 worker on cpu AVX512, 1 CPU thread each" in text
+    assert f"{len(TEXT):,} tokens, vocabulary of {len(set(TEXT))}; 256 tokens per step" in text
+    assert "6.0 steps per epoch, 30 steps" in text
+    assert "idle: 3 CPU cores" in text
+    assert "worker 0 reads 0-4, worker 1 reads 5-7, worker 2 idles" in text
+    assert "snapshots every 5 steps to the folder; resumed from step 5" in text
+    assert "changed on purpose: model.dropout: 0.0 -> 0.1" in text
+
+
+def test_a_restart_says_only_what_happened_to_the_generation_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mingpt")
+    make_logger(tmp_path)
+    logger = make_logger(tmp_path, is_restart=True)
+    caplog.clear()
+    logger.plan(0, 12_345, 48, [range(8)], "the folder")
+    assert caplog.messages == ["all workers vanished at step 0; resumed from 0 with 1 worker"]

@@ -1,0 +1,29 @@
+"""Small models for tests."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mingpt.config import ModelConfig
+from mingpt.model import GPT
+
+Arch = Literal["gpt2", "modern"]
+ARCHITECTURES: list[Arch] = ["gpt2", "modern"]
+CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=48)
+
+
+def make_model(arch: Arch, vocab_size: int = 31, block_size: int = 24, spread: bool = True) -> GPT:
+    """A model in eval mode; `spread` gives every matrix, also those that begin at zero, random weights."""
+    torch.manual_seed(0)
+    model = GPT(replace(CONFIG, arch=arch), vocab_size=vocab_size, block_size=block_size)
+    if spread:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return model.eval()
+
+
+def make_tokens(batch: int = 2, length: int = 24, vocab_size: int = 31) -> Tensor:
+    return torch.randint(0, vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))

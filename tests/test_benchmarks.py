@@ -1,0 +1,33 @@
+"""The programs that enumerate crash points and damage, on a part of what they enumerate."""
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from mingpt.jobs import clean_environment
+
+
+def last_row(*words: str) -> dict[str, Any]:
+    """The last line that a program prints; it must exit with 0."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace injects the faults")
+def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
+    row = last_row("benchmarks/crash_points.py", "--stride", "4")
+    assert row["bad"] == 0
+    assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "store tears"}
+
+
+def test_no_damage_loads_silently() -> None:
+    row = last_row("benchmarks/damage.py", "--flips", "40")
+    assert row["loaded_silently"] == 0 and row["intact_one_loads"]
