@@ -2,7 +2,8 @@
 
     python benchmarks/sampling.py
 
-In turns, on all cores, 1,000 tokens with the cache and 60 without. Exit code 1 unless the median of the paired ratios is at least 5.
+In turns, on all cores, 1,000 tokens with the cache and 60 without. Exit code 1 unless the median of the
+paired ratios is at least 5.
 """
 
 import argparse

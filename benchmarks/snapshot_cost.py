@@ -120,7 +120,7 @@ def main() -> int:
     measured = measure(arguments.steps)
     wall_s = measured.pop("wall_s")
     rounded = {kind: [round(value, 5) for value in seconds] for kind, seconds in measured.items()}
-    row(**rounded, wall_s=wall_s)
+    row(**rounded, wall_s=round(wall_s, 3))
     cores = os.cpu_count() or 1
     waits_s, cpu_s = sum(measured["disk"]) + sum(measured["memory"]), sum(measured["cpu"])
     share = (waits_s + cpu_s) / (cores * wall_s)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
-from mingpt.distributed.launch import STATUS_FILE, Launch
+from mingpt.distributed.launch import AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -64,9 +65,11 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     with tempfile.TemporaryDirectory(prefix="mingpt-") as folder:
         status_file = Path(folder) / "status"
         os.environ[STATUS_FILE] = str(status_file)
+        os.environ[AGENT_PID] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         stop_signal.close()
+        block_sigint()
         handle_signals(stop_agent)  # until the agent installs handlers that do the same
         try:
             try:
@@ -74,11 +77,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
                 code = 0
             except ChildFailedError as error:
                 code = 1
-                rank, failure = error.get_first_failure()
-                if failure.exitcode < 0:  # killed, so that no worker could report it
-                    name = signal.Signals(-failure.exitcode).name
-                    message = f"worker {rank} was killed by {name} and no restart is left"
-                    sys.stderr.write(f"error: {message} (trainer.max_restarts)\n")
+                report_killed({rank: failure.exitcode for rank, failure in error.failures.items()})
             handle_signals(signal.SIG_IGN)  # nothing is left to stop
         except SignalException:  # from a user, or from rank 0 to end the job
             handle_signals(signal.SIG_IGN)
@@ -86,6 +85,24 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def report_killed(exit_codes: dict[int, int]) -> None:
+    """One sentence on a worker that was killed, since it could not report that itself."""
+    killed = [rank for rank, code in sorted(exit_codes.items()) if code < 0]
+    if killed:
+        name = signal.Signals(-exit_codes[killed[0]]).name
+        message = f"worker {killed[0]} was killed by {name} and no restart is left (trainer.max_restarts)"
+        sys.stderr.write(f"error: {message}\n")
+
+
+def block_sigint() -> None:
+    """In this thread, whose mask the workers inherit: SIGINT then waits until StopSignal unblocks it.
+
+    Another thread of this process, which does not block it, receives the agent's own.
+    """
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":

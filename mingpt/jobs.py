@@ -18,7 +18,14 @@ POLL_S = 0.01
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment without what a launcher or a user may have left in it."""
-    dropped = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MINGPT_STATUS_FILE")
+    dropped = (
+        "OMP_NUM_THREADS",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MINGPT_STATUS_FILE",
+        "MINGPT_AGENT_PID",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     return {name: value for name, value in kept.items() if name not in dropped} | more
 

@@ -76,11 +76,12 @@ class ProcessExit:
             sys.stderr.write(f"error: worker {self.launch.rank}: {error}\n")
         elif not lost_peer:
             traceback.print_exception(error)
-        elif not self.launch.has_restarts_left():
-            option = "trainer.max_restarts" if self.launch.status_file else "torchrun --max-restarts"
+        elif (
+            not self.launch.has_restarts_left() and not self.launch.status_file
+        ):  # else mingpt.agent reports it
             sys.stderr.write(
                 f"worker {self.launch.rank} lost a peer after step {self.step}, "
-                f"and no restart is left ({option})\n"
+                "and no restart is left (torchrun --max-restarts)\n"
             )
         sys.stderr.flush()
         os._exit(1)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # importing pydantic would delay the moment from which signals are heard
     from mingpt.config import TrainerConfig
 
-STATUS_FILE = "MINGPT_STATUS_FILE"  # set by mingpt.agent for its workers
+# Set by mingpt.agent for its workers.
+AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before a worker asks
+STATUS_FILE = "MINGPT_STATUS_FILE"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Launch:
             master_addr=env["MASTER_ADDR"],
             master_port=int(env["MASTER_PORT"]),
             agent_hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            agent_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in env else None,
+            agent_pid=int(env.get(AGENT_PID, os.getppid())) if "TORCHELASTIC_RUN_ID" in env else None,
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
             omp_threads=omp_threads,

@@ -39,6 +39,7 @@ class StopSignal:
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe is what counts
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # mingpt.agent blocks it
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 

@@ -43,7 +43,7 @@ mingpt.resume.check_workers = lambda *_: None
 """
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("reduction", ["exact", pytest.param("fast", marks=pytest.mark.slow)])
 def test_workers_without_micro_batches_idle_and_change_nothing(
     reduction: str, start: Start, text: Path, tmp_path: Path
 ) -> None:

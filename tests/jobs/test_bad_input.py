@@ -127,11 +127,9 @@ OTHER_MODEL = "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.007 -> 0.5"
         ({"data__path": "other"}, "is not the text that the snapshots"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
 def test_the_snapshots_of_another_run_are_left_alone(
     settings: dict[str, Any],
     expected: str,
-    workers: int,
     start: Start,
     text: Path,
     undisturbed: Path,
@@ -143,7 +141,7 @@ def test_the_snapshots_of_another_run_are_left_alone(
     if "data__path" in settings:
         settings = {"data__path": tmp_path / "other"}
     before = contents(run_dir)
-    defaults: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": workers}
+    defaults: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": 1}
     assert expected in sentence(start(command(**(defaults | settings))))
     assert contents(run_dir) == before
 
@@ -156,16 +154,11 @@ def test_the_snapshots_of_another_run_are_left_alone(
         ({"data__path": "nowhere.txt"}, "data.path nowhere.txt does not exist"),
     ],
 )
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
-def test_workers_print_the_sentence_once_and_the_job_ends(
-    settings: dict[str, Any], expected: str, launcher: str, start: Start, text: Path, tmp_path: Path
+def test_under_torchrun_the_sentence_comes_once_and_the_job_ends(
+    settings: dict[str, Any], expected: str, start: Start, text: Path, tmp_path: Path
 ) -> None:
     """Whatever restarts are left."""
     given: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text} | settings
-    if launcher == "python":
-        job = start(command(trainer__workers=2, trainer__max_restarts=50, **given))
-        assert expected in sentence(job)
-        return
     job = start(command(launcher=torchrun(2, restarts=50), **given))
     assert job.wait(60) != 0
     assert job.err().count(expected) == 1 and job.err().count("error: ") == 1, job.err()

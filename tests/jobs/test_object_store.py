@@ -10,6 +10,7 @@ from conftest import Start, command, final_hash
 from mingpt.jobs import torchrun
 
 
+@pytest.mark.slow
 def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,11 +80,20 @@ def test_workers_are_children_of_the_command_and_torchrun_says_nothing(
     assert session_members([job.pid, *workers]) == []
 
 
-def test_a_text_that_does_not_exist_is_exit_code_2(start: Start, tmp_path: Path) -> None:
-    job = start(command(run_dir=tmp_path, data__path="nowhere.txt", trainer__workers=2))
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"trainer__micro_batch_size": 8}, "2 workers cannot share the 1 micro-batches"),
+        ({"data__path": "nowhere.txt"}, "data.path nowhere.txt does not exist"),
+    ],
+)
+def test_what_only_the_user_can_put_right_is_exit_code_2_and_one_line(
+    settings: dict[str, Any], expected: str, start: Start, text: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__workers": 2}
+    job = start(command(**(given | settings)))
     assert job.wait(60) == 2
-    assert job.err().startswith("error: data.path nowhere.txt does not exist")
-    assert_quiet(job.err())
+    assert job.err().startswith(f"error: {expected}") and job.err().count("\n") == 1, job.err()
 
 
 def test_a_refused_resume_is_exit_code_2_and_leaves_the_run_alone(
@@ -94,20 +103,16 @@ def test_a_refused_resume_is_exit_code_2_and_leaves_the_run_alone(
     shutil.copytree(undisturbed, run_dir)
     job = start(command(run_dir=run_dir, data__path=text, model__n_layer=3, trainer__workers=2))
     assert job.wait(60) == 2
-    assert "model.n_layer: 2 -> 3" in job.err() and job.err().count("\n") == 1
-    assert_quiet(job.err())
+    assert job.err().startswith("error: ") and "model.n_layer: 2 -> 3" in job.err()
+    assert job.err().count("\n") == 1, job.err()
     assert final_hash(run_dir) == final_hash(undisturbed)
     assert (run_dir / "run.json").read_text() == (undisturbed / "run.json").read_text()
 
 
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGUSR1", "STOP"])
-def test_a_stop_is_exit_code_0_and_one_snapshot(
-    kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    """The same command then goes on there, to the same bits."""
-    settings: dict[str, Any] = {"snapshot__every": 1000, "trainer__workers": 2}
-    words = command(run_dir=tmp_path, data__path=text, **settings)
-    job = start(words)
+def test_a_stop_is_exit_code_0_and_one_snapshot(kind: str, start: Start, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"snapshot__every": 1000, "trainer__workers": 2, "trainer__max_steps": 10_000}
+    job = start(command(run_dir=tmp_path, data__path=text, **settings))
     job.wait_until(reached(tmp_path, 8))
     pids = descendants(job.pid)
     if kind == "STOP":
@@ -119,11 +124,9 @@ def test_a_stop_is_exit_code_0_and_one_snapshot(
     history = read_history(tmp_path)
     (generation,) = history["generations"]
     assert history["status"] == "stopped" and generation["end"] == f"stopped by {kind}"
-    assert snapshot_steps(tmp_path) == [generation["to_step"]] and 8 <= generation["to_step"] < 30
+    assert snapshot_steps(tmp_path) == [generation["to_step"]] and generation["to_step"] >= 8
+    assert not (tmp_path / "STOP").exists()
     assert_quiet(job.err())
-    resumed = start(words)
-    assert resumed.wait() == 0, resumed.err()
-    assert final_hash(tmp_path) == final_hash(undisturbed)
 
 
 @pytest.mark.parametrize("victims", ["one", "all"])

@@ -54,7 +54,7 @@ def test_a_killed_worker_costs_no_bit(
     assert "Traceback" not in job.err()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_agents_go_on_after_a_killed_worker(
     victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -113,15 +113,14 @@ def test_nothing_is_left_of_a_job_that_ended(launcher: str, start: Start, text: 
     memory = Path(SMALL["snapshot.memory_path"]) / tmp_path.name
     memory.mkdir()
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "snapshot__memory_path": memory}
-    settings |= {"trainer__max_steps": 4, "snapshot__memory_every": 1}
+    settings |= {"trainer__max_steps": 10, "snapshot__memory_every": 1}
     if launcher == "torchrun":
         job = start(command(launcher=torchrun(2), **settings))
     else:
         job = start(command(trainer__workers=2, **settings))
-    job.wait_until(lambda: len(job.workers()) == 2)
-    workers = job.workers()
-    assert sorted(session_members(workers)) == workers, "otherwise the search below would find nothing"
     job.wait_until(lambda: list(memory.iterdir()))
+    workers = job.workers()
+    assert len(workers) == 2 and sorted(session_members(workers)) == workers, "the search finds them"
     assert job.wait() == 0, job.err()
     assert session_members([job.pid, *workers]) == []
     assert list(memory.iterdir()) == []

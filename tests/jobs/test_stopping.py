@@ -21,7 +21,9 @@ from conftest import (
 from mingpt.jobs import descendants, read_history, read_metric, torchrun
 
 
-@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT", "SIGUSR1", "STOP"])
+@pytest.mark.parametrize(
+    "kind", ["SIGTERM", "SIGUSR1", "STOP", pytest.param("SIGINT", marks=pytest.mark.slow)]
+)
 def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
     kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
