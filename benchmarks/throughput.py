@@ -5,9 +5,9 @@
 
 A row per size, as JSON, then a table. `products` is what the arithmetic of a step would take at the rate
 measured for large products, over what the step took. A part's share is the time in the main thread that ends
-with the event of that part; `reduction` is what is left of it after the last backward pass. On a GPU the same
-command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and backward are then those
-of their launches.
+with the event of that part; `reduction` is what is left of it after the last backward pass, and `optimizer`
+includes clipping. On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of
+forward and backward are then those of their launches.
 """
 
 import argparse

@@ -16,6 +16,7 @@ from mingpt.errors import ExpectedError, UserError
 
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
+LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
 class ProcessExit:
@@ -130,7 +131,7 @@ def is_lost_peer(error: BaseException) -> bool:
     from torch.distributed import DistError
 
     text = str(error)
-    by_words = "gloo" in text or "Connection closed" in text or "Connection reset" in text
+    by_words = any(words in text for words in LOST_PEER_WORDS)
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and by_words)
 
 
