@@ -14,13 +14,13 @@ def main() -> None:
         from mingpt.cli import parse
 
         config = parse(sys.argv[1:])
-        worker.start_workers(
-            config, sys.argv
-        )  # plain `python`: one worker per GPU or core, and this is their agent
+        # Plain `python`: this process becomes the agent of one worker per GPU or core, and exits as they do.
+        worker.start_workers(config, sys.argv)
 
         from mingpt.trainer import Trainer  # imports torch, so only once the settings are known to be right
 
-        trainer = Trainer(config, worker.connect(config))
+        context = worker.connect(config)
+        trainer = Trainer(config, context)
         worker.stopped_by = trainer.run()
 
 

@@ -24,20 +24,20 @@ from mingpt.verify import Outcome, find_problems, make_schedule, train_undisturb
 
 def is_identical(seed: int, folder: Path, reference: Outcome, config: Config) -> bool:
     """Run the schedule of this seed and print its row."""
-    dice = random.Random(f"schedule {seed}")
-    began, workers = time.monotonic(), dice.randint(1, 4)
-    kills = make_schedule(seed, dice.randint(1, 5), [1, 2, 3, 4])
-    wrong, story = find_problems(seed, kills, [workers], folder, reference, config)
+    rng = random.Random(f"schedule {seed}")
+    began, workers = time.monotonic(), rng.randint(1, 4)
+    kills = make_schedule(seed, rng.randint(1, 5), [1, 2, 3, 4])
+    problems, summary = find_problems(seed, kills, [workers], folder, reference, config)
     row(
         seed=seed,
         workers=workers,
         kills=[asdict(kill) for kill in kills],
         seconds=round(time.monotonic() - began, 1),
-        identical=not wrong,
-        wrong=wrong,
-        disturbed=story[-1].split()[-1] if story else None,
+        identical=not problems,
+        problems=problems,
+        disturbed=summary[-1].split()[-1] if summary else None,
     )
-    return not wrong
+    return not problems
 
 
 def main() -> int:

@@ -3,13 +3,13 @@
     python data/make_corpus.py            # rewrites both files, byte for byte the same each time
     python data/make_corpus.py --check    # says whether the files on disk are what this program writes
 
-The grammar is unambiguous by construction: every choice writes its own text at once, and no option of a choice is
-the beginning of another. So a text has one derivation, and the probability of its next character is the weight of
-the options that agree with it, divided by the weight of those still open. Summed over the validation part this is
-the floor: no model that has not read the text in advance can expect a lower loss.
+The grammar is unambiguous by construction: every choice writes its own text at once, and no option of a
+choice is the beginning of another. So a text has one derivation, and the probability of its next character is
+the weight of the options that agree with it, divided by the weight of those still open. Summed over the
+validation part this is the floor: no model that has not read the text in advance can expect a lower loss.
 
-Beyond spelling there is something to learn at every distance: nouns and verbs agree in number, adjectives are spread
-unevenly, the second line of a couplet rhymes with the first, nobody speaks twice in a row.
+Beyond spelling there is something to learn at every distance: nouns and verbs agree in number, adjectives are
+spread unevenly, the second line of a couplet rhymes with the first, nobody speaks twice in a row.
 """
 
 import argparse
@@ -26,8 +26,30 @@ SEED = 1616
 VAL_FRACTION = 0.1
 
 SPEAKERS = ["ADRIAN", "BEATRIX", "CORDELIA", "DUNCAN", "ELINOR", "FESTE", "GONZALO", "HERMIA"]
-PLACES = ["A garden", "A harbour at dawn", "The palace", "Before the walls", "A wood", "A tavern by the road", "The queen's tent", "A hall"]
-ADJECTIVES = ["gentle", "bitter", "golden", "silent", "weary", "proud", "humble", "broken", "noble", "cruel", "merry", "pale"]
+PLACES = [
+    "A garden",
+    "A harbour at dawn",
+    "The palace",
+    "Before the walls",
+    "A wood",
+    "A tavern by the road",
+    "The queen's tent",
+    "A hall",
+]
+ADJECTIVES = [
+    "gentle",
+    "bitter",
+    "golden",
+    "silent",
+    "weary",
+    "proud",
+    "humble",
+    "broken",
+    "noble",
+    "cruel",
+    "merry",
+    "pale",
+]
 NOUNS = [
     "king",
     "queen",
@@ -91,8 +113,13 @@ def weighted(words: list[str], ending: str, falling: float = 1.0) -> Options:
 def surprisals(options: Options, chosen: str) -> tuple[float, ...]:
     """Nats for each character of `chosen`, given the options and the characters before it."""
     texts = [text for text, _ in options]
-    assert not any(a != b and b.startswith(a) for a in texts for b in texts), f"an option begins another: {texts}"
-    open_weight = [sum(weight for text, weight in options if text.startswith(chosen[:length])) for length in range(len(chosen) + 1)]
+    assert not any(a != b and b.startswith(a) for a in texts for b in texts), (
+        f"an option begins another: {texts}"
+    )
+    open_weight = [
+        sum(weight for text, weight in options if text.startswith(chosen[:length]))
+        for length in range(len(chosen) + 1)
+    ]
     return tuple(math.log(before / after) for before, after in itertools.pairwise(open_weight))
 
 
@@ -100,7 +127,9 @@ class Play:
     """Text and, beside each character, its surprisal in nats."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)  # of its methods only random() is promised to stay the same across Python versions
+        self.random = random.Random(
+            seed
+        )  # of its methods only random() is promised to stay the same across Python versions
         self.text: list[str] = []
         self.nats: list[float] = []
 
@@ -120,7 +149,16 @@ class Play:
 
 # The opening of a line decides its grammar: who acts, and how many of them.
 SINGULAR, PLURAL, EITHER = "singular", "plural", "either"
-OPENINGS = {"The ": EITHER, "My ": EITHER, "I ": PLURAL, "You ": PLURAL, "He ": SINGULAR, "She ": SINGULAR, "We ": PLURAL, "No ": SINGULAR}
+OPENINGS = {
+    "The ": EITHER,
+    "My ": EITHER,
+    "I ": PLURAL,
+    "You ": PLURAL,
+    "He ": SINGULAR,
+    "She ": SINGULAR,
+    "We ": PLURAL,
+    "No ": SINGULAR,
+}
 WITH_NOUN = ("The ", "My ", "No ")
 
 
@@ -177,11 +215,17 @@ def write_play(characters: int, seed: int) -> tuple[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the files on disk instead of writing them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the files on disk instead of writing them"
+    )
     arguments = parser.parse_args()
     text, nats = write_play(CHARACTERS, SEED)
-    first_scored = int(len(text) * (1 - VAL_FRACTION)) + 1  # the first validation character has nothing before it to be predicted from
+    first_scored = (
+        int(len(text) * (1 - VAL_FRACTION)) + 1
+    )  # the first validation character has nothing before it to be predicted from
     floor = math.fsum(nats[first_scored:]) / len(nats[first_scored:])
     about = {
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -197,7 +241,9 @@ def main() -> None:
                 raise SystemExit(f"{folder / name} is not what this program writes")
         else:
             (folder / name).write_bytes(content.encode())
-    print(f"{len(text):,} characters, {len(set(text))} distinct; validation part {floor:.4f} nats per character")
+    print(
+        f"{len(text):,} characters, {len(set(text))} distinct; validation part {floor:.4f} nats per character"
+    )
 
 
 if __name__ == "__main__":

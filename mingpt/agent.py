@@ -5,6 +5,7 @@ and with the exit code of a single process: 0 finished or stopped, 2 a user's mi
 """
 
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 8
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
@@ -68,6 +69,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         os.environ[AGENT_PID] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
+        gc.enable()
         stop_signal.close()
         block_sigint()
         handle_signals(stop_agent)  # until the agent installs handlers that do the same
@@ -110,7 +112,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    newer = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, "signals_to_handle": ",".join(SIGNALS)}
+    newer = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, "signals_to_handle": ",".join(handled_signals())}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # not every version of torch has them
     options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
     return LaunchConfig(
@@ -127,8 +129,17 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    for name in SIGNALS:
+    for name in handled_signals():
         signal.signal(signal.Signals[name], handler)
+
+
+def handled_signals() -> list[str]:
+    """Signals that stop the job; SIGHUP is left alone under nohup, which ignores it."""
+    return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_ignored(signal.SIGHUP)]
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def read_status(path: Path) -> int:

@@ -28,7 +28,9 @@ class Evaluator:
         """Mean loss in nats over every token of the split, dropout off. Collective."""
         events.emit("evaluation_start", step=step)
         targets = len(self.corpus.val.tokens) - 1
-        nats = math.fsum(self.context.all_reduce(self.context.run_with_heartbeat(self.local_losses)).tolist())
+        losses = self.context.run_with_heartbeat(self.local_losses)
+        losses = self.context.all_reduce(losses)
+        nats = math.fsum(losses.tolist())
         return {"val/loss": nats / targets, "val/bits_per_byte": nats / math.log(2) / self.corpus.val_bytes}
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
     python -m mingpt.fault_injection FOLDER section.key=value ...
 
-FOLDER/plan.json holds the kills, and how to spoil the run, if at all.
+FOLDER/plan.json holds the kills, and how to sabotage the run, if at all.
 """
 
 import json
@@ -21,7 +21,7 @@ from mingpt.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-STEPS, SPOILED_STEP = 48, 40
+STEPS, SABOTAGED_STEP = 48, 40
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Kill:
     workers: int
 
 
-def mark(folder: Path, number: int) -> Path:
+def marker(folder: Path, number: int) -> Path:
     """A file that tells that a kill of the plan was done."""
     return folder / f"killed-{number}"
 
 
 class FaultInjector:
-    """In a worker: kills it at the events that the plan names, and spoils what it is told to."""
+    """In a worker: kills it at the events that the plan names, and sabotages what it is told to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         plan = json.loads((folder / "plan.json").read_text())
         self.kills = [Kill(**kill) for kill in plan["kills"]]
-        self.spoil = plan["spoil"]
+        self.sabotage = plan["sabotage"]
         self.rank, self.workers, self.step = 0, 1, 0
         events.subscribe("worker_start", self.on_worker_start)
         events.subscribe("run_start", self.on_run_start)
@@ -60,15 +60,19 @@ class FaultInjector:
         events.subscribe("file_write", self.on_file_write)
         events.subscribe("partial_sums", self.on_partial_sums)
 
+    def waiting(self) -> list[int]:
+        """Numbers of the kills that are still to be done."""
+        return [number for number in range(len(self.kills)) if not marker(self.folder, number).exists()]
+
     def kill_if_due(self, phase: str, step: int) -> None:
         """Die here if the next kill of the plan says so; its mark outlives the process."""
-        waiting = [number for number in range(len(self.kills)) if not mark(self.folder, number).exists()]
+        waiting = [number for number in range(len(self.kills)) if not marker(self.folder, number).exists()]
         if not waiting:
             return
         kill = self.kills[waiting[0]]
         rank = 0 if phase == "save" else kill.rank % self.workers  # rank 0 alone saves
         if kill.phase == phase and step >= kill.step and self.rank == rank:
-            mark(self.folder, waiting[0]).touch()
+            marker(self.folder, waiting[0]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_worker_start(self, launch: Launch) -> None:
@@ -83,13 +87,13 @@ class FaultInjector:
 
     def on_batch(self, step: int, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
         self.kill_if_due("forward", step)
-        if self.spoil == "window" and step == SPOILED_STEP and micro_batch == 0:
+        if self.sabotage == "window" and step == SABOTAGED_STEP and micro_batch == 0:
             inputs.zero_()
 
     def on_file_write(self, name: str, path: str, content: bytes | memoryview) -> None:
         if name.endswith(".safetensors"):
             waiting = [
-                kill for number, kill in enumerate(self.kills) if not mark(self.folder, number).exists()
+                kill for number, kill in enumerate(self.kills) if not marker(self.folder, number).exists()
             ]
             if waiting and waiting[0].phase == "save":
                 Path(path).write_bytes(content[: len(content) // 2])
@@ -97,7 +101,7 @@ class FaultInjector:
 
     def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
         """(a + b) + (c + d) and so on become a sum in another order: two partial sums change places."""
-        if self.spoil == "sum" and self.step == SPOILED_STEP and len(sums) == 3:
+        if self.sabotage == "sum" and self.step == SABOTAGED_STEP and len(sums) == 3:
             for left, right in zip(sums[0][2], sums[2][2], strict=True):
                 saved = left.clone()
                 left.copy_(right)

@@ -35,7 +35,7 @@ def load_corpus(config: Config, context: DistributedContext) -> Corpus:
 
 
 def init_environment(config: Config, context: DistributedContext, start: resume.Start) -> dict[str, Any]:
-    """What the bits depend on beside the configuration: threads as recorded, dtype, versions, device."""
+    """What the bits depend on besides the configuration: threads as recorded, dtype, versions, device."""
     if start.snapshot:
         context.use_threads(start.snapshot.manifest["software"]["threads"])
     dtype = resolve_dtype(config.trainer.dtype, context.device)
@@ -77,7 +77,7 @@ def init_state(
     state = TrainState(model, optimizer, strategy, step, windows_seen)
     if snapshot and snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
         state.load_optimizer(snapshot.tensors("optimizer."))
-    if snapshot:
+    if snapshot and to_train:
         resume.compare_environment(snapshot.manifest["software"], environment)
     context.exit.step = step
     return state, sampler

@@ -48,7 +48,8 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     is_restart = context.is_restart()
     if not is_restart:
         check_workers(config, context.world_size)
-    known_ids = [run_id for run_id in context.all_gather_object(read_run_id(run_dir)) if run_id]
+    run_ids = context.all_gather_object(read_run_id(run_dir))
+    known_ids = [run_id for run_id in run_ids if run_id]
     run_id = known_ids[0] if known_ids else context.new_run_id()
     memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank)
     latest = find_latest(store, memory, context, is_restart)
@@ -167,7 +168,7 @@ def check_snapshot(
 
 
 def compare_environment(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """One line on what beside the configuration could change the bits."""
+    """One line on what besides the configuration could change the bits."""
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(

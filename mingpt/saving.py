@@ -86,6 +86,7 @@ class Saving:
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def manifest(self) -> dict[str, Any]:
+        """The fields that are known now; the audit chain and the checksums are added in the background."""
         return {
             "step": self.state.step,
             "windows": self.state.windows_seen,

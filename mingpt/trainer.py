@@ -58,8 +58,7 @@ class Trainer:
         self.batches = corpus.train.batches(self.sampler, config.trainer.micro_batch_size, context.device)
         self.saving = Saving(config, context, self.state, start, corpus, self.environment, self.audit)
         self.is_resumed = start.snapshot is not None
-        # A restarted job at max_steps has died after its last snapshot and has yet to report that it is
-        # finished.
+        # A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
         is_complete = self.is_resumed and self.state.step >= config.trainer.max_steps
         self.nothing_left = is_complete and not start.is_restart
         self.run_logger = None
@@ -81,7 +80,8 @@ class Trainer:
         Returns the request that stopped the run, if one did.
         """
         with self.failure_recorded():
-            self.context.stop_signal.defer(self.run_dir / "STOP")
+            if not self.config.trainer.eval_only:
+                self.context.stop_signal.defer(self.run_dir / "STOP")
             if not self.begin_run():
                 return None
             stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # since the workers started
@@ -268,7 +268,7 @@ class Trainer:
             raise
 
     def remove_stop_file(self) -> None:
-        """It has been obeyed; the same command is to go on."""
+        """Remove it, so that the same command goes on from here."""
         path = self.run_dir / "STOP"
         try:
             path.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ Trains a small model undisturbed, then again while its workers are killed at see
 forward, inside the reduction, evaluation, in the middle of a save) and their number changes, all under
 torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of the tokens that
 the workers were fed with those that configuration and text alone determine. Exit code 0 if all is identical,
-1 with the seed that broke it otherwise. `--break` spoils the disturbed run on purpose, to show that verify
+1 with the seed that broke it otherwise. `--break` sabotages the disturbed run on purpose, to show that verify
 notices.
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mingpt.cli import build
 from mingpt.config import Config
-from mingpt.fault_injection import STEPS, Kill, mark
+from mingpt.fault_injection import STEPS, Kill, marker
 from mingpt.jobs import ROOT, Job, children, is_alive, read_history, tensor_hash, torchrun
 
 if TYPE_CHECKING:
@@ -52,18 +52,22 @@ class Outcome:
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
     """Seeded kills in the order of their steps; between two of them a snapshot can be written."""
-    dice = random.Random(seed)
-    steps = sorted(int((number + dice.random()) * (STEPS - 2) / kills) for number in range(kills))
-    return [Kill(dice.choice(PHASES), step, dice.randrange(8), dice.choice(workers)) for step in steps]
+    rng = random.Random(seed)
+    steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))
+    return [Kill(rng.choice(PHASES), step, rng.randrange(8), rng.choice(workers)) for step in steps]
 
 
-def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], spoil: str = "") -> None:
+def train(
+    folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], sabotage: str = ""
+) -> None:
     """A whole run, killed as planned; torchrun is started again for each change of the number of workers.
 
     Raises RuntimeError if torchrun fails.
     """
     folder.mkdir(parents=True)
-    (folder / "plan.json").write_text(json.dumps({"kills": [asdict(kill) for kill in kills], "spoil": spoil}))
+    (folder / "plan.json").write_text(
+        json.dumps({"kills": [asdict(kill) for kill in kills], "sabotage": sabotage})
+    )
     given = [f"{key}={value}" for key, value in (settings | {"run_dir": folder / "run"}).items()]
     done = 0
     while True:
@@ -71,7 +75,7 @@ def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any
         change = changes[0] if changes else None
         command = [*torchrun(workers, len(kills) + 1), "-m", "mingpt.fault_injection", str(folder), *given]
         job = Job(command, folder / "job")
-        while job.is_running() and not (change is not None and mark(folder, change).exists()):
+        while job.is_running() and not (change is not None and marker(folder, change).exists()):
             time.sleep(0.02)
         if job.is_running() and change is not None:  # the kill after which another number of workers goes on
             orphans = children(job.pid)
@@ -109,7 +113,7 @@ def describe_generations(folder: Path, kills: list[Kill]) -> Iterator[str]:
         steps = f"steps {entry['from_step']} to {entry['to_step']}"
         yield f"  generation {number}: {entry['workers']} workers, {steps}, {entry['end']}"
     hit = [
-        f"{kill.phase} ({kill.step})" for number, kill in enumerate(kills) if mark(folder, number).exists()
+        f"{kill.phase} ({kill.step})" for number, kill in enumerate(kills) if marker(folder, number).exists()
     ]
     yield f"  {len(hit)} of {len(kills)} kills hit: {', '.join(hit)}"
 
@@ -121,14 +125,14 @@ def find_problems(
     work: Path,
     reference: Outcome,
     config: Config,
-    spoil: str = "",
+    sabotage: str = "",
 ) -> tuple[list[str], list[str]]:
     """Train disturbed; returns what is wrong, if anything, and lines on what happened."""
     folder = work / f"seed-{seed}"
     try:
-        train(folder, workers[0], kills, SETTINGS | {"data.path": config.data.path}, spoil)
-        story = list(describe_generations(folder, kills))
-        if spoil == "byte":
+        train(folder, workers[0], kills, SETTINGS | {"data.path": config.data.path}, sabotage)
+        summary = list(describe_generations(folder, kills))
+        if sabotage == "byte":
             path = folder / "run" / "snapshots" / f"step_{STEPS:08d}.safetensors"
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
@@ -136,19 +140,19 @@ def find_problems(
         outcome = read_outcome(folder, config)
     except (RuntimeError, OSError) as error:
         return [str(error)], []
-    wrong = []
-    missed = [number for number in range(len(kills)) if not mark(folder, number).exists()]
+    problems = []
+    missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]
     if missed:
-        wrong.append(f"kills {missed} hit no living worker")
+        problems.append(f"kills {missed} hit no living worker")
     if outcome.tensors != reference.tensors:
         hashes = f"{reference.tensors[:16]} undisturbed, {outcome.tensors[:16]} disturbed"
-        wrong.append(f"the final tensors differ: {hashes}")
+        problems.append(f"the final tensors differ: {hashes}")
     if outcome.records != reference.records:
-        wrong.append("the recorded losses differ")
+        problems.append("the recorded losses differ")
     if outcome.audit != expected_audit(config):
-        wrong.append("the workers were fed other tokens than configuration and text determine")
+        problems.append("the workers were fed other tokens than configuration and text determine")
     shutil.rmtree(folder)
-    return wrong, [*story, f"  disturbed    {outcome.tensors}"]
+    return problems, [*summary, f"  disturbed    {outcome.tensors}"]
 
 
 def expected_audit(config: Config) -> str:
@@ -158,7 +162,8 @@ def expected_audit(config: Config) -> str:
 
     dataset: CharDataset = make_corpus(read_bytes(config.data), config.data).train
     epochs = 1 + STEPS * config.trainer.batch_size * dataset.block_size // len(dataset.tokens)
-    assert each_window_once(config, dataset, epochs), "an epoch does not read every window once"
+    if not each_window_once(config, dataset, epochs):
+        raise RuntimeError("an epoch does not read every window once")
     return recompute(config, dataset, config.trainer.max_steps)
 
 
@@ -182,7 +187,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--break", dest="spoil", choices=["window", "sum", "byte"], default="", help="spoil on purpose"
+        "--break", dest="sabotage", choices=["window", "sum", "byte"], default="", help="sabotage on purpose"
     )
     arguments = parser.parse_args()
     counts = [int(count) if count.isdecimal() else 0 for count in arguments.workers.split(",")]
@@ -191,17 +196,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         work, began = Path(name), time.monotonic()
         config, reference = train_undisturbed(work)
-        say(f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s")
+        print_line(f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s")
         kills = make_schedule(arguments.seed, arguments.kills, counts)
-        wrong, story = find_problems(arguments.seed, kills, counts, work, reference, config, arguments.spoil)
-    for line in [*story, f"  undisturbed  {reference.tensors}"]:
-        say(line)
+        problems, summary = find_problems(
+            arguments.seed, kills, counts, work, reference, config, arguments.sabotage
+        )
+    for line in [*summary, f"  undisturbed  {reference.tensors}"]:
+        print_line(line)
     took = f"({time.monotonic() - began:.0f} s)"
-    say(f"seed {arguments.seed} broke it: {'; '.join(wrong)}" if wrong else f"identical {took}")
-    return 1 if wrong else 0
+    print_line(f"seed {arguments.seed} broke it: {'; '.join(problems)}" if problems else f"identical {took}")
+    return 1 if problems else 0
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

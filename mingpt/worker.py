@@ -3,6 +3,7 @@
 Imports little, so that a signal is heard a few hundredths of a second after the process has started.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -27,7 +28,11 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self.launch = Launch.from_environment()
+        gc.disable()  # importing torch takes an eighth less time without the garbage collector
+        try:
+            self.launch = Launch.from_environment()
+        except UserError as error:
+            sys.exit(f"error: {error}")
         self.exit = ProcessExit(self.launch)
         self.stop_signal = StopSignal(self.launch.agent_pid, self.exit.exit_on_signal)
         self.context: DistributedContext | None = None
@@ -44,6 +49,11 @@ class Worker:
         """
         if self.launch.is_distributed:
             return
+        if self.launch.slurm_tasks > 1:
+            raise UserError(
+                f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun "
+                "per node, as launch/slurm.sbatch does"
+            )
         from mingpt.agent import choose_workers, run_agent
 
         workers = choose_workers(config, self.launch)
@@ -54,6 +64,8 @@ class Worker:
         """Meet the other workers of this generation."""
         from mingpt.distributed.context import DistributedContext
 
+        gc.enable()
+        gc.freeze()  # what has been imported stays: no collection needs to look at it again
         self.context = DistributedContext(self.launch, config.trainer, self.stop_signal, self.exit)
         return self.context
 
@@ -65,7 +77,8 @@ class Worker:
         if isinstance(error, (UserError, NonRetryableError)):
             self.exit.abort_job(error, lambda: self.stop_signal.reason == "SIGTERM")
         if isinstance(error, Exception):
-            if self.context is not None:
+            if self.exit.rendezvous is not None:
                 self.exit.exit_with_error(error)
-            if "torch" in sys.modules and is_lost_peer(error):  # while the workers were still meeting
-                sys.exit(1)
+            if "torch" in sys.modules and is_lost_peer(error):
+                reason = str(error).splitlines()[0]
+                sys.exit(f"worker {self.launch.rank} could not meet the other workers: {reason}")

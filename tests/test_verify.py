@@ -1,4 +1,4 @@
-"""`python -m mingpt.verify` passes a run that was only killed, and notices one that was spoiled."""
+"""`python -m mingpt.verify` passes a run that was only killed, and notices one that was sabotaged."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Ou
 
 @pytest.mark.xdist_group("verify")
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("sabotage", "sentence"),
     [
         ("", ""),
         ("window", "were fed other tokens"),
@@ -26,17 +26,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Ou
         ("byte", "its manifest says"),
     ],
 )
-def test_what_is_spoiled_on_purpose_is_noticed(
-    spoil: str, sentence: str, prepared: tuple[Path, Config, Outcome]
+def test_what_is_sabotaged_on_purpose_is_noticed(
+    sabotage: str, sentence: str, prepared: tuple[Path, Config, Outcome]
 ) -> None:
-    """One worker is killed inside the reduction; the unspoiled run is identical all the same."""
+    """One worker is killed inside the reduction; the other run is identical all the same."""
     work, config, reference = prepared
     kills = [Kill("reduction", 9, 0, 1)]
-    wrong, _ = find_problems(1, kills, [1], work / (spoil or "nothing"), reference, config, spoil)
-    if spoil:
-        assert sentence in "; ".join(wrong)
+    problems, _ = find_problems(1, kills, [1], work / (sabotage or "nothing"), reference, config, sabotage)
+    if sabotage:
+        assert sentence in "; ".join(problems)
     else:
-        assert wrong == []
+        assert problems == []
 
 
 def test_a_schedule_depends_on_its_seed_alone() -> None:

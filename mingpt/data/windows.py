@@ -42,7 +42,10 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     ) -> Iterator[tuple[Tensor, ...]]:
         """The windows that begin at `starts`, in batches: inputs, targets, then both on the device."""
         remaining = iter(starts)
-        while chunk := list(itertools.islice(remaining, PREFETCH_BATCHES * batch_size)):
+        while True:
+            chunk = list(itertools.islice(remaining, PREFETCH_BATCHES * batch_size))
+            if not chunk:
+                return
             on_cpu = self.__getitems__(chunk)
             on_device = [part.to(device) for part in on_cpu]
             yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)

@@ -1,4 +1,4 @@
-"""A worker's place in its generation, and what the ranks exchange beside gradients.
+"""A worker's place in its generation, and what the ranks exchange besides gradients.
 
 Every method that exchanges something is collective: all ranks must call it. What one rank cannot accept, all
 ranks refuse. torch is imported where it is needed, so that a wrong setting is answered without waiting for
@@ -68,7 +68,8 @@ class DistributedContext:
             )
             process_exit.local_peer_pidfds = self._open_local_peers()
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
-        if len(set(self.all_gather_object(self.device.type))) > 1:  # a process group has one kind of device
+        device_types = self.all_gather_object(self.device.type)
+        if len(set(device_types)) > 1:  # a process group has one kind of device
             self.device = torch.device("cpu")
         if self.device.type == "cpu":
             tune_malloc()
@@ -76,9 +77,10 @@ class DistributedContext:
     def _open_local_peers(self) -> dict[int, int]:
         """{rank: pidfd} of our agent's other workers; a pidfd never refers to a later process."""
         found = {}
-        for rank, (node_rank, pid) in enumerate(self.all_gather_object((self.launch.node_rank, os.getpid()))):
-            is_sibling = node_rank == self.launch.node_rank and parent_pid(pid) == self.launch.agent_pid
-            if self.launch.agent_pid and is_sibling and pid != os.getpid() and hasattr(os, "pidfd_open"):
+        processes = self.all_gather_object((self.launch.node_rank, os.getpid()))
+        for rank, (node_rank, pid) in enumerate(processes):
+            is_local_peer = node_rank == self.launch.node_rank and parent_pid(pid) == self.launch.agent_pid
+            if self.launch.agent_pid and is_local_peer and pid != os.getpid() and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):  # not allowed on this kernel: then the agent kills them
                     found[rank] = os.pidfd_open(pid)
         return found
@@ -94,7 +96,8 @@ class DistributedContext:
 
     def is_restart(self) -> bool:
         """Whether an earlier generation of this job has passed the checks of its start."""
-        return any(self.all_gather_object(self.rendezvous is not None and self.rendezvous.was_started()))
+        was_started = self.rendezvous is not None and self.rendezvous.was_started()
+        return any(self.all_gather_object(was_started))
 
     def mark_started(self) -> None:
         """On rank 0: the next generation is a restart. Not collective."""
@@ -202,7 +205,8 @@ class DistributedContext:
         started = None if losses.is_cuda else begin()
 
         def wait() -> StepStatus:
-            values = (started or begin())().tolist()
+            wait_for_sum = started or begin()
+            values = wait_for_sum().tolist()
             count = len(losses)
             received = [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
             return StepStatus(values[:count], int(values[count]), received[0] if received else None)
@@ -216,7 +220,8 @@ class DistributedContext:
             result = work()
         except UserError as error:
             message = str(error)
-        for message_there in self.all_gather_object(message):
+        messages = self.all_gather_object(message)
+        for message_there in messages:
             if message_there is not None:
                 raise UserError(message_there)
         return result  # type: ignore[return-value]
@@ -244,7 +249,9 @@ class DistributedContext:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(HEARTBEAT_S / 100)  # most often that is enough
-        while any(self.all_gather_object(thread.is_alive())):
+        is_busy = True
+        while is_busy:
+            is_busy = any(self.all_gather_object(thread.is_alive()))
             thread.join(HEARTBEAT_S)
         return self.raise_on_all_ranks(outcome.result)
 
@@ -259,8 +266,10 @@ class DistributedContext:
 
         def exchange_heartbeats() -> None:
             try:
-                while any(self.all_gather_object(not done.wait(HEARTBEAT_S))):
-                    pass
+                is_busy = True
+                while is_busy:
+                    is_waiting = not done.wait(HEARTBEAT_S)
+                    is_busy = any(self.all_gather_object(is_waiting))
             except BaseException as error:
                 self.exit.exit_with_error(error)
 

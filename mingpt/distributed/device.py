@@ -64,7 +64,7 @@ def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
 
 
 def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:
-    """What the bits depend on beside the configuration; a snapshot records it."""
+    """What the bits depend on besides the configuration; a snapshot records it."""
     import torch
 
     if device.type == "cuda":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import TIMED_OUT, Rendezvous
+from mingpt.distributed.rendezvous import LOST_PEER, TIMED_OUT, Rendezvous
 from mingpt.errors import ExpectedError, UserError
 
 POLL_S = 0.05
@@ -67,12 +67,13 @@ class ProcessExit:
         """Exit code 1. Where a peer was lost, without the backend's traceback, which says nothing else."""
         lost_peer = is_lost_peer(error)
         if lost_peer:
-            timed_out = f"{TIMED_OUT} after {self.timeout_s:g} s"
-            self.record_exit_reason(timed_out if is_timeout(error) else "left without a peer")
-            self.kill_local_peers()
+            if is_timeout(error):
+                self.record_exit_reason(f"{TIMED_OUT} after {self.timeout_s:g} s")
+            else:
+                self.record_exit_reason(f"{LOST_PEER} ({first_line(error)})")
+            self.kill_local_peers(are_frozen=is_timeout(error))
         else:
-            reason = str(error).splitlines()[0][:200] if str(error) else ""
-            self.record_exit_reason(f"failed ({type(error).__name__}: {reason})")
+            self.record_exit_reason(f"failed ({type(error).__name__}: {first_line(error)})")
         if isinstance(error, ExpectedError):
             sys.stderr.write(f"error: worker {self.launch.rank}: {error}\n")
         elif not lost_peer:
@@ -103,7 +104,7 @@ class ProcessExit:
             os._exit(code)
         signal.set_wakeup_fd(-1)
         self.write_status(code)
-        if self.launch.rank == 0:
+        if self.launch.rank == 0 or self.rendezvous is None:  # without one, rank 0 may not know of the error
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()
         if agent_pid:
@@ -111,19 +112,26 @@ class ProcessExit:
             os.kill(agent_pid, signal.SIGTERM)
         os._exit(code)
 
-    def kill_local_peers(self) -> None:
+    def kill_local_peers(self, are_frozen: bool) -> None:
         """Kill the workers of this node that do not notice by themselves that their generation is over.
 
-        The agent does it too, but only after 30 s where a process is frozen.
+        The agent does it too, but only after 30 s where a process is frozen. One that is not frozen is not
+        why the generation ended, so it gets an exit reason.
         """
         deadline = time.monotonic() + PEER_EXIT_S
-        for pidfd in self.local_peer_pidfds.values():
+        for rank, pidfd in self.local_peer_pidfds.items():
             exited = select.poll()
             exited.register(pidfd, select.POLLIN)
             remaining_ms = 1000 * max(0.0, deadline - time.monotonic())
             if not exited.poll(remaining_ms):
+                if self.rendezvous is not None and not are_frozen:
+                    self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else ""
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mingpt.errors import UserError
+
 if TYPE_CHECKING:  # importing pydantic would delay the moment from which signals are heard
     from mingpt.config import TrainerConfig
 
@@ -32,14 +34,19 @@ class Launch:
     restart_count: int = 0
     max_restarts: int = 0
     omp_threads: int | None = None
+    slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.agent
 
     @classmethod
     def from_environment(cls) -> "Launch":
+        """Raises UserError if a launcher sets only a part of the variables."""
         env = os.environ
         omp_threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
         if "RANK" not in env or "WORLD_SIZE" not in env:
-            return cls(omp_threads=omp_threads)
+            return cls(omp_threads=omp_threads, slurm_tasks=int(env.get("SLURM_STEP_NUM_TASKS", 1)))
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if missing:
+            raise UserError(f"the launcher sets RANK and WORLD_SIZE but not {' and '.join(missing)}")
         return cls(
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),

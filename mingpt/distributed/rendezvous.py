@@ -21,6 +21,7 @@ AGENT_STORE_TIMEOUT_S = 10.0
 EXIT_REASON_TIMEOUT_S = 2.0
 POLL_S = 0.01
 TIMED_OUT = "timed out waiting for a peer"
+LOST_PEER = "lost a peer"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class GenerationEnd:
             return "; ".join(parts)
         if any(why.startswith(TIMED_OUT) for why in reasons.values()):
             return "the workers timed out waiting for each other"
+        lost = [why for why in reasons.values() if why.startswith(LOST_PEER)]
+        if lost:
+            return f"the workers {max(lost, key=len)}"
         return "; ".join(sorted({f"the workers were {why}" for why in reasons.values()}))
 
 
@@ -95,7 +99,8 @@ class Rendezvous:
         deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
         while missing:
             for rank in sorted(missing):
-                if not store.check([f"hello/{rank}"]):
+                has_offered = store.check([f"hello/{rank}"])
+                if not has_offered:
                     continue
                 offered = store.get(f"hello/{rank}")
                 if (
@@ -114,20 +119,23 @@ class Rendezvous:
     def _replace_generation(self) -> GenerationEnd | None:
         """On rank 0: how the last generation in this store ended; this one's name takes its place."""
         store, previous = self._store, None
-        if store.check(["generation"]):
+        has_previous = store.check(["generation"])
+        if has_previous:
             name, world_size = json.loads(store.get("generation"))
             reasons = {}
             for rank in range(world_size):
-                key = f"{name}/left/{rank}"
-                if store.check([key]):
+                key = exit_reason_key(name, rank)
+                has_reason = store.check([key])
+                if has_reason:
                     reasons[rank] = json.loads(store.get(key))
             previous = GenerationEnd(world_size, reasons)
         store.set("generation", json.dumps([self.generation, self.launch.world_size]))
         return previous
 
-    def record_exit_reason(self, why: str, step: int) -> None:
-        """Tell the next generation why this rank exits after `step`. The first reason given is kept."""
-        entry = (f"{self.generation}/left/{self.launch.rank}", "", json.dumps({"why": why, "step": step}))
+    def record_exit_reason(self, why: str, step: int, rank: int | None = None) -> None:
+        """Tell the next generation why this or another rank exits after `step`; the first reason counts."""
+        rank = self.launch.rank if rank is None else rank
+        entry = (exit_reason_key(self.generation, rank), "", json.dumps({"why": why, "step": step}))
         # In a thread with a time limit: the store may have died with its agent, or be unreachable.
         writing = threading.Thread(target=compare_set, args=(self._exit_store, entry), daemon=True)
         writing.start()
@@ -142,6 +150,10 @@ class Rendezvous:
 
     def mark_started(self) -> None:
         self._store.set("started", "")
+
+
+def exit_reason_key(generation: str, rank: int) -> str:
+    return f"{generation}/exit_reason/{rank}"
 
 
 def compare_set(store: Any, entry: tuple[str, str, str]) -> None:

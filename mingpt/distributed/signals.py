@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "STOP")  # in order of precedence where ranks got different ones
+# In order of precedence where ranks got different ones.
+REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "STOP")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.2
-REPEAT_S = (
-    0.3  # signals this close together are one request: an agent that gets one passes it on to its workers
-)
+# Signals this close together are one request: an agent that gets one passes it on to its workers.
+REPEAT_S = 1.0
 
 
 class StopSignal:

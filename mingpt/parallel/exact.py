@@ -98,7 +98,8 @@ class ExactReduction(Strategy):
         first = self.parameters[bucket[0]]
         size = sum(self.parameters[number].numel() for number in bucket)
         total = parts[-1] if parts else torch.empty(size, dtype=first.dtype, device=first.device)
-        self.sent.append((total, self.reducer.reduce(total, parts)))
+        done = self.reducer.reduce(total, parts)
+        self.sent.append((total, done))
 
     def finish_step(self) -> None:
         if self.world_size == 1:

@@ -56,7 +56,8 @@ class MemorySnapshots:
             found += [(step, store) for step in store.steps() if step > newer_than]
         for step, store in sorted(found, key=lambda one: -one[0]):
             try:
-                if saved_after is None or store.read_manifest(step).get("after", 0) <= saved_after:
+                newest_on_disk = store.read_manifest(step).get("after", 0)
+                if saved_after is None or newest_on_disk <= saved_after:
                     return store.read(step)
             except CorruptSnapshot:
                 pass  # it was being written when its worker died; the other one is valid

@@ -75,7 +75,8 @@ class SnapshotSaver:
                     self.losses[step] = validation_loss(self.store.read_manifest(step))
                 except CorruptSnapshot:
                     self.losses[step] = None
-        known = {step: loss for step in steps if (loss := self.losses[step]) is not None}
+        losses = {step: self.losses[step] for step in steps}
+        known = {step: loss for step, loss in losses.items() if loss is not None}
         best = min(known, key=known.__getitem__, default=None) if self.keep_best else None
         for step in steps[self.keep_last :]:
             if step != best:

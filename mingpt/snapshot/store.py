@@ -3,8 +3,8 @@
 `step_00001200.safetensors` holds tensors and `step_00001200.json`, the manifest, describes them. The manifest
 is written last, after the tensors are on disk: **a snapshot exists when its manifest does and its checksums
 hold.** A file appears whole or not at all, by rename in a folder and by a single PUT elsewhere. A snapshot
-that does not hold is renamed, never deleted. No pickle is ever loaded, and nothing depends on the number of
-workers.
+that does not hold is renamed, so that it can still be looked at. No pickle is ever loaded, and nothing
+depends on the number of workers.
 """
 
 import contextlib
@@ -124,17 +124,19 @@ class SnapshotStore:
     def write(self, manifest: dict[str, Any], content: Content) -> None:
         """Save the bytes of a safetensors file as the snapshot of `manifest["step"]`; durable on return."""
         step = manifest["step"]
-        if self.files.exists(self.path(file_name(step, "json"))):  # it must not describe the new tensors
+        has_manifest = self.files.exists(self.path(file_name(step, "json")))
+        if has_manifest:  # it must not describe the new tensors
             self.remove(step)
+        encoded = encode_manifest(manifest, hashlib.sha256(content).hexdigest(), len(content))
         self.write_atomic(file_name(step, "safetensors"), content)
-        digest = hashlib.sha256(content).hexdigest()
-        self.write_atomic(file_name(step, "json"), encode_manifest(manifest, digest, len(content)))
+        self.write_atomic(file_name(step, "json"), encoded)
 
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first."""
         for kind in ("json", "safetensors"):
             path = self.path(file_name(step, kind))
-            if self.files.exists(path):
+            is_there = self.files.exists(path)
+            if is_there:
                 self.files.rm_file(path)
             self.fsync_folder()
 

@@ -18,6 +18,7 @@ from conftest import (
     wait_until,
 )
 
+from mingpt.distributed.signals import REPEAT_S
 from mingpt.jobs import descendants, read_history, read_metric, torchrun
 
 
@@ -85,7 +86,9 @@ def test_a_second_signal_ends_the_job_at_once(
     assert len(job.workers()) == (0 if workers == 1 else workers)
     number = getattr(signal, kind)
     os.kill(job.pid, number)
-    job.wait_until(lambda: time.monotonic() > began + 1)  # signals within 0.3 s count as one request
+    job.wait_until(
+        lambda: time.monotonic() > began + REPEAT_S + 0.5
+    )  # sooner, they would count as one request
     os.kill(job.pid, number)
     code = job.wait(30)
     assert time.monotonic() - began < EVALUATION_S / 2
