@@ -19,6 +19,7 @@ from mingpt.state import TrainState
 
 
 def make_run_dir(config: Config) -> Path:
+    """The run folder, which must be writable. Raises UserError."""
     run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -29,7 +30,7 @@ def make_run_dir(config: Config) -> Path:
 
 
 def load_corpus(config: Config, context: DistributedContext) -> Corpus:
-    """Rank 0 reads the text; all ranks get its bytes and encode them alike."""
+    """Rank 0 reads the text; all ranks get its bytes and encode them alike. Raises UserError."""
     content = context.run_with_heartbeat(lambda: read_bytes(config.data) if context.rank == 0 else None)
     return make_corpus(context.broadcast_bytes(content, source=0), config.data)
 
@@ -49,7 +50,7 @@ def init_state(
     start: resume.Start,
     environment: dict[str, Any],
 ) -> tuple[TrainState, ElasticSampler]:
-    """The state from snapshot or seed; `environment` is told whether the model is compiled."""
+    """The state from snapshot or seed, and whether it is compiled, into `environment`. Raises UserError."""
     snapshot = start.snapshot
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=len(corpus.tokenizer), block_size=config.data.block_size)

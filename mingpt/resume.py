@@ -73,18 +73,18 @@ def open_store(config: Config, context: DistributedContext) -> SnapshotStore:
 def find_latest(
     store: SnapshotStore, memory: MemorySnapshots, context: DistributedContext, is_restart: bool
 ) -> Latest:
-    """Find the newest valid snapshot and hand it to all ranks. One worker per node looks.
+    """Find the newest valid snapshot and hand it to all ranks. One worker per node reads the store.
 
     In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user
     who deletes snapshots wants to go back. In a restart, they may have been lost with their node.
     """
-    looks = context.launch.local_rank == 0
-    found, corrupt = context.run_with_heartbeat(lambda: store.find_newest() if looks else (None, {}))
+    reads_store = context.launch.local_rank == 0
+    found, corrupt = context.run_with_heartbeat(lambda: store.find_newest() if reads_store else (None, {}))
     step = found.manifest["step"] if found else -1
     views = context.all_gather_object((step, max(corrupt, default=-1)))
     saved_after = None if is_restart else max(0, *(step for view in views for step in view))
     in_memory = context.run_with_heartbeat(
-        lambda: memory.find_newest(newer_than=step, saved_after=saved_after) if looks else None
+        lambda: memory.find_newest(newer_than=step, saved_after=saved_after) if reads_store else None
     )
     found = in_memory or found
     durable_step = max(0, *(valid for valid, _ in views))

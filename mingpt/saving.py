@@ -35,7 +35,7 @@ class Saving:
         self.corpus, self.environment = corpus, environment
         self.memory, self.store = start.memory, start.store
         self.saver = SnapshotSaver(start.store, config.snapshot.keep_last, config.snapshot.keep_best)
-        self.started_step = start.durable_step  # of the last save to disk that was begun
+        self.last_save_step = start.durable_step  # of the last save to disk that was begun
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
 
     @property
@@ -58,9 +58,9 @@ class Saving:
     def save_to_disk(self, run_logger: RunLogger | None) -> None:
         """Copy the state; rank 0 writes it in the background."""
         events.emit("save_start", kind="disk", step=self.state.step)
-        if self.durable_step < self.started_step:
+        if self.durable_step < self.last_save_step:
             self.wait()
-        self.started_step = self.state.step
+        self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
         if run_logger:

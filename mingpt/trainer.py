@@ -77,7 +77,8 @@ class Trainer:
     def run(self) -> str | None:
         """Train up to max_steps, or until told to stop; then everything is durable, on all ranks.
 
-        Returns the request that stopped the run, if one did.
+        Returns the request that stopped the run, if one did. Raises NonFiniteError, or NonRetryableError for
+        a failure that repeats, on all ranks; ExpectedError where memory does not suffice.
         """
         with self.failure_recorded():
             if not self.config.trainer.eval_only:
@@ -191,7 +192,7 @@ class Trainer:
     def end_run(self, stopped_by: str | None) -> None:
         """Return when the last snapshot is on disk, on all ranks."""
         never_saved = self.state.step == 0 and not self.is_resumed
-        if self.state.step > self.saving.started_step or never_saved:
+        if self.state.step > self.saving.last_save_step or never_saved:
             self.saving.save_to_disk(self.run_logger)
         self.saving.finish()
         events.emit("run_end", state=self.state)

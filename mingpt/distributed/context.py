@@ -43,7 +43,10 @@ class StepStatus(NamedTuple):
 
 
 class DistributedContext:
-    """Rank, world size, device and collectives; constructing it meets the other workers."""
+    """Rank, world size, device and collectives; constructing it meets the other workers.
+
+    Raises UserError if `trainer.device` is not there, TimeoutError if the other workers do not come.
+    """
 
     def __init__(
         self, launch: Launch, config: "TrainerConfig", stop_signal: StopSignal, process_exit: ProcessExit

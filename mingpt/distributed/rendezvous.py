@@ -49,9 +49,8 @@ class GenerationEnd:
         if any(why.startswith(TIMED_OUT) for why in reasons.values()):
             return "the workers timed out waiting for each other"
         lost = [why for why in reasons.values() if why.startswith(LOST_PEER)]
-        if lost:
-            return f"the workers {max(lost, key=len)}"
-        return "; ".join(sorted({f"the workers were {why}" for why in reasons.values()}))
+        others = {f"the workers were {why}" for why in reasons.values() if why not in lost}
+        return "; ".join(([f"the workers {max(lost, key=len)}"] if lost else []) + sorted(others))
 
 
 class Rendezvous:

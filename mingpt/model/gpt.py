@@ -84,6 +84,7 @@ class CausalSelfAttention(nn.Module):
         self.mask: Tensor
 
     def forward(self, x: Tensor, block: int, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C); `block` is this block's number in the cache."""
         batch, length, width = x.shape
         qkv = self.c_attn(x)  # (B, T, 3 C)
         if cache or use_torch_ops(x) or length > MAX_MATH_ATTENTION:

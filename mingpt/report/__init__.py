@@ -1,6 +1,6 @@
 """What a person sees of a run: log lines, metrics.jsonl, loss.png, run.json. Only rank 0 reports.
 
-A sink that cannot show a value leaves it out; training never depends on a sink.
+Metrics are functions of a step's statistics; sinks are places that their values go to.
 """
 
 from mingpt.report.history import RunHistory, read_run_id

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 
 class StepTimer:
+    """Measures from the last `reset` on; `data_s` is added to by whoever fetches batches."""
+
     def __init__(self, step: int) -> None:
         self.reset(step)
 

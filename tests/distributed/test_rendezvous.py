@@ -1,9 +1,9 @@
 import pytest
 
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.rendezvous import TIMED_OUT
+from mingpt.distributed.rendezvous import LOST_PEER, TIMED_OUT
 
-NO_PEER = "left without a peer"
+NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
 FAILED = "failed (ValueError: no such thing)"
 TOLD = "told to stop by SIGTERM"
 
@@ -24,7 +24,7 @@ def make_end(world_size: int, whys: dict[int, str]) -> GenerationEnd:
         ({0: NO_PEER, 1: FAILED, 2: NO_PEER}, f"worker 1 {FAILED}"),
         ({0: FAILED, 1: FAILED, 2: NO_PEER}, f"worker 0 {FAILED}; worker 1 {FAILED}"),
         ({0: TOLD, 1: TOLD, 2: TOLD}, "the workers were told to stop by SIGTERM"),
-        ({0: NO_PEER, 1: NO_PEER, 2: NO_PEER}, "the workers were left without a peer"),
+        ({0: NO_PEER, 1: NO_PEER, 2: LOST_PEER}, "the workers lost a peer (Connection closed by peer)"),
     ],
 )
 def test_the_end_of_a_generation_is_one_sentence(whys: dict[int, str], sentence: str) -> None:
@@ -33,7 +33,7 @@ def test_the_end_of_a_generation_is_one_sentence(whys: dict[int, str], sentence:
 
 def test_different_reasons_are_all_named() -> None:
     sentence = make_end(2, {0: TOLD, 1: NO_PEER}).sentence()
-    assert sentence == "the workers were left without a peer; the workers were told to stop by SIGTERM"
+    assert sentence == f"the workers {NO_PEER}; the workers were told to stop by SIGTERM"
 
 
 def test_the_last_step_is_the_furthest_that_any_rank_has_reported() -> None:
