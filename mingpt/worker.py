@@ -32,7 +32,8 @@ class Worker:
         try:
             self.launch = Launch.from_environment()
         except UserError as error:
-            sys.exit(f"error: {error}")
+            sys.stderr.write(f"error: {error}\n")
+            sys.exit(2)
         self.exit = ProcessExit(self.launch)
         self.stop_signal = StopSignal(self.launch.agent_pid, self.exit.exit_on_signal)
         self.context: DistributedContext | None = None
@@ -49,10 +50,10 @@ class Worker:
         """
         if self.launch.is_distributed:
             return
-        if self.launch.slurm_tasks > 1:
+        if self.launch.slurm_tasks > 1 and config.trainer.workers == "auto":
             raise UserError(
-                f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun "
-                "per node, as launch/slurm.sbatch does"
+                f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun per node, "
+                "as launch/slurm.sbatch does, or set trainer.workers"
             )
         from mingpt.agent import choose_workers, run_agent
 

@@ -6,6 +6,7 @@ import pytest
 from mingpt.config import TrainerConfig
 from mingpt.distributed import Launch
 from mingpt.distributed.launch import STATUS_FILE
+from mingpt.errors import UserError
 
 RENDEZVOUS = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 TORCHRUN = RENDEZVOUS | {
@@ -90,3 +91,9 @@ def test_restarts_are_left_while_the_agent_has_done_fewer_than_allowed(
 ) -> None:
     launch = Launch(agent_pid=agent_pid, restart_count=restart_count, max_restarts=max_restarts)
     assert launch.has_restarts_left() == expected
+
+
+def test_a_launcher_that_sets_a_part_of_the_variables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, {name: RENDEZVOUS[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")})
+    with pytest.raises(UserError, match="sets RANK and WORLD_SIZE but not MASTER_PORT"):
+        Launch.from_environment()

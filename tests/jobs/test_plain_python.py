@@ -188,3 +188,19 @@ def test_a_nan_is_exit_code_1_and_one_sentence(start: Start, text: Path, tmp_pat
     history = read_history(tmp_path / "run")
     assert history["status"] == "failed" and len(history["generations"]) == 1
     assert snapshot_steps(tmp_path / "run")[-1] == 10
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun has started 4 tasks without torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the launcher sets RANK and WORLD_SIZE but not MASTER_ADDR"),
+    ],
+)
+def test_tasks_that_no_launcher_has_told_of_each_other_are_refused(
+    variables: dict[str, str], sentence: str, start: Start, text: Path, tmp_path: Path
+) -> None:
+    job = start(command(run_dir=tmp_path / "run", data__path=text, trainer__workers="auto"), **variables)
+    assert job.wait() == 2
+    assert job.err().startswith(f"error: {sentence}") and len(job.err().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
