@@ -1,7 +1,8 @@
 """Every setting of a run on one page: type, default, range, meaning, and whether it can change the result.
 
-Settings that can change the result must be the same when a run is resumed; see resume.py. Files and command
-lines are read by cli.py. Nothing here imports torch, so a wrong setting is answered at once.
+Defaults are spelled again in gpt2_train_cfg.yaml, which `train.py` reads unless told otherwise. Settings that
+can change the result must be the same when a run is resumed; see resume.py. Files and command lines are read
+by cli.py. Nothing here imports torch, so a wrong setting is answered at once.
 """
 
 import dataclasses

@@ -35,7 +35,7 @@ def load_corpus(config: Config, context: DistributedContext) -> Corpus:
     return make_corpus(context.broadcast_bytes(content, source=0), config.data)
 
 
-def init_environment(config: Config, context: DistributedContext, start: resume.Start) -> dict[str, Any]:
+def init_environment(config: Config, context: DistributedContext, start: resume.StartPoint) -> dict[str, Any]:
     """What the bits depend on besides the configuration: threads as recorded, dtype, versions, device."""
     if start.snapshot:
         context.use_threads(start.snapshot.manifest["software"]["threads"])
@@ -47,7 +47,7 @@ def init_state(
     config: Config,
     context: DistributedContext,
     corpus: Corpus,
-    start: resume.Start,
+    start: resume.StartPoint,
     environment: dict[str, Any],
 ) -> tuple[TrainState, ElasticSampler]:
     """The state from snapshot or seed, and whether it is compiled, into `environment`. Raises UserError."""

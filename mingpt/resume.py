@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Latest:
+class LatestSnapshot:
     """The newest valid snapshot that any rank can see, and what this rank found to be corrupt."""
 
     snapshot: Snapshot | None
@@ -30,7 +30,7 @@ class Latest:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """What this generation starts from, the same on all ranks."""
 
     run_id: str
@@ -42,7 +42,7 @@ class Start:
     changes: list[str]  # settings that differ from the snapshot's on purpose
 
 
-def find_start(config: Config, context: DistributedContext, run_dir: Path, corpus: Corpus) -> Start:
+def find_start(config: Config, context: DistributedContext, run_dir: Path, corpus: Corpus) -> StartPoint:
     """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective."""
     store = context.raise_on_all_ranks(lambda: open_store(config, context))
     is_restart = context.is_restart()
@@ -56,7 +56,7 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
         claim_store(store, memory, context, latest, is_restart)
-    return Start(run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, changes)
+    return StartPoint(run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, changes)
 
 
 def open_store(config: Config, context: DistributedContext) -> SnapshotStore:
@@ -72,7 +72,7 @@ def open_store(config: Config, context: DistributedContext) -> SnapshotStore:
 
 def find_latest(
     store: SnapshotStore, memory: MemorySnapshots, context: DistributedContext, is_restart: bool
-) -> Latest:
+) -> LatestSnapshot:
     """Find the newest valid snapshot and hand it to all ranks. One worker per node reads the store.
 
     In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user
@@ -90,20 +90,20 @@ def find_latest(
     durable_step = max(0, *(valid for valid, _ in views))
     steps = context.all_gather_object(found.manifest["step"] if found else -1)
     if max(steps) < 0:
-        return Latest(None, durable_step, corrupt, store.url)
+        return LatestSnapshot(None, durable_step, corrupt, store.url)
     source = steps.index(max(steps))
     found = found if context.rank == source else None
     manifest = context.broadcast_object(found.manifest if found else None, source)
     content = context.broadcast_bytes(found.content if found else None, source)
     where = store.url if manifest["step"] == durable_step else str(memory.root)
-    return Latest(Snapshot(manifest, content), durable_step, corrupt, where)
+    return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where)
 
 
 def claim_store(
     store: SnapshotStore,
     memory: MemorySnapshots,
     context: DistributedContext,
-    latest: Latest,
+    latest: LatestSnapshot,
     is_restart: bool,
 ) -> None:
     """Quarantine corrupt snapshots; from here on this job writes. Raises UserError if it cannot."""

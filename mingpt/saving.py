@@ -10,7 +10,7 @@ from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
 from mingpt.errors import SaveAborted
 from mingpt.report import RunLogger
-from mingpt.resume import Start
+from mingpt.resume import StartPoint
 from mingpt.snapshot import SnapshotSaver
 from mingpt.state import TrainState
 
@@ -26,7 +26,7 @@ class Saving:
         config: Config,
         context: DistributedContext,
         state: TrainState,
-        start: Start,
+        start: StartPoint,
         corpus: Corpus,
         environment: dict[str, Any],
         audit: Audit,

@@ -19,7 +19,7 @@ class TrainState:
         self.step, self.windows_seen = step, windows_seen
 
     def full_state(self) -> dict[str, Tensor]:
-        """Whole tensors under "model.<name>" and "optimizer.<parameter>.<state>", valid until the next step.
+        """Full (unsharded) tensors under "model.<name>" and "optimizer.<parameter>.<state>", valid until the next step.
 
         Collective: all ranks call it.
         """

@@ -221,7 +221,7 @@ class Trainer:
         )
         sentence = (
             f"step {self.state.step + 1}: the {what} is not finite; "
-            "its update is dropped and the last snapshot stands"
+            "its update is dropped and the last snapshot is kept"
         )
         if self.run_logger:
             self.saving.saver.wait()

@@ -82,4 +82,4 @@ class Worker:
                 self.exit.exit_with_error(error)
             if "torch" in sys.modules and is_lost_peer(error):
                 reason = str(error).splitlines()[0]
-                sys.exit(f"worker {self.launch.rank} could not meet the other workers: {reason}")
+                sys.exit(f"worker {self.launch.rank} could not rendezvous with the other workers: {reason}")

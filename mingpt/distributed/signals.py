@@ -24,8 +24,8 @@ class StopSignal:
     """Keeps the first request to stop in `reason`.
 
     While `deferred`, the first request waits until all ranks have agreed on it after a step. Otherwise, and
-    at a second request, `exit_now(signal name, is_first)` is called. Also ends this process when its agent is
-    gone.
+    at a second request, `exit_now(signal, is_first)` is called, which is ProcessExit.exit_on_signal. Also
+    ends this process when its agent is gone.
     """
 
     def __init__(self, agent_pid: int | None, exit_now: Callable[[signal.Signals, bool], None]) -> None:

@@ -1,4 +1,4 @@
-"""How the workers' gradients become one, and who holds which parameter: one interface, `Strategy`.
+"""How gradients are summed across workers, and who holds which parameter: one interface, `Strategy`.
 
 The trainer calls `loss.backward()` inside a strategy's `micro_batch` context and knows nothing else of it.
 """

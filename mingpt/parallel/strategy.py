@@ -70,11 +70,11 @@ class Strategy(ABC):
         return torch.nn.utils.clip_grad_norm_(self.setup.parameters, max_norm or math.inf)
 
     def full_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole tensors of which this rank holds its part, valid until the next step."""
+        """The full (unsharded) tensors of which this rank holds its part, valid until the next step."""
         return dict(tensors)
 
     @torch.no_grad()
     def load_full_state(self, tensors: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the whole tensors into its own. Raises KeyError if one is missing."""
+        """Copy this rank's part of the full tensors into its own. Raises KeyError if one is missing."""
         for name, tensor in tensors.items():
             tensor.copy_(full[name])

@@ -1,7 +1,7 @@
-"""Snapshots as files: written whole, checked when read, in a folder, at a URL or in a node's memory.
+"""Snapshots as files: written atomically, checked when read, in a folder, at a URL or in /dev/shm.
 
-A snapshot exists when its manifest does and its checksums hold. Knows tensors by name; knows no model and no
-ranks.
+A snapshot exists when its manifest does and its checksums hold. saver.py decides which ones are kept. Knows
+tensors by name; knows no model and no ranks.
 """
 
 from mingpt.snapshot.manifest import Snapshot
