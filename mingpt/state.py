@@ -19,9 +19,9 @@ class TrainState:
         self.step, self.windows_seen = step, windows_seen
 
     def full_state(self) -> dict[str, Tensor]:
-        """Full (unsharded) tensors under "model.<name>" and "optimizer.<parameter>.<state>", valid until the next step.
+        """Full (unsharded) tensors under "model.<name>" and "optimizer.<parameter>.<state>".
 
-        Collective: all ranks call it.
+        They are valid until the next step. Collective: all ranks call it.
         """
         weights = {f"model.{name}": weight.detach() for name, weight in self.model.named_parameters()}
         optimizer = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_dict().items()}

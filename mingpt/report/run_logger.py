@@ -108,7 +108,8 @@ class RunLogger:
         idle = usable_cores() - threads
         if self.workers == 1 and environment["device"].startswith("cpu") and idle > 0:
             log.info(
-                "idle: %s; start more workers, which does not change the result, or raise trainer.threads, which does",
+                "idle: %s; start more workers, which does not change the result, "
+                "or raise trainer.threads, which does",
                 plural(idle, "CPU core"),
             )
         reads = [f"worker {rank} {describe_range(numbers)}" for rank, numbers in enumerate(assignment)]
