@@ -66,6 +66,7 @@ class ProcessExit:
     def exit_with_error(self, error: BaseException) -> NoReturn:
         """Exit code 1. Where a peer was lost, without the backend's traceback, which says nothing else."""
         lost_peer = is_lost_peer(error)
+        agent_reports = self.launch.status_file is not None  # that no restart is left; see mingpt.agent
         if lost_peer:
             if is_timeout(error):
                 self.record_exit_reason(f"{TIMED_OUT} after {self.timeout_s:g} s")
@@ -78,9 +79,7 @@ class ProcessExit:
             sys.stderr.write(f"error: worker {self.launch.rank}: {error}\n")
         elif not lost_peer:
             traceback.print_exception(error)
-        elif (
-            not self.launch.has_restarts_left() and not self.launch.status_file
-        ):  # else mingpt.agent reports it
+        elif not self.launch.has_restarts_left() and not agent_reports:
             sys.stderr.write(
                 f"worker {self.launch.rank} lost a peer after step {self.step}, "
                 "and no restart is left (torchrun --max-restarts)\n"

@@ -102,9 +102,8 @@ class Rendezvous:
                 if not has_offered:
                     continue
                 offered = store.get(f"hello/{rank}")
-                if (
-                    answered.get(rank) != offered
-                ):  # the first may be a dead worker's; then another one follows
+                # The first offer may be a dead worker's; then another one follows.
+                if answered.get(rank) != offered:
                     answered[rank] = offered
                     store.set(f"answer/{offered.decode()}", name)
             missing = {rank for rank in missing if not store.check([f"{name}/here/{rank}"])}

@@ -86,9 +86,8 @@ def test_a_second_signal_ends_the_job_at_once(
     assert len(job.workers()) == (0 if workers == 1 else workers)
     number = getattr(signal, kind)
     os.kill(job.pid, number)
-    job.wait_until(
-        lambda: time.monotonic() > began + REPEAT_S + 0.5
-    )  # sooner, they would count as one request
+    # Sooner, both signals would count as one request.
+    job.wait_until(lambda: time.monotonic() > began + REPEAT_S + 0.5)
     os.kill(job.pid, number)
     code = job.wait(30)
     assert time.monotonic() - began < EVALUATION_S / 2
