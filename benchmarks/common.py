@@ -35,6 +35,12 @@ def start(
     return Job([*torchrun(workers, restarts), "train.py", *given], run_dir, cwd=checkout)
 
 
+def start_plain(run_dir: Path, settings: Settings, workers: int, restarts: int) -> Job:
+    """Plain `python train.py`, which starts its workers itself; output as in `start`."""
+    own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
+    return Job([sys.executable, "train.py", *arguments_of({**settings, **own})], run_dir)
+
+
 def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, restarts: int) -> list[Job]:
     """train.py under several torchrun agents, as on several nodes; each agent starts `workers` workers."""
     rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=job"]
@@ -68,11 +74,11 @@ def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
     return codes
 
 
-def signal_one(pids: Sequence[int], number: signal.Signals, dice: random.Random) -> int | None:
+def signal_one(pids: Sequence[int], number: signal.Signals, rng: random.Random) -> int | None:
     """Send a signal to a random process; returns its place in `pids`, None if there is none or it ended."""
     if not pids:
         return None
-    place = dice.randrange(len(pids))
+    place = rng.randrange(len(pids))
     try:
         os.kill(pids[place], number)
     except ProcessLookupError:

@@ -51,11 +51,11 @@ def truncations(content: bytes, kind: str) -> list[int]:
     return sorted(cut for cut in cuts if 0 <= cut < len(content))
 
 
-def damages(whole: dict[str, bytes], flips: int, dice: random.Random) -> Iterator[tuple[str, str, bytes]]:
+def damages(whole: dict[str, bytes], flips: int, rng: random.Random) -> Iterator[tuple[str, str, bytes]]:
     """("flip" or "truncation", kind of file, its damaged content); half of the flips in each file."""
     for kind, content in whole.items():
         for _ in range(flips // 2):
-            bit = dice.randrange(8 * len(content))
+            bit = rng.randrange(8 * len(content))
             damaged = bytearray(content)
             damaged[bit // 8] ^= 1 << bit % 8
             yield "flip", kind, bytes(damaged)
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    dice, silent, fell_back = random.Random(arguments.seed), 0, 0
+    rng, silent, fell_back = random.Random(arguments.seed), 0, 0
     tried = {"flip": 0, "truncation": 0}
     content = state_content()
     with tempfile.TemporaryDirectory() as name:
@@ -86,7 +86,7 @@ def main() -> int:
         save_both(store, content)
         paths = {kind: Path(store.path(f"step_{NEWER:08d}.{kind}")) for kind in ("safetensors", "json")}
         whole = {kind: path.read_bytes() for kind, path in paths.items()}
-        for damage, kind, damaged in damages(whole, arguments.flips, dice):
+        for damage, kind, damaged in damages(whole, arguments.flips, rng):
             paths[kind].write_bytes(damaged)
             found, corrupt = store.find_newest()
             step = found.manifest["step"] if found else None

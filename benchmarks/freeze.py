@@ -32,10 +32,10 @@ SETTINGS = {
 }
 
 
-def freeze_one(job: Job, run_dir: Path, timeout_s: float, dice: random.Random) -> dict[str, float]:
+def freeze_one(job: Job, run_dir: Path, timeout_s: float, rng: random.Random) -> dict[str, float]:
     """Freeze a random worker; returns for the row which, when, and the seconds to what followed."""
     pids = job.workers()
-    victim = dice.choice(pids)
+    victim = rng.choice(pids)
     os.kill(victim, signal.SIGSTOP)
     began, step = time.monotonic(), last_step(run_dir)
     limit_s = timeout_s + 60
@@ -63,16 +63,16 @@ def freeze_one(job: Job, run_dir: Path, timeout_s: float, dice: random.Random) -
 
 
 def is_recovered(
-    folder: Path, number: int, timeout_s: float, workers: int, expected: str, dice: random.Random
+    folder: Path, number: int, timeout_s: float, workers: int, expected: str, rng: random.Random
 ) -> bool:
     """Run a job and freeze one of its workers; whether it went on in time and has the expected hash."""
     run_dir = folder / f"frozen{number}"
     settings = SETTINGS | {"trainer.max_steps": STEPS, "trainer.timeout_s": timeout_s}
     job = start(run_dir, settings, workers=workers, restarts=3)
-    step = dice.randrange(2, STEPS - 20)
+    step = rng.randrange(2, STEPS - 20)
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
-    time.sleep(dice.uniform(0, 0.3))  # anywhere in a step
-    frozen = freeze_one(job, run_dir, timeout_s, dice)
+    time.sleep(rng.uniform(0, 0.3))  # anywhere in a step
+    frozen = freeze_one(job, run_dir, timeout_s, rng)
     codes = exit_codes([job], 300)
     is_in_time = frozen["noticed_s"] <= timeout_s + 2 and frozen["on_s"] <= timeout_s + 35
     is_good = is_in_time and codes == [0] and short_hash(run_dir) == expected
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    dice, timeout_s = random.Random(arguments.seed), arguments.timeout_s
+    rng, timeout_s = random.Random(arguments.seed), arguments.timeout_s
     good, is_quiet = 0, True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,7 +136,7 @@ def main() -> int:
         expected = short_hash(undisturbed)
         row(undisturbed=expected, codes=codes)
         for number in range(arguments.times):
-            good += is_recovered(folder, number, timeout_s, 2 + number % 2, expected, dice)
+            good += is_recovered(folder, number, timeout_s, 2 + number % 2, expected, rng)
         if arguments.minutes:
             is_quiet = has_no_false_alarm(folder, arguments.minutes, timeout_s, arguments.busy)
     row(frozen=arguments.times, ok=good, no_false_alarm=is_quiet)

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--kills_per_run", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    dice, took, is_same = random.Random(arguments.seed), list[float](), list[bool]()
+    rng, took, is_same = random.Random(arguments.seed), list[float](), list[bool]()
     with tempfile.TemporaryDirectory() as name:
         undisturbed = Path(name, "undisturbed")
         train(undisturbed, SETTINGS)
@@ -42,8 +42,8 @@ def main() -> int:
             run_dir = Path(name, f"run{len(is_same)}")
             kills = min(arguments.kills_per_run, arguments.kills - len(took))
             job = start(run_dir, SETTINGS, restarts=100)
-            for step in sorted(dice.sample(range(5, STEPS - 10), kills)):
-                took.append(seconds_to_recover(job, run_dir, step, dice))
+            for step in sorted(rng.sample(range(5, STEPS - 10), kills)):
+                took.append(seconds_to_recover(job, run_dir, step, rng))
             codes = exit_codes([job], TIMEOUT_S)
             is_same.append(codes == [0] and short_hash(run_dir) == expected)
             history = read_history(run_dir)
@@ -52,13 +52,13 @@ def main() -> int:
     return report(took, is_same)
 
 
-def seconds_to_recover(job: Job, run_dir: Path, step: int, dice: random.Random) -> float:
+def seconds_to_recover(job: Job, run_dir: Path, step: int, rng: random.Random) -> float:
     """Kill a worker around this step; returns the seconds until a later generation has completed a step."""
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
-    time.sleep(dice.uniform(0, 0.2))  # anywhere in a step
+    time.sleep(rng.uniform(0, 0.2))  # anywhere in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
     began = time.monotonic()
-    victim = signal_one(pids, signal.SIGKILL, dice)
+    victim = signal_one(pids, signal.SIGKILL, rng)
     if victim is None:
         raise RuntimeError(f"no worker was there to be killed around step {step}:\n{job.err()[-3000:]}")
 

@@ -38,14 +38,14 @@ def newest_step(run_dir: Path) -> int:
     return max((int(path.stem[5:]) for path in run_dir.glob("snapshots/step_*.json")), default=0)
 
 
-def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, dice: random.Random) -> bool:
+def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: random.Random) -> bool:
     """Whether the request reached a running job."""
     try:
         if kind == "STOP":
             run_dir.mkdir(exist_ok=True)
             (run_dir / "STOP").touch()
         elif kind == "SIGUSR1":
-            os.kill(dice.choice(pids), signal.SIGUSR1)
+            os.kill(rng.choice(pids), signal.SIGUSR1)
         else:
             os.kill(job.pid, signal.Signals[kind])
     except (ProcessLookupError, IndexError):
@@ -53,12 +53,12 @@ def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, dice: rand
     return job.is_running()
 
 
-def stop_once(run_dir: Path, kind: str, after_s: float, dice: random.Random) -> dict[str, Any] | None:
+def stop_once(run_dir: Path, kind: str, after_s: float, rng: random.Random) -> dict[str, Any] | None:
     """Start a job and stop it after so long; returns the row of it, None if the request came too late."""
     job = start(run_dir, SETTINGS)
     time.sleep(after_s)  # the random moment itself
     pids, before, began = job.workers(), newest_step(run_dir), time.monotonic()
-    if not request_stop(kind, job, pids, run_dir, dice):
+    if not request_stop(kind, job, pids, run_dir, rng):
         job.wait()
         return None
     code = job.wait(60)
@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--stops", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    dice, done, good, is_same = random.Random(arguments.seed), 0, 0, list[bool]()
+    rng, done, good, is_same = random.Random(arguments.seed), 0, 0, list[bool]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         began = time.monotonic()
@@ -97,8 +97,8 @@ def main() -> int:
         row(undisturbed=expected, seconds=round(length_s, 1))
         run_dir = folder / "run0"
         while done < arguments.stops:
-            kind, after_s = KINDS[done % len(KINDS)], dice.uniform(1.0, 0.8 * length_s)
-            stopped = stop_once(run_dir, kind, after_s, dice)
+            kind, after_s = KINDS[done % len(KINDS)], rng.uniform(1.0, 0.8 * length_s)
+            stopped = stop_once(run_dir, kind, after_s, rng)
             if stopped:
                 done += 1
                 good += stopped["ok"]

@@ -65,24 +65,24 @@ def train_undisturbed(folder: Path, settings: Settings, arguments: argparse.Name
 
 def train_disturbed(run_dir: Path, settings: Settings, arguments: argparse.Namespace) -> tuple[int, int]:
     """Send signals until the run ends; returns its exit code and the number of signals."""
-    dice = random.Random(arguments.seed)
+    rng = random.Random(arguments.seed)
     job = start(run_dir, settings, *arguments.settings, workers=arguments.workers, restarts=100_000)
     job.wait_until(lambda: read_history(run_dir)["generations"], 600)
     began = read_history(run_dir)["generations"][0]["began"]
-    next_at, signals = time.time() + dice.expovariate(1 / arguments.every_s), 0
+    next_at, signals = time.time() + rng.expovariate(1 / arguments.every_s), 0
     while job.is_running():
         time.sleep(0.05)
         pids = job.workers()
         if time.time() < next_at or not pids:
             continue
-        number = signal.SIGSTOP if dice.random() < arguments.freeze else signal.SIGKILL
-        victim = signal_one(pids, number, dice)
+        number = signal.SIGSTOP if rng.random() < arguments.freeze else signal.SIGKILL
+        victim = signal_one(pids, number, rng)
         if victim is None:
             continue  # it ended in this instant; the next look finds another
         signals += 1
         at_s = round(time.time() - began, 1)
         row(number=signals, at_s=at_s, signal=number.name, worker=victim, step=last_step(run_dir))
-        next_at += dice.expovariate(1 / arguments.every_s)
+        next_at += rng.expovariate(1 / arguments.every_s)
     return job.wait(), signals
 
 
