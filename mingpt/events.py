@@ -12,7 +12,7 @@ from typing import Any
 Callback = Callable[..., Any]
 
 EVENTS = {
-    "worker_start": "launch: a worker process begins, before it reads its configuration",
+    "worker_start": "launch: a process begins, worker or agent, before it reads its configuration",
     "run_start": "state, strategy: everything is loaded, the first step comes next",
     "run_end": "state",
     "step_start": "step: the number of completed steps, as in all events up to optimizer_end",

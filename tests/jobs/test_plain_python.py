@@ -204,3 +204,15 @@ def test_tasks_that_no_launcher_has_told_of_each_other_are_refused(
     assert job.wait() == 2
     assert job.err().startswith(f"error: {sentence}") and len(job.err().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_under_nohup_a_hangup_changes_nothing(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    words = command(launcher=["nohup", sys.executable], run_dir=tmp_path, data__path=text, trainer__workers=2)
+    job = start(words)
+    job.wait_until(reached(tmp_path, 8))
+    os.kill(job.pid, signal.SIGHUP)
+    assert job.wait() == 0, job.err()
+    assert len(read_history(tmp_path)["generations"]) == 1
+    assert final_hash(tmp_path) == final_hash(undisturbed)

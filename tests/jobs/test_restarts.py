@@ -167,3 +167,33 @@ def test_a_failure_that_would_repeat_ends_the_job(
         mended = start(command(trainer__workers=1, **settings))
         assert mended.wait() == 0, mended.err()
         assert read_history(tmp_path / "run")["status"] == "finished"
+
+
+ONE_DIES_ANOTHER_IS_SLOW = """
+import os, signal, time
+from pathlib import Path
+def on_batch(step, micro_batch, inputs, targets):
+    mark = Path({folder!r}) / str(micro_batch)
+    if step != 12 or micro_batch not in (2, 5) or mark.exists():
+        return
+    mark.touch()
+    if micro_batch == 2:  # of worker 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # of worker 2
+events.subscribe("batch", on_batch)
+"""
+
+
+def test_a_slow_worker_is_not_taken_for_the_one_that_was_killed(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Worker 0 notices the death and kills the slow worker 2 too; the job names worker 1 alone."""
+    program = changed_program(tmp_path, ONE_DIES_ANOTHER_IS_SLOW.format(folder=str(tmp_path)))
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 300}
+    began = time.monotonic()
+    job = start(command(launcher=torchrun(3, restarts=1), program=program, **settings))
+    assert job.wait() == 0, job.err()
+    assert time.monotonic() - began < 60
+    ends = [entry["end"] for entry in read_history(tmp_path / "run")["generations"]]
+    assert ends == ["worker 1 vanished", "finished"]
+    assert final_hash(tmp_path / "run") == final_hash(undisturbed)
