@@ -1,6 +1,7 @@
 """Told to stop, by whatever means: one snapshot, no process left, and the same command goes on there."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -95,3 +96,29 @@ def test_a_second_signal_ends_the_job_at_once(
     wait_until(lambda: all_gone(pids), timeout_s=10)
     assert read_history(tmp_path / "run")["status"] == "running" and snapshot_steps(tmp_path / "run") == []
     assert "Traceback" not in job.err(), job.err()
+
+
+SLOW_EVALUATION_ALONE = """
+import time
+from pathlib import Path
+def on_evaluation(step):
+    Path({mark!r}).touch()
+    time.sleep(60)
+events.subscribe("evaluation_start", on_evaluation)
+"""
+
+
+def test_an_evaluation_alone_is_stopped_by_the_first_signal(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """No step follows it, after which the workers could agree to stop."""
+    run_dir, mark = tmp_path / "run", tmp_path / "evaluating"
+    shutil.copytree(undisturbed, run_dir)
+    program = changed_program(tmp_path, SLOW_EVALUATION_ALONE.format(mark=str(mark)))
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": 1}
+    job = start(command(program=program, trainer__eval_only=True, **settings))
+    job.wait_until(mark.exists)
+    began = time.monotonic()
+    os.kill(job.pid, signal.SIGINT)
+    assert job.wait(30) == 0 and time.monotonic() - began < 15, job.err()
+    assert final_hash(run_dir) == final_hash(undisturbed)
