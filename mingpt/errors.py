@@ -13,6 +13,10 @@ class NonRetryableError(ExpectedError):
     """A failure that would repeat, raised on all ranks. Ends the job with exit code 1, without restarts."""
 
 
+class SupersededError(NonRetryableError):
+    """Another job has taken over the place that this one writes to."""
+
+
 class NonFiniteError(NonRetryableError):
     """A loss or a gradient is NaN or infinite; the update is in no snapshot."""
 

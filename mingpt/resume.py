@@ -55,7 +55,7 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     latest = find_latest(store, memory, context, is_restart)
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
-        claim_store(store, memory, context, latest, is_restart)
+        prepare_store(store, memory, context, latest, is_restart)
     return StartPoint(run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, changes)
 
 
@@ -99,16 +99,16 @@ def find_latest(
     return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where)
 
 
-def claim_store(
+def prepare_store(
     store: SnapshotStore,
     memory: MemorySnapshots,
     context: DistributedContext,
     latest: LatestSnapshot,
     is_restart: bool,
 ) -> None:
-    """Quarantine corrupt snapshots; from here on this job writes. Raises UserError if it cannot."""
+    """Quarantine corrupt snapshots and prepare the folder. Raises UserError if it cannot be written to."""
 
-    def claim() -> None:
+    def prepare() -> None:
         for step, reason in latest.corrupt.items():
             store.quarantine(step, reason)
         if not is_restart and context.launch.local_rank == 0:
@@ -116,7 +116,7 @@ def claim_store(
         if context.rank == 0:
             store.prepare()
 
-    context.run_with_heartbeat(claim)
+    context.run_with_heartbeat(prepare)
 
 
 def check_snapshot(

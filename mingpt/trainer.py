@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mingpt import events
 from mingpt.audit import START, Audit
+from mingpt.claims import claim_places
 from mingpt.config import Config
 from mingpt.data import mix
 from mingpt.distributed import DistributedContext
@@ -38,9 +39,11 @@ class Trainer:
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.config, self.context = config, context
         self.run_dir = context.raise_on_all_ranks(lambda: make_run_dir(config))
+        claims = claim_places(config, context)
         open_log(self.run_dir if context.rank == 0 else None)
         corpus = load_corpus(config, context)
         start = find_start(config, context, self.run_dir, corpus)
+        start.store.check_claim = claims.check
         self.environment = init_environment(config, context, start)
         with out_of_memory_explained():
             self.state, self.sampler = init_state(config, context, corpus, start, self.environment)
@@ -72,6 +75,7 @@ class Trainer:
                 start.changes,
                 self.environment,
                 start.is_restart,
+                claims.check,
             )
 
     def run(self) -> str | None:

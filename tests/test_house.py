@@ -12,10 +12,10 @@ FLOORS = [
     ["model", "optim", "data", "snapshot", "distributed"],
     ["parallel"],
     ["cli", "state", "audit", "report"],
-    ["resume"],
+    ["resume", "claims"],
     ["saving", "evaluate", "initialize"],
     ["trainer"],
-    ["agent", "worker", "jobs", "fault_injection", "verify"],
+    ["agent", "worker", "jobs", "fault_injection", "verify", "doctor"],
 ]
 ROOMS_APART = FLOORS[1]  # of these none imports another
 FILES = sorted((ROOT / "mingpt").rglob("*.py"))

@@ -27,6 +27,7 @@ class ProcessExit:
         self.rendezvous: Rendezvous | None = None
         self.step = 0
         self.timeout_s = 0.0
+        self.release_claims: Callable[[], None] = lambda: None  # at the end of the job
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
         if launch.rank == 0 and launch.status_file:
             launch.status_file.unlink(missing_ok=True)  # an earlier generation's
@@ -51,6 +52,8 @@ class ProcessExit:
         if stopped_by in ("SIGTERM", "SIGINT") and self.launch.agent_pid:
             code = 128 + signal.Signals[stopped_by]
             self.record_exit_reason(f"told to stop by {stopped_by}")
+        else:
+            self.release_claims()
         self.write_status(0)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -102,6 +105,7 @@ class ProcessExit:
                 time.sleep(POLL_S)
             os._exit(code)
         signal.set_wakeup_fd(-1)
+        self.release_claims()
         self.write_status(code)
         if self.launch.rank == 0 or self.rendezvous is None:  # without one, rank 0 may not know of the error
             sys.stderr.write(f"error: {error}\n")

@@ -34,6 +34,8 @@ class Launch:
     restart_count: int = 0
     max_restarts: int = 0
     omp_threads: int | None = None
+    slurm_job: str | None = None
+    slurm_restarts: int = 0  # how often Slurm has requeued that job
     slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.agent
 
@@ -42,8 +44,14 @@ class Launch:
         """Raises UserError if a launcher sets only a part of the variables."""
         env = os.environ
         omp_threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
+        slurm_job, slurm_restarts = env.get("SLURM_JOB_ID"), int(env.get("SLURM_RESTART_COUNT", 0))
         if "RANK" not in env or "WORLD_SIZE" not in env:
-            return cls(omp_threads=omp_threads, slurm_tasks=int(env.get("SLURM_STEP_NUM_TASKS", 1)))
+            return cls(
+                omp_threads=omp_threads,
+                slurm_job=slurm_job,
+                slurm_restarts=slurm_restarts,
+                slurm_tasks=int(env.get("SLURM_STEP_NUM_TASKS", 1)),
+            )
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
             raise UserError(f"the launcher sets RANK and WORLD_SIZE but not {' and '.join(missing)}")
@@ -60,6 +68,8 @@ class Launch:
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
             omp_threads=omp_threads,
+            slurm_job=slurm_job,
+            slurm_restarts=slurm_restarts,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
         )
 

@@ -40,6 +40,7 @@ class RunLogger:
         changes: list[str],
         environment: dict[str, Any],
         is_restart: bool,
+        check_claim: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.workers, self.corpus, self.environment = (
             config,
@@ -47,7 +48,7 @@ class RunLogger:
             corpus,
             environment,
         )
-        self.changes, self.is_restart = changes, is_restart
+        self.changes, self.is_restart, self.check_claim = changes, is_restart, check_claim
         run_dir = Path(config.run_dir)
         replace_file(run_dir / "config.yaml", to_yaml(config))
         self.history = RunHistory(run_dir, run_id, {"torch": environment["torch"]})
@@ -125,7 +126,11 @@ class RunLogger:
             sink.on_step(step)
 
     def log_values(self, step: int, values: Values) -> None:
-        """Give the values of metrics after `step` to all sinks."""
+        """Give the values of metrics after `step` to all sinks.
+
+        Raises SupersededError if another job writes there by now.
+        """
+        self.check_claim()
         self.remember({"step": step, **values})
         for sink in self.sinks:
             sink.log(step, values)

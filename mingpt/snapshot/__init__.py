@@ -4,11 +4,24 @@ A snapshot exists when its manifest does and its checksums hold. saver.py decide
 tensors by name; knows no model and no ranks.
 """
 
+from mingpt.snapshot.claim import Claim, Holder
 from mingpt.snapshot.manifest import Snapshot
 from mingpt.snapshot.memory import MemorySnapshots
+from mingpt.snapshot.process import Process, this_process
 from mingpt.snapshot.saver import SnapshotSaver
 from mingpt.snapshot.staging import StagingBuffer, to_safetensors
 from mingpt.snapshot.store import SnapshotStore, open_snapshot
 
-__all__ = ["MemorySnapshots", "Snapshot", "SnapshotSaver", "SnapshotStore", "StagingBuffer", "open_snapshot",
-           "to_safetensors"]  # fmt: skip
+__all__ = [
+    "Claim",
+    "Holder",
+    "MemorySnapshots",
+    "Process",
+    "Snapshot",
+    "SnapshotSaver",
+    "SnapshotStore",
+    "StagingBuffer",
+    "open_snapshot",
+    "this_process",
+    "to_safetensors",
+]

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import yaml
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt import events
-from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.errors import CorruptSnapshot, SupersededError, UserError
 from mingpt.snapshot.manifest import FILE_NAME, Snapshot, decode_manifest, encode_manifest, file_name
 
 RETRIES_S = (0.5, 2.0)
@@ -43,6 +44,8 @@ class SnapshotStore:
             raise UserError(f"snapshot.path {url} needs a driver that is not installed: {error}") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
+        # Called before a file gets its name; raises SupersededError if the place belongs to another job.
+        self.check_claim: Callable[[], None] = lambda: None
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -77,6 +80,7 @@ class SnapshotStore:
     def write_atomic(self, name: str, content: Content) -> None:
         """Write a file so that it is there whole, and durable, or not at all."""
         if not self.is_local:
+            self.check_claim()
             self.upload(name, bytes(content))
             return
         partial, final = self.path(f"partial-{name}"), self.path(name)
@@ -88,8 +92,9 @@ class SnapshotStore:
                     written = file.write(remaining)
                     remaining = remaining[written:]
                 os.fsync(file.fileno())
+            self.check_claim()
             os.replace(partial, final)
-        except OSError:
+        except (OSError, SupersededError):
             with contextlib.suppress(OSError):
                 os.unlink(partial)  # on a full disk it would take the next snapshot's room
             raise

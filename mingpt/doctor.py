@@ -1,0 +1,67 @@
+"""Show, or drop, the claim of a job to a run folder: python -m mingpt.doctor --claim RUN_DIR [--release].
+
+RUN_DIR is a run folder, or a folder or URL of snapshots. A claim keeps a second job from writing to the same
+place. Drop one only if its job is gone and nobody can see that; a job that lives notices it and ends.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from mingpt.errors import UserError
+from mingpt.snapshot.claim import LEASE_S, Claim, Holder
+from mingpt.snapshot.store import possible_places
+
+
+def main() -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    where = "run folder, or snapshots at a path or URL"
+    parser.add_argument("--claim", metavar="RUN_DIR", required=True, help=where)
+    parser.add_argument("--release", action="store_true", help="drop the claim")
+    arguments = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    try:
+        for line in show_claims(arguments.claim, arguments.release):
+            sys.stdout.write(f"{line}\n")
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def show_claims(where: str, release: bool) -> list[str]:
+    """A line for each claim to a run folder and to its snapshots. Raises UserError."""
+    if "://" not in where and not Path(where).is_dir():
+        raise UserError(f"{where} is no folder: give a run folder such as out/default, or a URL of snapshots")
+    lines = []
+    for place in dict.fromkeys([where, *possible_places(where)]):
+        claim = Claim(place, place)
+        try:
+            _, holder, _ = claim.read_newest()
+            if holder is None:
+                continue
+            lines.append(f"{place}: {describe(holder)}")
+            if release and not holder.released:
+                claim.drop()
+                lines.append(f"{place}: released")
+        except Exception as error:  # each driver raises exceptions of its own
+            raise UserError(f"the claim to {place} cannot be used: {type(error).__name__}: {error}") from None
+    return lines or [f"{where}: not claimed"]
+
+
+def describe(holder: Holder) -> str:
+    """Who holds a claim, or held it last, and whether its job lives as far as this machine can see."""
+    if holder.released:
+        return f"free; last held by {holder.sentence()}"
+    states = {
+        True: "which is running",
+        False: "which is gone: the next job takes over at once",
+        None: f"which this machine cannot see: its claim holds until {LEASE_S:g} s after it was last renewed",
+    }
+    return f"claimed by {holder.sentence()}, {states[holder.is_alive()]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""One job at a time writes to a place: a run folder, or the folder or URL of its snapshots.
+
+A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: of several
+jobs that try, one succeeds. The newest claim counts. It holds until it is released, while one of the job's
+agents lives on this machine, or for LEASE_S after it was last renewed. A later generation of the same job,
+which shares an agent with the one before, takes over at once, and so does a job that Slurm has requeued.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from mingpt.errors import SupersededError, UserError
+from mingpt.snapshot.process import Process, parse_process
+from mingpt.snapshot.store import SnapshotStore
+
+LEASE_S = 20.0
+RENEW_S = 5.0
+SETTLE_S = 2.0
+POLL_S = 0.5
+FILE_NAME = re.compile(r"claim-(\d{6,18})\.json")
+# Their drivers create an object only if it is absent; others look first and then write.
+CONDITIONAL_CREATE = {"s3", "s3a", "gs", "gcs", "abfs", "az", "memory"}
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A job that claims: its agents, the first of which it is named after."""
+
+    agents: tuple[Process, ...]
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # a random token, kept by later generations
+    since: float = field(default_factory=time.time)  # seconds since 1970
+    slurm_job: str | None = None
+    slurm_restarts: int = 0
+    released: bool = False
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this very claim
+
+    def to_json(self) -> str:
+        fields = vars(self) | {"agents": [agent.to_dict() for agent in self.agents]}
+        return json.dumps(fields, indent=1) + "\n"
+
+    def is_alive(self) -> bool | None:
+        """Whether an agent lives; None if that cannot be seen from this machine."""
+        states = [agent.is_alive() for agent in self.agents]
+        if True in states:
+            return True
+        return None if None in states or not states else False
+
+    def is_same_job(self, other: "Holder") -> bool:
+        """Whether `other` is an earlier generation of this job, or the same job before it was requeued."""
+        is_requeued = self.slurm_job is not None and self.slurm_job == other.slurm_job
+        is_requeued = is_requeued and self.slurm_restarts > other.slurm_restarts
+        return is_requeued or bool({*self.agents} & {*other.agents})
+
+    def sentence(self) -> str:
+        """Who it is, and since when."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
+        return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
+
+
+def parse_holder(content: bytes) -> Holder:
+    """The inverse of `to_json`; a holder without agents for anything else."""
+    unknown = Holder((), job="unknown", since=0.0, nonce="")
+    try:
+        fields = json.loads(content)
+        agents = tuple(parse_process(agent) for agent in fields["agents"])
+        texts = [fields["job"], fields["nonce"]]
+        numbers = [fields["since"], fields["slurm_restarts"]]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return unknown
+    is_sound = all(isinstance(text, str) for text in texts) and None not in agents
+    is_sound = is_sound and all(type(number) in (int, float) and 0 <= number < 2**33 for number in numbers)
+    if not is_sound:
+        return unknown
+    slurm_job = fields.get("slurm_job")
+    return Holder(
+        tuple(agent for agent in agents if agent),
+        job=fields["job"],
+        since=fields["since"],
+        slurm_job=slurm_job if isinstance(slurm_job, str) else None,
+        slurm_restarts=int(fields["slurm_restarts"]),
+        released=fields.get("released") is True,
+        nonce=fields["nonce"],
+    )
+
+
+class Claim:
+    """The claim of one job to one place. Construct it, then `acquire`; `what` is the place in a sentence."""
+
+    def __init__(self, url: str, what: str, lease_s: float = LEASE_S) -> None:
+        self.store, self.what, self.lease_s = SnapshotStore(url), what, lease_s
+        self.number = 0  # of our own claim; 0 for none
+        self.holder: Holder | None = None
+
+    def path(self, number: int) -> str:
+        return self.store.path(f"claim-{number:06d}.json")
+
+    def numbers(self) -> list[int]:
+        """Of all claims there, newest first. Raises OSError, or whatever the driver does."""
+        matches = (FILE_NAME.fullmatch(name) for name in self.store.names())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def read_newest(self) -> tuple[int, Holder | None, object]:
+        """Number, holder, and something that changes whenever it is renewed; 0 and None for no claim."""
+        for number in self.numbers():
+            path = self.path(number)
+            try:
+                content = bytes(self.store.files.cat_file(path))
+                # Reading it first has a network file system ask its server for the time.
+                mark = os.stat(path).st_mtime_ns if self.store.is_local else 0
+            except FileNotFoundError:
+                continue  # a newer claim has just replaced it
+            return number, parse_holder(content), (number, content, mark)
+        return 0, None, None
+
+    def acquire(self, holder: Holder, on_wait: Callable[[str], None] = lambda line: None) -> None:
+        """Claim the place, which takes up to the lease if a holder on another machine may be alive.
+
+        Raises UserError, naming the holder, if another job holds it.
+        """
+        while not self.number:
+            newest, other, mark = self.read_newest()
+            is_ours = other is not None and not other.released and holder.is_same_job(other)
+            if other is not None and not other.released:
+                if is_ours:
+                    holder = replace(holder, job=other.job, since=other.since)
+                elif other.is_alive():
+                    raise self.refusal(other)
+                elif other.is_alive() is None:
+                    self.wait_for_lease(newest, other, mark, on_wait)
+            try:
+                self.store.files.makedirs(self.store.root, exist_ok=True)
+                self.create(newest + 1, holder)
+            except OSError as error:
+                if not is_ours or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self.number = newest  # no room for another file: the claim of the generation before serves
+        self.holder = holder
+
+    def refusal(self, other: Holder) -> UserError:
+        return UserError(
+            f"{self.what} is in use by {other.sentence()}: wait for its end, choose another one, or if that "
+            f"job is gone, drop its claim by python -m mingpt.doctor --claim {self.store.url} --release"
+        )
+
+    def wait_for_lease(
+        self, number: int, other: Holder, mark: object, on_wait: Callable[[str], None]
+    ) -> None:
+        """Return when the lease of a claim has ended. Raises UserError if it is renewed."""
+        left_s = self.lease_s - self.age_s(number)
+        if left_s > 0:
+            on_wait(
+                f"{self.what} is claimed by {other.sentence()}: waiting {left_s:.0f} s for a sign of life"
+            )
+        deadline = time.monotonic() + left_s
+        while time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            _, now, mark_now = self.read_newest()
+            if now is None or now.released:
+                return
+            if mark_now != mark:
+                raise self.refusal(now)
+
+    def age_s(self, number: int) -> float:
+        """Seconds since a claim was renewed by the clock of the file system; 0 where that is not known."""
+        if not self.store.is_local:
+            return 0.0
+        probe = self.store.path(f"claim-probe-{uuid.uuid4().hex}")
+        try:
+            with open(probe, "xb") as file:
+                now = os.fstat(file.fileno()).st_mtime
+            os.unlink(probe)
+            return now - os.stat(self.path(number)).st_mtime
+        except OSError:
+            return 0.0  # no room for another file, or the claim has just been replaced
+
+    def create(self, number: int, holder: Holder) -> None:
+        """Try to create the claim with this number, which only one job can."""
+        try:
+            self.create_file(self.path(number), holder.to_json().encode())
+        except FileExistsError:
+            return  # another job was faster
+        newest, winner, _ = self.read_newest()
+        if newest == number and winner is not None and winner.nonce == holder.nonce:
+            self.number = number
+            self.remove_older()
+        elif newest > number:
+            self.remove(number)  # made up for one that was removed because there are newer ones
+
+    def create_file(self, path: str, content: bytes) -> None:
+        """Create a file whole. Raises FileExistsError."""
+        if not self.store.is_local:
+            self.create_object(path, content)
+            return
+        temporary = f"{path}.{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(content)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without links: a reader may see the file before its content
+                with open(path, "xb") as file:
+                    file.write(content)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # it could not be created
+                os.unlink(temporary)
+
+    def create_object(self, path: str, content: bytes) -> None:
+        protocols = self.store.files.protocol
+        protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+        try:
+            self.store.files.pipe_file(path, content, mode="create")
+        except TypeError:  # a driver older than this mode
+            if self.store.files.exists(path):
+                raise FileExistsError(path) from None
+            self.store.files.pipe_file(path, content)
+        if not protocols & CONDITIONAL_CREATE:
+            time.sleep(SETTLE_S)  # the last of those that wrote at the same time has it
+
+    def remove_older(self) -> None:
+        for number in self.numbers():
+            if number < self.number:
+                self.remove(number)
+
+    def remove(self, number: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.store.files.rm_file(self.path(number))
+
+    def renew(self) -> None:
+        """The job is alive. Needs no room on the disk. Raises OSError, or whatever the driver does."""
+        if self.holder is None or not self.holds():
+            return
+        if self.store.is_local:
+            os.utime(self.path(self.number))
+        else:
+            renewed = replace(self.holder, nonce=uuid.uuid4().hex)
+            self.store.files.pipe_file(self.path(self.number), renewed.to_json().encode())
+
+    def holds(self) -> bool:
+        """Whether no newer claim has replaced ours. Raises OSError, or whatever the driver does."""
+        return max(self.numbers(), default=0) == self.number
+
+    def check(self) -> None:
+        """Raises SupersededError if another job has taken over."""
+        try:
+            if self.holds():
+                return
+            other = self.read_newest()[1]
+        except Exception as error:  # each driver raises exceptions of its own
+            log.info("the claim to %s cannot be read (%s): going on", self.what, error)
+            return
+        who = "its claim was removed" if other is None else f"{other.sentence()} has taken over"
+        raise SupersededError(f"{self.what} no longer belongs to this job, {who}: nothing more is written")
+
+    def release(self) -> None:
+        """The job has ended: the next one need not ask whether it is alive. Needs no room on the disk."""
+        if self.number and self.holder and self.holds():
+            content = replace(self.holder, released=True).to_json().encode()
+            if self.store.is_local:
+                with open(self.path(self.number), "r+b") as file:
+                    file.write(content)
+                    file.truncate()
+            else:
+                self.store.files.pipe_file(self.path(self.number), content)
+        self.number = 0
+
+    def drop(self) -> None:
+        """Release whatever claim there is; its holder notices that before it writes again."""
+        newest, other, _ = self.read_newest()
+        if other is not None and not other.released:
+            self.create(newest + 1, replace(other, released=True, nonce=uuid.uuid4().hex))

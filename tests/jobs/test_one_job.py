@@ -1,0 +1,66 @@
+"""A run_dir has one job at a time."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT, Start, command, final_hash, reached, snapshot_steps
+
+from mingpt.jobs import Job, read_history, read_metric, torchrun
+
+
+def doctor(*words: object) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "mingpt.doctor", *map(str, words)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+
+
+def refusal(job: Job) -> str:
+    """The one line that a refused job prints."""
+    (line,) = [line for line in job.err().splitlines() if line.startswith("error:")]
+    assert "mingpt/trainer.py" not in job.err()  # no traceback of ours; torchrun has one of its own
+    return line
+
+
+def test_of_two_jobs_started_together_one_trains_and_the_other_says_who(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__workers": 1}
+    jobs = [start(command(**settings)) for _ in range(2)]
+    codes = [job.wait() for job in jobs]
+    assert sorted(codes) == [0, 2]
+    trained, refused = jobs[codes.index(0)], jobs[codes.index(2)]
+    line = refusal(refused)
+    assert f"run_dir {tmp_path} is in use by job" in line and f"process {trained.pid} on host" in line
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+    assert read_metric(tmp_path) == read_metric(undisturbed)
+    assert len(read_history(tmp_path)["generations"]) == 1
+    assert "is in use" not in (tmp_path / "log.txt").read_text()
+    assert f"process {trained.pid}" in doctor("--claim", tmp_path)
+
+
+def test_a_job_at_the_same_snapshot_path_is_refused_and_one_whose_claim_is_dropped_ends(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    snapshots = tmp_path / "snapshots"
+    settings: dict[str, Any] = {"data__path": text, "snapshot__path": snapshots}
+    settings |= {"trainer__max_steps": 100_000, "snapshot__keep_last": 2}
+    job = start(command(launcher=torchrun(2, restarts=3), run_dir=tmp_path / "one", **settings))
+    job.wait_until(reached(tmp_path / "one", 3))
+    second = start(command(trainer__workers=1, run_dir=tmp_path / "two", **settings))
+    assert second.wait() == 2
+    assert f"snapshot.path {snapshots} is in use by job" in refusal(second)
+    assert f"process {job.pid} on host" in refusal(second)
+    assert not (tmp_path / "two" / "run.json").exists()
+    assert "free" in doctor("--claim", tmp_path / "two")
+    shown = doctor("--claim", tmp_path / "one", "--release")
+    assert "which is running" in shown and "released" in shown
+    assert job.wait(60) != 0
+    assert "no longer belongs to this job" in refusal(job)
+    assert len(read_history(tmp_path / "one")["generations"]) == 1
+    assert snapshot_steps(tmp_path)
