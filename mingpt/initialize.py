@@ -36,11 +36,19 @@ def load_corpus(config: Config, context: DistributedContext) -> Corpus:
 
 
 def init_environment(config: Config, context: DistributedContext, start: resume.StartPoint) -> dict[str, Any]:
-    """What the bits depend on besides the configuration: threads as recorded, dtype, versions, device."""
+    """What the bits depend on besides the configuration: threads as recorded, dtype, versions, device.
+
+    Raises UserError if the snapshot to go on from needs another device or dtype. Collective.
+    """
     if start.snapshot:
         context.use_threads(start.snapshot.manifest["software"]["threads"])
-    dtype = resolve_dtype(config.trainer.dtype, context.device)
-    return environment_info(context.device, context.threads) | {"dtype": str(dtype).removeprefix("torch.")}
+    dtypes = set(context.all_gather_object(str(resolve_dtype(config.trainer.dtype, context.device))))
+    (dtype,) = dtypes if len(dtypes) == 1 else ("torch.float32",)  # auto: not native everywhere
+    environment = environment_info(context.device, context.threads)
+    environment["dtype"] = dtype.removeprefix("torch.")
+    if start.snapshot and start.snapshot.manifest["step"] < config.trainer.max_steps:
+        resume.check_environment(start, config, environment)
+    return environment
 
 
 def init_state(
@@ -100,7 +108,8 @@ def make_strategy(
     grads_are_static = False
     environment["compiled"] = False
     if config.trainer.compile and to_train:
-        compiled, is_static = compile_on_all_ranks(config, context, forward)
+        dtype = getattr(torch, environment["dtype"])
+        compiled, is_static = compile_on_all_ranks(config, context, forward, dtype)
         if compiled is not None:
             forward, grads_are_static = compiled, is_static
             environment["compiled"] = True
@@ -115,11 +124,12 @@ def make_strategy(
     return STRATEGIES[reduction](setup)
 
 
-def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
+def compile_on_all_ranks(
+    config: Config, context: DistributedContext, loss: LossModule, dtype: torch.dtype
+) -> tuple[Any, bool]:
     """The compiled loss, or None if any rank fails, and whether gradients are static."""
     shape = config.trainer.micro_batch_size, config.data.block_size
     example = torch.zeros(shape, dtype=torch.long, device=context.device)
-    dtype = resolve_dtype(config.trainer.dtype, context.device)
     autocasts = functools.partial(autocast, context.device, dtype)
     graphs = config.trainer.reduction == "exact"
     work = functools.partial(compile_model, loss, example, autocasts, graphs=graphs)

@@ -167,6 +167,31 @@ def check_snapshot(
     return changes
 
 
+def check_environment(start: StartPoint, config: Config, environment: dict[str, Any]) -> None:
+    """Raises UserError if the snapshot was computed on another kind of device or in another dtype.
+
+    A person who starts a job may ask for that by snapshot.resume=changed; a restart never does.
+    """
+    assert start.snapshot
+    then = start.snapshot.manifest["software"]
+    was = {device_type_of(then), then["dtype"]}
+    now = {environment["device_type"], environment["dtype"]}
+    is_asked_for = config.snapshot.resume == "changed" and not start.is_restart
+    if was == now or is_asked_for or config.trainer.eval_only:
+        return
+    raise UserError(
+        f"the snapshots in {start.store.url} were computed on {device_type_of(then)} in {then['dtype']} and "
+        f"the workers now have {environment['device_type']} and {environment['dtype']}: start the job on "
+        "such hardware again, or go on with this one by snapshot.resume=changed"
+    )
+
+
+def device_type_of(software: dict[str, Any]) -> str:
+    """The kind of device that a snapshot was computed on."""
+    kind = software["device"].split()[0]  # schema 1 began without device_type
+    return str(software.get("device_type") or (kind if kind in ("cpu", "mps") else "cuda"))
+
+
 def compare_environment(then: dict[str, Any], now: dict[str, Any]) -> None:
     """One line on what besides the configuration could change the bits."""
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]

@@ -21,7 +21,7 @@ from mingpt.claims import claim_places
 from mingpt.config import Config
 from mingpt.data import mix
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.device import autocast, resolve_dtype
+from mingpt.distributed.device import autocast
 from mingpt.errors import ExpectedError, NonFiniteError, NonRetryableError
 from mingpt.evaluate import Evaluator
 from mingpt.initialize import init_environment, init_state, load_corpus, make_run_dir
@@ -56,7 +56,7 @@ class Trainer:
         self.step_losses: list[float] = []  # of all micro-batches of the last step
         self.lr = 0.0
         self.timer = StepTimer(self.state.step)
-        self.dtype = resolve_dtype(config.trainer.dtype, context.device)
+        self.dtype = getattr(torch, self.environment["dtype"])
         self.evaluator = Evaluator(config, context, self.state.model, corpus, self.dtype)
         self.batches = corpus.train.batches(self.sampler, config.trainer.micro_batch_size, context.device)
         self.saving = Saving(config, context, self.state, start, corpus, self.environment, self.audit)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mingpt.distributed.device import find_device, tune_malloc
+from mingpt.distributed.device import check_device_types, find_device, tune_malloc
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
@@ -71,9 +71,7 @@ class DistributedContext:
             )
             process_exit.local_peer_pidfds = self._open_local_peers()
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
-        device_types = self.all_gather_object(self.device.type)
-        if len(set(device_types)) > 1:  # a process group has one kind of device
-            self.device = torch.device("cpu")
+        check_device_types(self.all_gather_object(self.device.type))
         if self.device.type == "cpu":
             tune_malloc()
 

@@ -43,6 +43,19 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
     return torch.device("cpu")
 
 
+def check_device_types(types: list[str]) -> None:
+    """Raises UserError unless all ranks have the same kind of device, as a process group needs it."""
+    if len(set(types)) > 1:
+        who = [
+            f"{kind} on ranks {', '.join(str(rank) for rank, there in enumerate(types) if there == kind)}"
+            for kind in sorted(set(types))
+        ]
+        raise UserError(
+            f"the workers have different kinds of devices ({'; '.join(who)}): start the job where all have "
+            "the same, or set trainer.device=cpu"
+        )
+
+
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
     """The type of the matrix products for `trainer.dtype`; auto is bfloat16 where it is native."""
     import torch
@@ -73,7 +86,7 @@ def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:
         # AMX computes products with other bits than AVX512.
         amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
         name = f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
-    return {"torch": torch.__version__, "device": name, "threads": threads}
+    return {"torch": torch.__version__, "device": name, "device_type": device.type, "threads": threads}
 
 
 def enable_determinism() -> None:

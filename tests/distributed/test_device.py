@@ -8,6 +8,7 @@ from mingpt.distributed import Launch
 from mingpt.distributed.device import (
     autocast,
     cgroup_quota,
+    check_device_types,
     environment_info,
     find_device,
     resolve_dtype,
@@ -127,3 +128,10 @@ def test_the_environment_names_what_the_bits_depend_on() -> None:
     assert info["torch"] == torch.__version__
     assert info["threads"] == 3
     assert info["device"].startswith("cpu ")
+    assert info["device_type"] == "cpu"
+
+
+def test_workers_with_different_kinds_of_devices_are_refused() -> None:
+    check_device_types(["cpu", "cpu"])
+    with pytest.raises(UserError, match=r"cpu on ranks 1; cuda on ranks 0, 2"):
+        check_device_types(["cuda", "cpu", "cuda"])

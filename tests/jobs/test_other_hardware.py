@@ -1,0 +1,118 @@
+"""A restart computes with what the run began with, on all workers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Start, changed_program, command, manifest, snapshot_steps
+
+from mingpt.jobs import read_history, torchrun
+from mingpt.snapshot.manifest import add_checksum
+
+# A worker that cannot compute in bfloat16, as on another model of CPU.
+NO_BFLOAT16 = """
+import torch
+def on_start(launch):
+    if launch.rank == {rank}:
+        torch.cpu._is_avx512_bf16_supported = lambda: False
+events.subscribe("worker_start", on_start)
+"""
+BFLOAT16 = """
+import torch
+torch.cpu._is_avx512_bf16_supported = lambda: {native}
+"""
+# The first generation's GPU: once its snapshot of step 5 is there it says so, and the worker dies.
+GPU_IS_GONE = """
+import json, os, signal
+from pathlib import Path
+from mingpt.snapshot.manifest import add_checksum
+def on_written(kind, step):
+    path = Path({path!r})
+    if kind == "disk" and step == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        fields = json.loads(path.read_text())
+        fields["software"]["device_type"] = "cuda"
+        path.write_bytes(add_checksum(fields))
+        os.kill(os.getpid(), signal.SIGKILL)
+events.subscribe("write_end", on_written)
+"""
+
+
+def change_software(run_dir: Path, **fields: str) -> None:
+    """As if the newest snapshot had been written elsewhere."""
+    step = snapshot_steps(run_dir)[-1]
+    content = manifest(run_dir, step)
+    content["software"] |= fields
+    (run_dir / "snapshots" / f"step_{step:08d}.json").write_bytes(add_checksum(content))
+
+
+def test_a_restart_without_the_gpu_ends_the_job_in_one_sentence(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "snapshots" / "step_00000005.json"
+    program = changed_program(tmp_path, GPU_IS_GONE.format(path=str(path)))
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "snapshot__memory_every": 0}
+    settings |= {"trainer__eval_every": 1000, "trainer__max_steps": 100_000, "snapshot__resume": "changed"}
+    job = start(command(launcher=torchrun(2, restarts=3), program=program, **settings))
+    assert job.wait() == 1  # torchrun's; its workers end with 2
+    (line,) = [line for line in job.err().splitlines() if line.startswith("error:")]
+    assert "were computed on cuda" in line and "have cpu" in line
+    assert len(read_history(tmp_path / "run")["generations"]) == 1
+
+
+@pytest.mark.parametrize("fields", [{"device_type": "cuda", "device": "NVIDIA H100"}, {"dtype": "bfloat16"}])
+def test_other_hardware_is_refused_unless_asked_for(
+    fields: dict[str, str], start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(undisturbed, run_dir)
+    change_software(run_dir, **fields)
+    program = changed_program(tmp_path, BFLOAT16.format(native=False))
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": 1}
+    longer: dict[str, Any] = {"trainer__max_steps": 31, "snapshot__resume": "changed"}
+    refused = start(command(program=program, **settings, trainer__max_steps=30))
+    assert refused.wait() == 0, "a finished run is finished anywhere"
+    (run_dir / "snapshots" / "step_00000030.json").unlink()
+    change_software(run_dir, **fields)
+    refused = start(command(program=program, **settings))
+    assert refused.wait() == 2
+    (line,) = [line for line in refused.err().splitlines() if line.startswith("error:")]
+    assert "snapshot.resume=changed" in line and "computed" in line
+    accepted = start(command(program=program, **settings, **longer))
+    assert accepted.wait() == 0, accepted.err()
+    assert "the bits may differ" in accepted.err()
+
+
+def test_another_model_of_cpu_goes_on_with_a_line(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(undisturbed, run_dir)
+    (run_dir / "snapshots" / "step_00000030.json").unlink()
+    change_software(run_dir, device="cpu AVX1024")
+    job = start(command(run_dir=run_dir, data__path=text, trainer__workers=1))
+    assert job.wait() == 0, job.err()
+    assert "the bits may differ" in job.err() and "AVX1024" in job.err()
+
+
+def test_workers_agree_on_a_type_that_all_of_them_have(start: Start, text: Path, tmp_path: Path) -> None:
+    """dtype auto is float32 as soon as one worker has no native bfloat16."""
+    settings: dict[str, Any] = {"data__path": text, "trainer__max_steps": 2}
+    for rank, expected in ((1, "float32"), (7, "bfloat16")):
+        run_dir = tmp_path / f"without-{rank}"
+        code = BFLOAT16.format(native=True) + NO_BFLOAT16.format(rank=rank)
+        program = changed_program(tmp_path, code)
+        job = start(command(launcher=torchrun(2), program=program, run_dir=run_dir, **settings))
+        assert job.wait() == 0, job.err()
+        assert manifest(run_dir, 2)["software"]["dtype"] == expected
+        assert manifest(run_dir, 2)["software"]["device_type"] == "cpu"
+
+
+def test_a_snapshot_from_before_device_types_were_recorded_is_understood() -> None:
+    from mingpt.resume import device_type_of
+
+    assert device_type_of(json.loads('{"device": "cpu AVX512 AMX"}')) == "cpu"
+    assert device_type_of({"device": "mps"}) == "mps"
+    assert device_type_of({"device": "NVIDIA H200"}) == "cuda"
+    assert device_type_of({"device": "NVIDIA H200", "device_type": "cuda"}) == "cuda"
