@@ -14,7 +14,7 @@ from mingpt.distributed import DistributedContext
 from mingpt.errors import UserError
 from mingpt.model import GPT, from_gpt2
 from mingpt.report import read_run_id
-from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore, open_snapshot
+from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore, open_snapshot, this_process
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     run_ids = context.all_gather_object(read_run_id(run_dir))
     known_ids = [run_id for run_id in run_ids if run_id]
     run_id = known_ids[0] if known_ids else context.new_run_id()
-    memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank)
+    agent = this_process(context.launch.agent_pid)
+    memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank, agent)
     latest = find_latest(store, memory, context, is_restart)
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
@@ -111,6 +112,8 @@ def prepare_store(
     def prepare() -> None:
         for step, reason in latest.corrupt.items():
             store.quarantine(step, reason)
+        if context.launch.local_rank == 0:
+            memory.remove_leftovers()
         if not is_restart and context.launch.local_rank == 0:
             memory.remove_newer(latest.snapshot.manifest["step"] if latest.snapshot else -1)
         if context.rank == 0:

@@ -53,7 +53,10 @@ class Saving:
 
     def note_written(self, step: int) -> None:
         """All ranks have learned that the snapshot of this step is on disk."""
-        self.durable_step = max(self.durable_step, step)
+        if step > self.durable_step:
+            self.durable_step = step
+            if self.context.launch.local_rank == 0:
+                self.memory.remove_outdated(step)
 
     def save_to_disk(self, run_logger: RunLogger | None) -> None:
         """Copy the state; rank 0 writes it in the background."""

@@ -4,15 +4,20 @@ They lie in a folder such as /dev/shm, which outlives the workers but not the no
 that run.json gives the run. The first worker of the node writes two files alternately, in place: one copy
 between two steps, then a checksum in the background. An orderly end removes them. If the folder is absent or
 too small, one line says so, and the run goes on with its snapshots on disk alone.
+
+A job that dies as a whole leaves its folder, and so does a node whose rank changes. A file beside it names
+the agent that it belongs to, so that a later start can tell what nobody needs any more.
 """
 
 import errno
 import hashlib
+import json
 import logging
 import mmap
 import os
 import shutil
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,21 +28,26 @@ from torch import Tensor
 from mingpt import events
 from mingpt.errors import CorruptSnapshot, SaveAborted
 from mingpt.snapshot.manifest import Snapshot, encode_manifest, file_name
+from mingpt.snapshot.process import Process, parse_process, this_process
 from mingpt.snapshot.saver import LateFields
 from mingpt.snapshot.staging import StagingBuffer
 from mingpt.snapshot.store import SnapshotStore
 
 log = logging.getLogger(__name__)
+LEFTOVER_S = 24 * 3600.0
 
 
 class MemorySnapshots:
     """The snapshots of one run in this machine's memory. A node writes to its own folder and reads all."""
 
-    def __init__(self, path: str, run_id: str, run_dir: Path, node_rank: int) -> None:
+    def __init__(
+        self, path: str, run_id: str, run_dir: Path, node_rank: int, owner: Process | None = None
+    ) -> None:
         # A copy of a run folder is another run with the same id.
         place = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
         self.root = Path(path) / f"mingpt-{run_id}-{place}"
         self.own = SnapshotStore(str(self.root / f"node-{node_rank}"))
+        self.owner = owner or this_process()  # the agent on this node
         self.buffers: list[StagingBuffer] = []
         self.names = ["slot-0", "slot-1"]
         self.next_slot = 0
@@ -102,6 +112,7 @@ class MemorySnapshots:
         self.root.mkdir(mode=0o700, exist_ok=True)
         folder = Path(self.own.root)
         folder.mkdir(exist_ok=True)
+        owner_file(folder).write_text(json.dumps(self.owner.to_dict()))
         newest = max(self.own.steps(), default=None)  # kept until there is a newer one
         for name in self.own.names():
             if newest is None or not name.startswith(f"step_{newest:08d}."):
@@ -155,12 +166,66 @@ class MemorySnapshots:
         )
         shutil.rmtree(self.own.root, ignore_errors=True)  # it may be gone, or unreachable
 
+    def remove_leftovers(self) -> None:
+        """Remove what other runs of this user left a day ago, unless a process of their jobs may be alive."""
+        for root in self.root.parent.glob("mingpt-*"):
+            if root != self.root and is_leftover(root):
+                remove_folder(root, "what another run left more than a day ago")
+
+    def remove_outdated(self, durable_step: int) -> None:
+        """Remove this run's folders that belong to no agent any more once a newer snapshot is durable."""
+        for path in self.root.glob("node-*"):
+            owner = read_owner(path)
+            is_ours = owner is None or owner == self.owner or owner.is_alive() is False
+            if path == Path(self.own.root) or not is_ours:
+                continue
+            newest = max(SnapshotStore(str(path)).steps(), default=0)
+            if newest <= durable_step:
+                remove_folder(path, f"older than the durable snapshot of step {durable_step}")
+                owner_file(path).unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Remove all of this run's snapshots from memory."""
         if self.thread:
             self.thread.join()
         # Errors are ignored: another worker of this machine may be removing them too.
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def owner_file(folder: Path) -> Path:
+    """Where the agent that a node's folder belongs to is written down."""
+    return folder.with_name(f"owner-of-{folder.name}.json")
+
+
+def read_owner(folder: Path) -> Process | None:
+    """None if it is not known."""
+    try:
+        return parse_process(json.loads(owner_file(folder).read_text()))
+    except (OSError, ValueError):
+        return None  # an earlier version of this program wrote none
+
+
+def is_leftover(root: Path) -> bool:
+    """Whether nothing changed in a run's folder for a day and no process of its job may be alive."""
+    try:
+        if root.is_symlink() or root.stat().st_uid != os.getuid():
+            return False
+        owners = [read_owner(path) for path in root.glob("node-*")]
+        newest_change = max(path.stat().st_mtime for path in (root, *root.rglob("*")))
+    except FileNotFoundError:
+        return False  # another start removes it, or its job is writing there
+    is_in_use = any(owner is not None and owner.is_alive() is not False for owner in owners)
+    return not is_in_use and newest_change < time.time() - LEFTOVER_S
+
+
+def remove_folder(path: Path, why: str) -> None:
+    try:
+        shutil.rmtree(path)
+        log.warning("removed %s from memory: %s", path, why)
+    except FileNotFoundError:
+        pass  # another start on this node was faster
+    except OSError as error:
+        log.warning("%s cannot be removed from memory (%s), though it is %s", path, error.strerror, why)
 
 
 def map_file(path: Path, size: int) -> Tensor:

@@ -1,12 +1,16 @@
+import dataclasses
 import logging
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.snapshots import make_manifest
 
-from mingpt.snapshot import MemorySnapshots
+from mingpt.snapshot import MemorySnapshots, Process, this_process
 
 
 def make_state(step: int) -> dict[str, torch.Tensor]:
@@ -150,3 +154,65 @@ def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySnapsho
     assert memory.root.exists()
     memory.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def gone() -> Process:
+    """A process of this machine that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = this_process(child.pid)
+    child.kill()
+    child.wait()
+    return process
+
+
+def make_owned(folder: Path, owner: Process, run_id: str, node_rank: int = 0) -> MemorySnapshots:
+    """Snapshots of step 5 in memory, of a job with this agent."""
+    memory = MemorySnapshots(str(folder), run_id, folder, node_rank, owner)
+    save(memory, 5)
+    return memory
+
+
+def make_old(root: Path, hours: float) -> None:
+    then = time.time() - 3600 * hours
+    for path in (*root.rglob("*"), root):
+        os.utime(path, (then, then))
+
+
+def test_what_a_run_left_is_removed_after_a_day_unless_a_process_of_its_job_lives(
+    tmp_path: Path, gone: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    alive, elsewhere = this_process(), dataclasses.replace(gone, machine="another pid namespace")
+    left = {
+        name: make_owned(tmp_path, owner, name).root
+        for name, owner in {"old": gone, "recent": gone, "living": alive, "unknown": elsewhere}.items()
+    }
+    for name, root in left.items():
+        make_old(root, hours=23.9 if name == "recent" else 24.1)
+    (tmp_path / "mingpt-link").symlink_to(left["old"])
+    own = make_owned(tmp_path, alive, "own")
+    make_old(own.root, hours=100)
+    own.remove_leftovers()
+    assert sorted(name for name, root in left.items() if root.exists()) == ["living", "recent", "unknown"]
+    assert own.root.exists()
+    assert len(caplog.records) == 1 and str(left["old"]) in caplog.text
+
+
+def test_a_runs_own_outdated_folder_is_removed_once_a_newer_snapshot_is_durable(
+    tmp_path: Path, gone: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is of an agent that died, one ours when this node had another rank, one of a living neighbour."""
+    caplog.set_level(logging.WARNING)
+    own = make_owned(tmp_path, this_process(), "run", node_rank=0)
+    neighbour = this_process(os.getppid())
+    others = [
+        make_owned(tmp_path, owner, "run", node_rank=rank)
+        for rank, owner in ((1, gone), (2, this_process()), (3, neighbour))
+    ]
+    own.remove_outdated(4)
+    assert all(Path(other.own.root).exists() for other in others), "theirs may be the newest"
+    own.remove_outdated(5)
+    assert [Path(other.own.root).exists() for other in others] == [False, False, True]
+    assert newest_step(own) == 5
+    assert len(caplog.records) == 2
