@@ -1,6 +1,6 @@
 """A run_dir, or a folder or bucket of snapshots, has one job at a time: is that so?
 
-    python benchmarks/one_job.py        # 20 pairs of each kind, 20 gaps, 5 killed holders of each kind
+    python benchmarks/one_job.py        # 20 pairs of each kind, 20 gaps, 5 killed and 3 frozen holders
 
 - pair: two jobs are started together, by plain `python train.py`, by torchrun, or with one snapshot.path in
   an object store (moto's server). Exactly one must train to the end; the other must end with one sentence
@@ -9,11 +9,14 @@
   same run_dir. It must be refused, and the first must end with the hash of an undisturbed run.
 - successor: a job is killed whole. A job started then must take over: at once on the same host; within the
   lease of 20 s on another one, which is a pid namespace of its own here (needs root).
+- superseded: a job on another host is frozen whole, another one takes over and trains to the end. Woken up,
+  the first must end with one sentence and change no file.
 
 A row each, as JSON. Exit code 1 unless all is as it must be.
 """
 
 import argparse
+import hashlib
 import os
 import random
 import signal
@@ -27,7 +30,7 @@ from typing import Any
 
 from common import Settings, row, short_hash, start
 
-from mingpt.jobs import ROOT, Job, clean_environment, free_port, last_step, read_history
+from mingpt.jobs import ROOT, Job, clean_environment, descendants, free_port, last_step, read_history
 
 SETTINGS = {
     "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
@@ -124,6 +127,32 @@ def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, 
     return {"killed_at": reached, "trains_after_s": round(took_s, 2), "waited": waited, "ok": is_good}
 
 
+def superseded(folder: Path, number: int, expected: str) -> dict[str, Any]:
+    """A job is frozen whole for longer than its lease, and wakes up when another one has finished the run."""
+    run_dir = folder / f"superseded{number}"
+    first = start_alone(run_dir, folder / f"superseded{number}.first", SETTINGS, *ANOTHER_HOST)
+    first.wait_until(lambda: last_step(run_dir) >= 12)
+    frozen = descendants(first.pid)
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    second = start_alone(run_dir, folder / f"superseded{number}.second", SETTINGS)
+    second_code = second.wait(120)
+    before = fingerprint(run_dir)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    first_code = first.wait(60)
+    lines, unchanged = refusals(first), fingerprint(run_dir) == before
+    is_good = second_code == 0 and first_code == 1 and unchanged and short_hash(run_dir) == expected
+    is_good = is_good and len(lines) == 1 and "no longer belongs to this job" in lines[0]
+    return {"second": second_code, "first": first_code, "unchanged": unchanged, "said": lines, "ok": is_good}
+
+
+def fingerprint(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of every file of a run."""
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 def with_object_store(work: Callable[[], None]) -> None:
     """Run `work` with moto's server in a process of its own, and a bucket `runs` in it."""
     port = free_port()
@@ -156,6 +185,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--gaps", type=int, default=20)
     parser.add_argument("--successors", type=int, default=5)
+    parser.add_argument("--superseded", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     rng, results = random.Random(arguments.seed), dict[str, list[bool]]()
@@ -182,6 +212,8 @@ def main() -> int:
         for host in ("same", "another"):
             for number in range(arguments.successors):
                 record(f"successor, {host} host", successor(folder, number, host, expected))
+        for number in range(arguments.superseded):
+            record("superseded", superseded(folder, number, expected))
     row(**{kind: f"{sum(good)} of {len(good)}" for kind, good in results.items()})
     return 0 if all(all(good) for good in results.values()) else 1
 
