@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 
-from mingpt.config import ModelConfig
 from mingpt.errors import UserError
 
 
@@ -51,18 +50,18 @@ def sample(arguments: argparse.Namespace) -> None:
     import torch
 
     from mingpt.model import GPT, generate
-    from mingpt.resume import load_weights, snapshot_tokenizer
     from mingpt.snapshot import open_snapshot
+    from mingpt.weights import check_model, load_weights, snapshot_tokenizer
 
-    snapshot = open_snapshot(arguments.run)
-    tokenizer, config = snapshot_tokenizer(snapshot), snapshot.manifest["config"]
+    snapshot = open_snapshot(arguments.run, check_model)
+    tokenizer, config = snapshot_tokenizer(snapshot), snapshot.config
     prompt = tokenizer.default_prompt() if arguments.prompt is None else arguments.prompt
     if not prompt:
         raise UserError("--prompt is empty and there is nothing to continue: give at least one character")
     tokens = tokenizer.encode(prompt).tolist()
-    model = GPT(
-        ModelConfig(**config["model"]), vocab_size=len(tokenizer), block_size=config["data"]["block_size"]
-    )
+    # Tables grow with the context's length, so there is no more of it than these tokens can fill.
+    block_size = min(config.data.block_size, len(tokens) + arguments.tokens)
+    model = GPT(config.model, vocab_size=len(tokenizer), block_size=block_size)
     load_weights(model, snapshot.tensors("model."), arguments.run)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     sys.stdout.write(prompt)

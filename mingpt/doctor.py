@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mingpt.errors import UserError
 from mingpt.snapshot.claim import LEASE_S, Claim, Holder
-from mingpt.snapshot.store import possible_places
+from mingpt.snapshot.lookup import possible_places
 
 
 def main() -> int:

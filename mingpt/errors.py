@@ -25,5 +25,9 @@ class CorruptSnapshot(Exception):
     """A snapshot whose files are incomplete or fail their checksums; the message says which."""
 
 
+class UnreadableSnapshot(Exception):
+    """A snapshot or a folder of snapshots that cannot be read now and may be valid; the message says why."""
+
+
 class SaveAborted(Exception):
     """A snapshot cannot be completed because another rank, whose part it needs, is gone."""

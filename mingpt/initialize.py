@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mingpt import resume
+from mingpt import resume, weights
 from mingpt.config import Config
 from mingpt.data import Corpus, ElasticSampler, make_corpus, read_bytes
 from mingpt.distributed import DistributedContext
@@ -65,10 +65,10 @@ def init_state(
     step, windows_seen = 0, 0
     if snapshot:
         step, windows_seen = snapshot.manifest["step"], snapshot.manifest["windows"]
-        resume.load_weights(model, snapshot.tensors("model."), f"the snapshot of step {step}")
+        weights.load_weights(model, snapshot.tensors("model."), f"the snapshot of step {step}")
     elif config.snapshot.init_from:
         where = config.snapshot.init_from
-        context.run_with_heartbeat(lambda: resume.init_from(model, where, corpus.tokenizer))
+        context.run_with_heartbeat(lambda: weights.init_from(model, where, corpus.tokenizer))
     model.to(context.device)
     context.broadcast_parameters(model.parameters())
     sampler = ElasticSampler(
@@ -84,7 +84,7 @@ def init_state(
     strategy = make_strategy(config, context, model, sampler, environment, to_train)
     optimizer = Optimizer(model, config.optimizer, context.rank, context.world_size, context.all_gather)
     state = TrainState(model, optimizer, strategy, step, windows_seen)
-    if snapshot and snapshot.manifest["config"]["optimizer"]["name"] == config.optimizer.name:
+    if snapshot and snapshot.config.optimizer.name == config.optimizer.name:
         state.load_optimizer(snapshot.tensors("optimizer."))
     if snapshot and to_train:
         resume.compare_environment(snapshot.manifest["software"], environment)

@@ -1,22 +1,35 @@
 """What a generation starts from: found, agreed by all ranks, checked against the configuration, loaded."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mingpt.config import Config, check_workers, differences, to_dict
-from mingpt.data import Corpus, Tokenizer, load_tokenizer
+from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
-from mingpt.errors import UserError
-from mingpt.model import GPT, from_gpt2
+from mingpt.errors import UnreadableSnapshot, UserError
 from mingpt.report import read_run_id
-from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore, open_snapshot, this_process
+from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore, this_process
+from mingpt.weights import check_model, snapshot_tokenizer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """What one rank sees in the store."""
+
+    step: int = -1  # of the newest valid snapshot; -1 for none
+    corrupt: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
+    unreadable: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
+    folder_error: str | None = None  # why the folder cannot be read
+    completed_step: int = 0  # of the newest snapshot that there has ever been, valid or not; 0 for none
+
+    @property
+    def newest(self) -> int:
+        """The newest step that is there, valid or not; -1 for none."""
+        return max([self.step, *self.corrupt, *self.unreadable])
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,7 @@ class LatestSnapshot:
     durable_step: int  # of the newest one that is not in memory only
     corrupt: dict[int, str]  # step -> reason
     where: str
+    views: list[StoreView]  # by rank
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,9 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     agent = this_process(context.launch.agent_pid)
     memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank, agent)
     latest = find_latest(store, memory, context, is_restart)
+    report_skipped(latest, config)
+    if latest.snapshot is None:
+        check_nothing_is_lost(latest, config, is_restart)
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, latest, is_restart)
@@ -80,24 +97,76 @@ def find_latest(
     who deletes snapshots wants to go back. In a restart, they may have been lost with their node.
     """
     reads_store = context.launch.local_rank == 0
-    found, corrupt = context.run_with_heartbeat(lambda: store.find_newest() if reads_store else (None, {}))
-    step = found.manifest["step"] if found else -1
-    views = context.all_gather_object((step, max(corrupt, default=-1)))
-    saved_after = None if is_restart else max(0, *(step for view in views for step in view))
+    found, view = context.run_with_heartbeat(
+        lambda: view_store(store) if reads_store else (None, StoreView())
+    )
+    views = context.all_gather_object(view)
+    saved_after = None if is_restart else max(0, *(view.newest for view in views))
     in_memory = context.run_with_heartbeat(
-        lambda: memory.find_newest(newer_than=step, saved_after=saved_after) if reads_store else None
+        lambda: memory.find_newest(view.step, saved_after, check_model) if reads_store else None
     )
     found = in_memory or found
-    durable_step = max(0, *(valid for valid, _ in views))
+    durable_step = max(0, *(view.step for view in views))
+    unreadable = {step for view in views for step in view.unreadable}  # their files are left as they are
+    corrupt = {step: reason for step, reason in view.corrupt.items() if step not in unreadable}
     steps = context.all_gather_object(found.manifest["step"] if found else -1)
     if max(steps) < 0:
-        return LatestSnapshot(None, durable_step, corrupt, store.url)
+        return LatestSnapshot(None, durable_step, corrupt, store.url, views)
     source = steps.index(max(steps))
     found = found if context.rank == source else None
     manifest = context.broadcast_object(found.manifest if found else None, source)
     content = context.broadcast_bytes(found.content if found else None, source)
     where = store.url if manifest["step"] == durable_step else str(memory.root)
-    return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where)
+    return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where, views)
+
+
+def view_store(store: SnapshotStore) -> tuple[Snapshot | None, StoreView]:
+    """The newest valid snapshot that this rank can read, and what it sees."""
+    try:
+        found, corrupt = store.find_newest(check_model)
+        step = found.manifest["step"] if found else -1
+        return found, StoreView(step, corrupt, store.unreadable, None, store.completed_step())
+    except UnreadableSnapshot as error:
+        return None, StoreView(folder_error=str(error))
+
+
+def report_skipped(latest: LatestSnapshot, config: Config) -> None:
+    """A line for each snapshot that is passed over and keeps its name."""
+    corrupt = latest.corrupt if config.trainer.eval_only else {}  # a run that trains sets them aside
+    unreadable = {step: reason for view in latest.views for step, reason in view.unreadable.items()}
+    for step, reason in sorted((corrupt | unreadable).items(), reverse=True):
+        log.warning("snapshot of step %d in %s skipped: %s", step, latest.where, reason)
+    for reason in sorted({view.folder_error for view in latest.views if view.folder_error}):
+        log.warning("%s", reason)
+
+
+def check_nothing_is_lost(latest: LatestSnapshot, config: Config, is_restart: bool) -> None:
+    """Raises UserError if the run has, or may have, completed a snapshot past step 0. None is valid now."""
+    errors = [view.folder_error for view in latest.views if view.folder_error]
+    errors += [f"step {step}: {why}" for view in latest.views for step, why in view.unreadable.items()]
+    if errors:
+        raise UserError(
+            f"the snapshots in {latest.where} cannot be read ({shorten(errors)}): start again when they can "
+            "be, or choose another run_dir"
+        )
+    completed = max(view.completed_step for view in latest.views)
+    corrupt = {step: why for view in latest.views for step, why in view.corrupt.items()}
+    # This job was told to begin anew, and did not complete a snapshot: what was set aside is older.
+    begins_anew = config.snapshot.resume == "never" and (not is_restart or not any(corrupt))
+    if completed == 0 or begins_anew or config.trainer.eval_only:
+        return
+    reasons = [f"step {step}: {why}" for step, why in sorted(corrupt.items(), reverse=True)]
+    raise UserError(
+        f"no valid snapshot is left in {latest.where}, where one of step {completed} was written "
+        f"({shorten(reasons) or 'set aside as damaged-*'}): choose another run_dir, or begin anew by "
+        "snapshot.resume=never"
+    )
+
+
+def shorten(reasons: list[str]) -> str:
+    """The first three, in one line."""
+    more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
+    return "; ".join([*dict.fromkeys(reasons[:3]), *more])
 
 
 def prepare_store(
@@ -111,7 +180,7 @@ def prepare_store(
 
     def prepare() -> None:
         for step, reason in latest.corrupt.items():
-            store.quarantine(step, reason)
+            quarantine(store, step, reason)
         if context.launch.local_rank == 0:
             memory.remove_leftovers()
         if not is_restart and context.launch.local_rank == 0:
@@ -120,6 +189,17 @@ def prepare_store(
             store.prepare()
 
     context.run_with_heartbeat(prepare)
+
+
+def quarantine(store: SnapshotStore, step: int, reason: str) -> None:
+    """Set a corrupt snapshot aside. Raises UserError if that fails."""
+    try:
+        store.quarantine(step, reason)
+    except Exception as error:  # each driver raises exceptions of its own
+        raise UserError(
+            f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def check_snapshot(
@@ -204,78 +284,3 @@ def compare_environment(then: dict[str, Any], now: dict[str, Any]) -> None:
             "with other software or hardware (%s)",
             "; ".join(changed),
         )
-
-
-def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Copy every weight. Raises UserError if they are another model's."""
-    parameters = dict(model.named_parameters())
-    wrong = []
-    for name, parameter in parameters.items():
-        there = tuple(tensors[name].shape) if name in tensors else "missing"
-        if there != tuple(parameter.shape):
-            wrong.append(f"{name}: {there} -> {tuple(parameter.shape)}")
-    surplus = tensors.keys() - parameters.keys()
-    if wrong or surplus:
-        reasons = wrong[:3] + ([f"{len(surplus)} tensors that this model lacks"] if surplus else [])
-        raise UserError(f"{origin} holds the weights of another model ({'; '.join(reasons)})")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-
-
-def init_from(model: GPT, where: str, tokenizer: Tokenizer) -> None:
-    """Start with the weights of another run, of one of its snapshots, or of a GPT-2 safetensors file.
-
-    Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
-    its fresh row. Learned positions are cut to block_size. Raises UserError if anything else differs.
-    """
-    other: Tokenizer | None = None
-    try:
-        snapshot = open_snapshot(where)
-        tensors, other = snapshot.tensors("model."), snapshot_tokenizer(snapshot)
-    except UserError:
-        if not where.endswith(".safetensors"):
-            raise
-        tensors = from_gpt2(read_safetensors(where))
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name in ("wte.weight", "lm_head.weight"):
-        if name in parameters and name in tensors and tensors[name].shape[1:] == parameters[name].shape[1:]:
-            tensors[name] = match_rows(name, parameters[name], tensors[name], tokenizer, other, where)
-    if "wpe.weight" in parameters and "wpe.weight" in tensors:
-        tensors["wpe.weight"] = tensors["wpe.weight"][: model.block_size]
-    load_weights(model, tensors, f"snapshot.init_from={where}")
-    log.info("weights taken from %s", where)
-
-
-def match_rows(
-    name: str, fresh: Tensor, theirs: Tensor, tokenizer: Tokenizer, other: Tokenizer | None, where: str
-) -> Tensor:
-    """(V, C) rows for this vocabulary from those of another one."""
-    if other is None and theirs.shape == fresh.shape:
-        return theirs
-    if other is None:
-        log.info("%s has another vocabulary: %s begins afresh", where, name)
-        return fresh
-    rows = fresh.clone()
-    for token, their_token in tokenizer.matching_tokens(other).items():
-        rows[token] = theirs[their_token]
-    return rows
-
-
-def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer:
-    """The tokenizer that a snapshot carries."""
-    name = snapshot.manifest["config"]["data"].get("tokenizer", "auto")
-    return load_tokenizer(name, snapshot.manifest["vocabulary"].encode())
-
-
-def read_safetensors(where: str) -> dict[str, Tensor]:
-    """The tensors of a file at a path or URL. Raises UserError."""
-    import fsspec
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        with fsspec.open(where, "rb") as file:
-            return load(file.read())
-    except (OSError, ImportError, ValueError, SafetensorError) as error:
-        raise UserError(f"snapshot.init_from={where} cannot be read: {error}") from None

@@ -11,7 +11,7 @@ FLOORS = [
     ["errors", "config", "events"],
     ["model", "optim", "data", "snapshot", "distributed"],
     ["parallel"],
-    ["cli", "state", "audit", "report"],
+    ["cli", "state", "audit", "report", "weights"],
     ["resume", "claims"],
     ["saving", "evaluate", "initialize"],
     ["trainer"],

@@ -5,8 +5,8 @@ from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model, train
 
 from mingpt.model import LossModule
 from mingpt.parallel import ExactReduction, StrategySetup
-from mingpt.resume import load_weights
 from mingpt.state import TrainState
+from mingpt.weights import load_weights
 
 
 def make_state(name: Name, arch: Arch) -> TrainState:

@@ -1,6 +1,7 @@
 """Tokenizers: text to tokens and back, and to the bytes that a snapshot carries."""
 
 import hashlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -56,10 +57,13 @@ class CharTokenizer(Tokenizer):
     """One token per character: its place among a text's distinct characters in code-point order."""
 
     def __init__(self, characters: str) -> None:
-        if list(characters) != sorted(set(characters)):
+        if not 0 < len(characters) <= sys.maxunicode + 1:
+            raise ValueError(f"a vocabulary cannot have {len(characters)} characters")
+        codes = np.frombuffer(characters.encode("utf-32-le"), dtype=np.uint32)
+        if not (codes[:-1] < codes[1:]).all():
             raise ValueError("the characters of a vocabulary must be distinct and in code-point order")
         self.characters = characters
-        self._codes = np.array([ord(character) for character in characters], dtype=np.uint32)
+        self._codes = codes
 
     @classmethod
     def train(cls, text: str) -> "CharTokenizer":

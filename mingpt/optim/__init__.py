@@ -5,7 +5,7 @@ State is held by parameter name, as a snapshot stores it. Knows no model beyond 
 
 from mingpt.optim.adamw import AdamW
 from mingpt.optim.muon import Muon
-from mingpt.optim.optimizer import Optimizer
+from mingpt.optim.optimizer import Optimizer, state_shapes
 from mingpt.optim.schedule import SCHEDULES, learning_rate
 
-__all__ = ["SCHEDULES", "AdamW", "Muon", "Optimizer", "learning_rate"]
+__all__ = ["SCHEDULES", "AdamW", "Muon", "Optimizer", "learning_rate", "state_shapes"]

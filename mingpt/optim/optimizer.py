@@ -1,5 +1,7 @@
 """The optimizer of a run: which parameter is updated by which algorithm."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from mingpt.config import OptimizerConfig
@@ -27,10 +29,11 @@ class Optimizer:
         all_gather: AllGather = add_dimension,
     ) -> None:
         self.named = dict(model.named_parameters())
-        matrices = {
-            name: weight for name, weight in self.named.items() if weight.ndim == 2 and name.startswith("h.")
+        hidden = {
+            name: weight
+            for name, weight in self.named.items()
+            if uses_muon(name, tuple(weight.shape), config)
         }
-        hidden = matrices if config.name == "muon" else {}
         rest = {name: weight for name, weight in self.named.items() if name not in hidden}
         self.parts: list[AdamW | Muon] = [AdamW(rest, config)]
         if hidden:
@@ -53,3 +56,21 @@ class Optimizer:
             for name, states in part.state.items()
             for key, value in states.items()
         }
+
+
+def uses_muon(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> bool:
+    """Whether a parameter is updated by Muon; the others are by AdamW."""
+    return config.name == "muon" and len(shape) == 2 and name.startswith("h.")
+
+
+def state_shapes(
+    parameters: Mapping[str, tuple[int, ...]], config: OptimizerConfig
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of `Optimizer.state_dict()` for parameters of these shapes, without allocating them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameters.items():
+        if uses_muon(name, shape, config):
+            shapes[f"{name}.momentum_buffer"] = shape
+        else:
+            shapes |= {f"{name}.step": (), f"{name}.exp_avg": shape, f"{name}.exp_avg_sq": shape}
+    return shapes

@@ -5,15 +5,19 @@ tensors by name; knows no model and no ranks.
 """
 
 from mingpt.snapshot.claim import Claim, Holder
-from mingpt.snapshot.manifest import Snapshot
+from mingpt.snapshot.lookup import names_a_snapshot, open_snapshot, read_safetensors
+from mingpt.snapshot.manifest import Snapshot, read_config
 from mingpt.snapshot.memory import MemorySnapshots
 from mingpt.snapshot.process import Process, this_process
 from mingpt.snapshot.saver import SnapshotSaver
 from mingpt.snapshot.staging import StagingBuffer, to_safetensors
-from mingpt.snapshot.store import SnapshotStore, open_snapshot
+from mingpt.snapshot.store import SnapshotStore
+from mingpt.snapshot.tensors import Check, Entries, tensor_views
 
 __all__ = [
+    "Check",
     "Claim",
+    "Entries",
     "Holder",
     "MemorySnapshots",
     "Process",
@@ -21,7 +25,11 @@ __all__ = [
     "SnapshotSaver",
     "SnapshotStore",
     "StagingBuffer",
+    "names_a_snapshot",
     "open_snapshot",
+    "read_config",
+    "read_safetensors",
+    "tensor_views",
     "this_process",
     "to_safetensors",
 ]

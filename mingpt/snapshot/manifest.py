@@ -1,23 +1,71 @@
-"""The manifest: what a tensor file holds, with its size and SHA-256 and a checksum of the manifest itself."""
+"""The manifest: what a tensor file holds, with its size and SHA-256 and a checksum of the manifest itself.
+
+A checksum protects against accidents, not against a file from elsewhere. So every field is checked as well
+before it is used.
+"""
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from safetensors.torch import load
+import pydantic
 from torch import Tensor
 
+from mingpt.config import Config, check
 from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.snapshot.strict_json import parse_object
+from mingpt.snapshot.tensors import tensor_views
 
 SCHEMA = 1
-FILE_NAME = re.compile(r"step_(\d{8,})\.(json|safetensors)")
+MAX_BYTES = 16 << 20  # of a manifest; a tokenizer may take most of it
+FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors)")
+QUARANTINED = re.compile(r"damaged-[0-9]+-step_([0-9]{8,19})\.json")
+CONFIG = pydantic.TypeAdapter(Config)
+
+Count = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]
+Name = Annotated[str, pydantic.Field(max_length=200)]
+Number = Annotated[int, pydantic.Field(gt=-(2**63), lt=2**63)] | pydantic.FiniteFloat
+Scalar = bool | Number | Name | None
 
 
-def file_name(step: int, kind: str) -> str:
-    """kind is "json" for the manifest and "safetensors" for the tensors."""
-    return f"step_{step:08d}.{kind}"
+class DataFields(pydantic.BaseModel):
+    """The text that was trained on."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    path: str
+    sha256: Sha256
+
+
+class SoftwareFields(pydantic.BaseModel):
+    """What the bits depend on besides the configuration."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, Scalar]
+    torch: Name
+    device: Name
+    threads: int = pydantic.Field(ge=1, le=1024)
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+
+class Fields(pydantic.BaseModel):
+    """Types and ranges of a manifest's fields; others may be there. Neither `true` nor "1" is 1."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    step: Count
+    windows: Count
+    config: dict[str, Any]
+    vocabulary: str
+    data: DataFields
+    software: SoftwareFields
+    audit: Sha256
+    metrics: dict[str, dict[str, Number]]
+    sha256: Sha256
+    bytes: Count
+    after: Count = 0  # of a snapshot in memory: the newest step on disk at its time
 
 
 @dataclass(frozen=True)
@@ -27,16 +75,41 @@ class Snapshot:
     manifest: dict[str, Any]
     content: bytes
 
+    @property
+    def config(self) -> Config:
+        """The configuration of the run that wrote it."""
+        return read_config(self.manifest)
+
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, without it."""
-        named = load(self.content).items()
-        return {name.removeprefix(prefix): tensor for name, tensor in named if name.startswith(prefix)}
+        """The tensors whose names begin with `prefix`, without it; they share the memory of `content`."""
+        return tensor_views(self.content, prefix)
+
+
+def file_name(step: int, kind: str) -> str:
+    """kind is "json" for the manifest and "safetensors" for the tensors."""
+    return f"step_{step:08d}.{kind}"
+
+
+def step_of(name: str, kind: str | None = None) -> int | None:
+    """The step whose file (of this kind, or of either) has this name; None if it is another name."""
+    match = FILE_NAME.fullmatch(name)
+    if not match or kind not in (None, match[2]):
+        return None
+    step = int(match[1])
+    return step if name == file_name(step, match[2]) else None
 
 
 def encode_manifest(fields: dict[str, Any], sha256: str, size: int) -> bytes:
     """The manifest's bytes for a tensor file with this SHA-256 and this size in bytes."""
     body = {"schema": SCHEMA, **fields, "sha256": sha256, "bytes": size}
+    if "metrics" in body:
+        body["metrics"] = {kind: record for kind, record in body["metrics"].items() if is_finite(record)}
     return add_checksum(body)
+
+
+def is_finite(record: dict[str, Any]) -> bool:
+    """Whether JSON can hold a record of metrics: it has no infinite numbers and no NaN."""
+    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in record.values())
 
 
 def add_checksum(manifest: dict[str, Any]) -> bytes:
@@ -47,16 +120,69 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 def decode_manifest(content: bytes) -> dict[str, Any]:
     """The inverse of `encode_manifest`. Raises CorruptSnapshot, or UserError for another schema version."""
+    if len(content) > MAX_BYTES:
+        raise CorruptSnapshot(f"its manifest has {len(content):,} bytes, more than {MAX_BYTES:,}")
+    manifest = parse_object(content, "its manifest")
     try:
-        manifest = json.loads(content)
-        intact = add_checksum(manifest) == content
-    except (ValueError, AttributeError, TypeError):
-        intact = False
-    if not intact:
-        raise CorruptSnapshot("its manifest is damaged")
-    if manifest["schema"] != SCHEMA:
+        is_intact = add_checksum(manifest) == content
+    except RecursionError:
+        is_intact = False
+    if not is_intact:
+        raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
+    check_schema(manifest)
+    try:
+        Fields.model_validate(manifest)
+    except pydantic.ValidationError as error:
+        raise CorruptSnapshot(f"its manifest is damaged: {first_error(error)}") from None
+    if manifest["windows"] < manifest["step"]:
+        windows, step = manifest["windows"], manifest["step"]
+        raise CorruptSnapshot(f"its manifest is damaged: {windows} windows are fewer than {step} steps")
+    if any("\ud800" <= character <= "\udfff" for character in manifest["vocabulary"]):
+        raise CorruptSnapshot("its manifest is damaged: vocabulary: half a character")
+    read_config(manifest)
+    return manifest
+
+
+def check_schema(manifest: dict[str, Any]) -> None:
+    """A later version may have other fields, and its snapshots are left alone: that is a UserError."""
+    schema, step = manifest.get("schema"), manifest.get("step")
+    if type(schema) is not int or schema < 1:
+        raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
+    if schema != SCHEMA and type(step) is int and step >= 0:
         raise UserError(
-            f"the snapshot of step {manifest['step']} has schema version {manifest['schema']}, "
+            f"the snapshot of step {step} has schema version {schema}, "
             f"and this program reads version {SCHEMA}"
         )
-    return dict(manifest)
+    if schema != SCHEMA:
+        raise CorruptSnapshot(f"its manifest is damaged: schema is {schema} and step is not a number")
+
+
+def read_config(manifest: dict[str, Any]) -> Config:
+    """The configuration that a manifest records. Raises CorruptSnapshot.
+
+    Settings that this version does not know are ignored, and those that are missing have their defaults.
+    """
+    known: dict[str, Any] = {}
+    for name, info in Config.__pydantic_fields__.items():  # type: ignore[attr-defined]
+        if name not in manifest["config"]:
+            continue
+        known[name] = manifest["config"][name]
+        settings = getattr(info.annotation, "__pydantic_fields__", None)
+        if settings and isinstance(known[name], dict):
+            known[name] = {key: value for key, value in known[name].items() if key in settings}
+    try:
+        # Paths may hold bytes that are no text; nothing but paths does, and they are not used.
+        text = json.dumps(known, ensure_ascii=False).encode(errors="replace")
+        config = CONFIG.validate_json(text, strict=True)
+        check(config)
+    except (pydantic.ValidationError, UserError) as error:
+        reason = first_error(error) if isinstance(error, pydantic.ValidationError) else str(error)
+        raise CorruptSnapshot(f"its manifest is damaged: config: {reason}") from None
+    return config
+
+
+def first_error(error: pydantic.ValidationError) -> str:
+    """Which field is wrong, and why."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part)[:100] for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from mingpt import events
-from mingpt.errors import CorruptSnapshot, SaveAborted
+from mingpt.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot
 from mingpt.snapshot.manifest import Snapshot, encode_manifest, file_name
 from mingpt.snapshot.process import Process, parse_process, this_process
 from mingpt.snapshot.saver import LateFields
 from mingpt.snapshot.staging import StagingBuffer
 from mingpt.snapshot.store import SnapshotStore
+from mingpt.snapshot.tensors import Check, accept_all
 
 log = logging.getLogger(__name__)
 LEFTOVER_S = 24 * 3600.0
@@ -54,7 +55,9 @@ class MemorySnapshots:
         self.thread: threading.Thread | None = None
         self.disabled = False
 
-    def find_newest(self, newer_than: int, saved_after: int | None) -> Snapshot | None:
+    def find_newest(
+        self, newer_than: int, saved_after: int | None, check: Check = accept_all
+    ) -> Snapshot | None:
         """The newest valid one past the step `newer_than`; None if there is none.
 
         Each names the newest snapshot on disk at its time. If that is newer than `saved_after`, it does not
@@ -68,8 +71,8 @@ class MemorySnapshots:
             try:
                 newest_on_disk = store.read_manifest(step).get("after", 0)
                 if saved_after is None or newest_on_disk <= saved_after:
-                    return store.read(step)
-            except CorruptSnapshot:
+                    return store.read(step, check)
+            except (CorruptSnapshot, UnreadableSnapshot):
                 pass  # it was being written when its worker died; the other one is valid
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mingpt import events
-from mingpt.errors import CorruptSnapshot, SaveAborted
+from mingpt.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.snapshot.staging import StagingBuffer
 from mingpt.snapshot.store import Content, SnapshotStore
 
@@ -67,15 +67,18 @@ class SnapshotSaver:
         events.emit("write_end", kind="disk", step=step)
 
     def prune(self) -> None:
-        """Delete all but the newest `keep_last` and the best."""
-        steps = self.store.steps()
-        for step in steps:
-            if step not in self.losses:
+        """Delete all but the newest `keep_last` and the best; those that could not be read do not count."""
+        unreadable = self.store.unreadable
+        for step in self.store.steps():
+            if step not in self.losses and step not in unreadable:
                 try:
                     self.losses[step] = validation_loss(self.store.read_manifest(step))
                 except CorruptSnapshot:
                     self.losses[step] = None
-        losses = {step: self.losses[step] for step in steps}
+                except (UnreadableSnapshot, UserError) as error:  # perhaps that of a later version
+                    unreadable[step] = str(error)
+        steps = [step for step in self.store.steps() if step not in unreadable]
+        losses = {step: self.losses.get(step) for step in steps}
         known = {step: loss for step, loss in losses.items() if loss is not None}
         best = min(known, key=known.__getitem__, default=None) if self.keep_best else None
         for step in steps[self.keep_last :]:
@@ -102,4 +105,4 @@ class SnapshotSaver:
 def validation_loss(manifest: dict[str, Any]) -> float | None:
     """The validation loss measured at the snapshot's own step."""
     record = manifest["metrics"].get("val", {})
-    return record["val/loss"] if record.get("step") == manifest["step"] else None
+    return record.get("val/loss") if record.get("step") == manifest["step"] else None

@@ -13,16 +13,24 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import fsspec
-import yaml
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt import events
-from mingpt.errors import CorruptSnapshot, SupersededError, UserError
-from mingpt.snapshot.manifest import FILE_NAME, Snapshot, decode_manifest, encode_manifest, file_name
+from mingpt.errors import CorruptSnapshot, SupersededError, UnreadableSnapshot, UserError
+from mingpt.snapshot.manifest import (
+    MAX_BYTES,
+    QUARANTINED,
+    Snapshot,
+    decode_manifest,
+    encode_manifest,
+    file_name,
+    step_of,
+)
+from mingpt.snapshot.reading import SourceFile, with_retries
+from mingpt.snapshot.tensors import Check, accept_all, check_finite, read_checked
 
 RETRIES_S = (0.5, 2.0)
 Content = bytes | memoryview
@@ -32,11 +40,12 @@ log = logging.getLogger(__name__)
 class SnapshotStore:
     """Reads and writes snapshots at `url`. Raises UserError if no driver for it is installed.
 
-    An upload to an object store that fails is retried after each of `retries_s` seconds.
+    Reading that fails, and an upload to an object store, is retried after each of `retries_s` seconds.
     """
 
     def __init__(self, url: str, retries_s: tuple[float, ...] = RETRIES_S) -> None:
         self.url, self.retries_s = url, retries_s
+        self.unreadable: dict[int, str] = {}  # step -> reason; may be valid, so they are never pruned
         try:
             options = {"use_listings_cache": False} if "://" in url else {}
             self.files, self.root = fsspec.core.url_to_fs(url, **options)
@@ -60,8 +69,23 @@ class SnapshotStore:
 
     def steps(self, kind: str = "json") -> list[int]:
         """Steps that have a manifest (or a tensor file), valid or not; newest first."""
-        matches = (FILE_NAME.fullmatch(name) for name in self.names())
-        return sorted((int(match[1]) for match in matches if match and match[2] == kind), reverse=True)
+        return steps_in(self.names(), kind)
+
+    def list_names(self) -> list[str]:
+        """As `names`, with retries. Raises UnreadableSnapshot if the folder cannot be read."""
+        try:
+            return with_retries(self.names, f"the folder {self.url}", self.retries_s)
+        except CorruptSnapshot as error:  # a loop of links
+            raise UnreadableSnapshot(str(error)) from None
+
+    def completed_step(self) -> int:
+        """The newest step that has, or had before it was set aside, a manifest here; 0 if there is none.
+
+        Raises UnreadableSnapshot.
+        """
+        names = self.list_names()
+        quarantined = [match for match in map(QUARANTINED.fullmatch, names) if match]
+        return max([0, *steps_in(names, "json"), *(int(match[1]) for match in quarantined)])
 
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if it cannot be written to."""
@@ -135,6 +159,7 @@ class SnapshotStore:
         encoded = encode_manifest(manifest, hashlib.sha256(content).hexdigest(), len(content))
         self.write_atomic(file_name(step, "safetensors"), content)
         self.write_atomic(file_name(step, "json"), encoded)
+        self.unreadable.pop(step, None)
 
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first."""
@@ -145,28 +170,36 @@ class SnapshotStore:
                 self.files.rm_file(path)
             self.fsync_folder()
 
-    def read_manifest(self, step: int) -> dict[str, Any]:
-        """Raises CorruptSnapshot."""
-        return decode_manifest(self._read_file(file_name(step, "json"), "manifest"))
+    def file(self, step: int, kind: str, what: str) -> SourceFile:
+        """A file of a snapshot, for reading; messages call it `what`."""
+        return SourceFile(self.files, self.path(file_name(step, kind)), what, self.retries_s)
 
-    def read(self, step: int) -> Snapshot:
-        """Raises CorruptSnapshot unless every checksum holds."""
+    def read_manifest(self, step: int) -> dict[str, Any]:
+        """Raises CorruptSnapshot or UnreadableSnapshot."""
+        file = self.file(step, "json", "its manifest")
+        size = file.size()
+        if size > MAX_BYTES:
+            raise CorruptSnapshot(f"its manifest has {size:,} bytes, more than {MAX_BYTES:,}")
+        manifest = decode_manifest(file.read(0, size))
+        if manifest["step"] != step:
+            raise CorruptSnapshot(f"its manifest is that of step {manifest['step']}")
+        return manifest
+
+    def read(self, step: int, check: Check = accept_all) -> Snapshot:
+        """Raises CorruptSnapshot unless every checksum holds and every field and tensor is as it should be.
+
+        `check` is asked before the tensors are read. Raises UnreadableSnapshot if reading fails.
+        """
         manifest = self.read_manifest(step)
-        content = self._read_file(file_name(step, "safetensors"), "tensor file")
-        if len(content) != manifest["bytes"]:
-            expected = manifest["bytes"]
-            raise CorruptSnapshot(f"its tensor file has {len(content):,} bytes instead of {expected:,}")
+        file = self.file(step, "safetensors", "its tensor file")
+        size, expected = file.size(), manifest["bytes"]
+        if size != expected:
+            raise CorruptSnapshot(f"its tensor file has {size:,} bytes instead of {expected:,}")
+        content = read_checked(file, size, lambda entries: check(manifest, entries))
         if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
             raise CorruptSnapshot("its tensor file has another SHA-256 than its manifest says")
+        check_finite(content)
         return Snapshot(manifest, content)
-
-    def _read_file(self, name: str, what: str) -> bytes:
-        try:
-            return bytes(self.files.cat_file(self.path(name)))
-        except FileNotFoundError:
-            raise CorruptSnapshot(f"its {what} is missing") from None
-        except (IsADirectoryError, PermissionError) as error:
-            raise CorruptSnapshot(f"its {what} cannot be read: {error.strerror}") from None
 
     def quarantine(self, step: int, reason: str) -> None:
         """Rename the files of a snapshot, so that it is not used again and can still be looked at."""
@@ -182,47 +215,24 @@ class SnapshotStore:
         self.fsync_folder()
         log.warning("snapshot of step %d set aside as %s*: %s", step, self.path(target), reason)
 
-    def find_newest(self) -> tuple[Snapshot | None, dict[int, str]]:
-        """The newest valid snapshot, and what is wrong with each newer one."""
+    def find_newest(self, check: Check = accept_all) -> tuple[Snapshot | None, dict[int, str]]:
+        """The newest valid snapshot, and what is wrong with each newer one; see `unreadable`, too.
+
+        Raises UnreadableSnapshot if the folder cannot be read.
+        """
         corrupt: dict[int, str] = {}
-        for step in sorted({*self.steps("json"), *self.steps("safetensors")}, reverse=True):
+        self.unreadable = {}
+        for step in steps_in(self.list_names()):
             try:
-                return self.read(step), corrupt
+                return self.read(step, check), corrupt
             except CorruptSnapshot as error:
                 corrupt[step] = str(error)
+            except UnreadableSnapshot as error:
+                self.unreadable[step] = str(error)
         return None, corrupt
 
 
-def open_snapshot(where: str) -> Snapshot:
-    """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError."""
-    folder, _, name = where.rstrip("/").rpartition("/")
-    match = FILE_NAME.fullmatch(name)
-    if match:
-        try:
-            return SnapshotStore(folder or ".").read(int(match[1]))
-        except (CorruptSnapshot, FileNotFoundError) as error:
-            raise UserError(f"the snapshot {where} cannot be used: {error}") from None
-    for place in possible_places(where):
-        store = SnapshotStore(place)
-        for step in store.steps():
-            try:
-                return store.read(step)
-            except CorruptSnapshot as error:
-                log.warning("snapshot of step %d in %s skipped: %s", step, place, error)
-    raise UserError(
-        f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors"
-    )
-
-
-def possible_places(where: str) -> list[str]:
-    """Where a run folder's snapshots may be: `snapshot.path` of its config.yaml, `snapshots/`, itself."""
-    places = [f"{where.rstrip('/')}/snapshots", where]
-    config = Path(where) / "config.yaml"
-    if "://" in where or not config.is_file():
-        return places
-    try:
-        configured = yaml.safe_load(config.read_text(encoding="utf-8"))["snapshot"]["path"]
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
-        log.warning("%s is damaged and ignored", config)
-        return places
-    return [configured, *places] if configured else places
+def steps_in(names: list[str], kind: str | None = None) -> list[int]:
+    """Steps of the snapshots' files (of this kind, or of either) among these names; newest first."""
+    found = {step_of(name, kind) for name in names}
+    return sorted((step for step in found if step is not None), reverse=True)

@@ -3,7 +3,7 @@ import torch
 from support.models import make_model, make_tokens
 
 from mingpt.model import from_gpt2
-from mingpt.resume import load_weights
+from mingpt.weights import load_weights
 
 
 def test_gpt2_gives_the_logits_of_transformers() -> None:

@@ -1,8 +1,9 @@
 import pytest
 import torch
-from support.training import ARCHITECTURES, Arch, Name, compute_gradients, make_model
+from support.training import ARCHITECTURES, NAMES, Arch, Name, compute_gradients, make_model
 
 from mingpt.config import OptimizerConfig
+from mingpt.optim import state_shapes
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -56,3 +57,12 @@ def test_zero_grad_frees_every_gradient() -> None:
     assert all(weight.grad is not None for weight in model.parameters())
     optimizer.zero_grad()
     assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_shapes_of_the_state_are_known_without_the_optimizer(name: Name, arch: Arch) -> None:
+    model, optimizer = make_model(name, arch)
+    parameters = {key: tuple(weight.shape) for key, weight in model.named_parameters()}
+    expected = {key: tuple(tensor.shape) for key, tensor in optimizer.state_dict().items()}
+    assert state_shapes(parameters, OptimizerConfig(name=name)) == expected

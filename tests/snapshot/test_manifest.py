@@ -1,17 +1,42 @@
 import json
+import tracemalloc
+from typing import Any
 
 import pytest
 import torch
-from support.snapshots import CONTENT, TENSORS
+from support.snapshots import CONTENT, TENSORS, make_manifest
 
+from mingpt.config import Config, to_dict
 from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import Snapshot
-from mingpt.snapshot.manifest import SCHEMA, add_checksum, decode_manifest, encode_manifest, file_name
+from mingpt.snapshot.manifest import (
+    MAX_BYTES,
+    SCHEMA,
+    add_checksum,
+    decode_manifest,
+    encode_manifest,
+    file_name,
+    step_of,
+)
+
+WHOLE = {"schema": SCHEMA, **make_manifest(4, loss=1.5), "sha256": "ab" * 32, "bytes": 17}
+CONFIG = to_dict(Config())
+
+
+def with_setting(section: str, **settings: object) -> dict[str, Any]:
+    """The default configuration with other values in one section, as a manifest's field."""
+    return {"config": CONFIG | {section: CONFIG[section] | settings}}
+
+
+def with_software(**values: object) -> dict[str, Any]:
+    software: dict[str, Any] = WHOLE["software"]
+    return {"software": software | values}
 
 
 def test_a_manifest_is_read_back_with_the_size_and_the_hash_of_the_tensors() -> None:
-    manifest = decode_manifest(encode_manifest({"step": 4, "config": {"a": [1, 2.5, None]}}, "ab" * 32, 17))
-    assert (manifest["step"], manifest["config"]) == (4, {"a": [1, 2.5, None]})
+    fields = make_manifest(4) | {"config": CONFIG}
+    manifest = decode_manifest(encode_manifest(fields, "ab" * 32, 17))
+    assert (manifest["step"], manifest["config"]) == (4, CONFIG)
     assert (manifest["sha256"], manifest["bytes"], manifest["schema"]) == ("ab" * 32, 17, SCHEMA)
 
 
@@ -24,12 +49,129 @@ def test_a_manifest_that_is_another_kind_of_text_is_corrupt(content: bytes) -> N
 
 
 def test_a_manifest_with_another_value_is_corrupt() -> None:
-    manifest = json.loads(encode_manifest({"step": 4}, "ab" * 32, 17)) | {"step": 5}
-    with pytest.raises(CorruptSnapshot, match="its manifest is damaged"):
+    manifest = json.loads(add_checksum(WHOLE)) | {"step": 5}
+    with pytest.raises(CorruptSnapshot, match="its manifest is damaged: its checksum does not hold"):
         decode_manifest((json.dumps(manifest, indent=1) + "\n").encode())
 
 
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("step", {"step": -1}),
+    ("step", {"step": True}),
+    ("step", {"step": "4"}),
+    ("step", {"step": 4.0}),
+    ("step", {"step": None}),
+    ("step", {"step": 2**63, "windows": 2**63}),
+    ("windows", {"windows": -5}),
+    ("windows", {"windows": 10**30}),
+    ("3 windows are fewer than 4 steps", {"windows": 3}),
+    ("config", {"config": []}),
+    ("config: model", {"config": {"model": 3}}),
+    ("config: model.n_layer", with_setting("model", n_layer="2")),
+    ("config: model.n_layer", with_setting("model", n_layer=True)),
+    ("config: model.n_embd", with_setting("model", n_embd=-128)),
+    ("config: model.n_embd (128) must be divisible", with_setting("model", n_head=5)),
+    ("config: data.tokenizer", with_setting("data", tokenizer="pickle")),
+    ("config: data.block_size", with_setting("data", block_size=0)),
+    ("config: optimizer.learning_rate", with_setting("optimizer", learning_rate="nan")),
+    ("config: trainer.threads", with_setting("trainer", threads=10**9)),
+    ("vocabulary", {"vocabulary": ["a"]}),
+    ("vocabulary", {"vocabulary": "a\ud800"}),
+    ("data.sha256", {"data": {"path": "x", "sha256": "0" * 63}}),
+    ("data.sha256", {"data": {"path": "x", "sha256": "0" * 64 + "\n"}}),
+    ("data.path", {"data": {"path": 1, "sha256": "0" * 64}}),
+    ("data", {"data": "x"}),
+    ("software.threads", with_software(threads=10**9)),
+    ("software.threads", with_software(threads=0)),
+    ("software.dtype", with_software(dtype="int8")),
+    ("software.device", with_software(device=["cpu"])),
+    ("software.more", with_software(more={"a": "b"})),
+    ("software.torch", with_software(torch="2" * 10_000)),
+    ("audit", {"audit": "start"}),
+    ("metrics", {"metrics": []}),
+    ("metrics.val", {"metrics": {"val": 3}}),
+    ("metrics.val.val/loss", {"metrics": {"val": {"val/loss": "low"}}}),
+    ("metrics.val.val/loss", {"metrics": {"val": {"val/loss": True}}}),
+    ("NaN is no number", {"metrics": {"val": {"val/loss": float("nan")}}}),
+    ("Infinity is no number", {"metrics": {"val": {"val/loss": float("-inf")}}}),
+    ("sha256", {"sha256": "AB" * 32}),
+    ("bytes", {"bytes": -1}),
+    ("bytes", {"bytes": 2**70}),
+    ("after", {"after": -1}),
+    ("schema", {"schema": "1"}),
+    ("schema", {"schema": -1}),
+    ("schema", {"schema": True}),
+    ("schema", {"schema": 2, "step": "4"}),
+]
+
+
+@pytest.mark.parametrize(("expected", "change"), WRONG, ids=[str(change)[-60:] for _, change in WRONG])
+def test_a_field_of_another_type_or_range_is_named(expected: str, change: dict[str, Any]) -> None:
+    """The checksum holds."""
+    decode_manifest(add_checksum(WHOLE))
+    with pytest.raises(CorruptSnapshot) as error:
+        decode_manifest(add_checksum(WHOLE | change))
+    assert expected in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("field", [field for field in WHOLE if field != "schema"])
+def test_a_field_that_is_missing_is_named(field: str) -> None:
+    rest = {key: value for key, value in WHOLE.items() if key != field}
+    with pytest.raises(CorruptSnapshot, match=f"{field}: Field required"):
+        decode_manifest(add_checksum(rest))
+
+
+def test_fields_and_settings_that_this_version_does_not_know_are_ignored() -> None:
+    more = (
+        {"more": {"x": 1}} | with_setting("model", future=3) | with_software(device_type="cpu", compiled=True)
+    )
+    manifest = decode_manifest(add_checksum(WHOLE | more))
+    assert Snapshot(manifest, b"").config == Config()
+
+
+def test_a_path_that_is_no_text_does_not_make_a_snapshot_corrupt() -> None:
+    """A folder's name may hold any bytes."""
+    path = {"data": WHOLE["data"] | {"path": "caf\udce9"}} | {"config": CONFIG | {"run_dir": "caf\udce9"}}
+    assert decode_manifest(add_checksum(WHOLE | path))["data"]["path"] == "caf\udce9"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"step": 1, "step": 1}', "'step' is there twice"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "damaged"),
+        (b'{"a": ' + b'{"b": ' * 90_000 + b"1" + b"}" * 90_000 + b"}", "damaged"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "damaged"),
+        (b'{"a": [' + b"0," * 300_000 + b"0]}", "more than 200,000 values"),
+        (b'{"a": "' + b'\\"' * 500_000, "damaged"),
+        (b'{"a": "' + b"," * 500_000 + b"\\", "damaged"),
+        (b" " * (MAX_BYTES + 1), "more than 16,777,216"),
+    ],
+    ids=["duplicate", "deep list", "deep object", "huge number", "many values", "quotes", "open", "large"],
+)
+def test_json_that_takes_much_time_or_memory_is_refused(content: bytes, expected: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(CorruptSnapshot, match=expected):
+        decode_manifest(content)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 30e6 + 3 * len(content)
+
+
+def test_commas_in_a_text_are_not_counted_as_values() -> None:
+    vocabulary = '[{"a\\",' * 100_000
+    assert decode_manifest(add_checksum(WHOLE | {"vocabulary": vocabulary}))["vocabulary"] == vocabulary
+
+
+def test_a_record_that_json_cannot_hold_is_left_out() -> None:
+    """A snapshot of a run whose validation loss is NaN can be read."""
+    metrics = {"val": {"step": 4, "val/loss": float("nan")}, "train": {"step": 4, "lr": 0.1}}
+    manifest = decode_manifest(encode_manifest(make_manifest(4) | {"metrics": metrics}, "ab" * 32, 17))
+    assert manifest["metrics"] == {"train": {"step": 4, "lr": 0.1}}
+
+
 def test_a_format_of_the_future_is_named() -> None:
+    """Its fields may be others; it is not called corrupt, so nothing renames it."""
     with pytest.raises(UserError, match=r"the snapshot of step 4 has schema version 99, .* reads version 1"):
         decode_manifest(add_checksum({"schema": 99, "step": 4}))
 
@@ -37,6 +179,20 @@ def test_a_format_of_the_future_is_named() -> None:
 def test_the_files_of_a_step_sort_by_their_step() -> None:
     names = [file_name(step, "json") for step in (9, 10, 12_345_678)]
     assert names == ["step_00000009.json", "step_00000010.json", "step_12345678.json"]
+
+
+def test_only_the_name_that_a_step_is_given_counts() -> None:
+    assert step_of("step_00000009.json", "json") == step_of("step_00000009.safetensors") == 9
+    assert step_of("step_123456789.json") == 123_456_789
+    others = [
+        "step_9.json",
+        "step_000000009.json",
+        "step_٠٠٠٠٠٠٠٩.json",
+        "step_00000009.pt",
+        "step_" + "9" * 30,
+    ]
+    assert [step_of(name) for name in [*others, "damaged-1-step_00000009.json"]] == [None] * 6
+    assert step_of("step_00000009.json", "safetensors") is None
 
 
 def test_the_tensors_of_a_part_have_names_without_its_prefix() -> None:

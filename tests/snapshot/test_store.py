@@ -1,14 +1,17 @@
 import json
 import logging
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.snapshots import CONTENT, TENSORS, file_names, make_manifest, make_store
 
 from mingpt.errors import CorruptSnapshot, UserError
-from mingpt.snapshot import SnapshotStore, open_snapshot, to_safetensors
+from mingpt.snapshot import Entries, SnapshotStore, open_snapshot, to_safetensors
 
 
 @pytest.fixture
@@ -179,3 +182,106 @@ def test_a_snapshot_given_by_name_that_is_corrupt_is_refused(store: SnapshotStor
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="cannot be used: its tensor file has"):
         open_snapshot(str(path))
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def make_link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def make_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "file").write_text("")
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize(
+    "make", [make_fifo, make_loop, make_link_to_nothing, make_link_to_a_device, make_folder]
+)
+def test_what_is_no_file_is_quarantined_like_a_damaged_one(
+    make: Callable[[Path], None], kind: str, store: SnapshotStore
+) -> None:
+    """And waited for by nobody."""
+    for step in (1, 2):
+        store.write(make_manifest(step), CONTENT)
+    path = Path(store.path(f"step_00000002.{kind}"))
+    path.unlink()
+    make(path)
+    snapshot, corrupt = store.find_newest()
+    assert snapshot is not None
+    assert snapshot.manifest["step"] == 1
+    assert list(corrupt) == [2]
+    store.quarantine(2, corrupt[2])
+    assert store.steps() == [1]
+    assert f"damaged-1-step_00000002.{kind}" in file_names(store)
+
+
+def test_a_snapshot_under_another_steps_name_is_corrupt(store: SnapshotStore) -> None:
+    store.write(make_manifest(1), CONTENT)
+    for kind in ("json", "safetensors"):
+        Path(store.path(f"step_00000001.{kind}")).rename(store.path(f"step_00000002.{kind}"))
+    with pytest.raises(CorruptSnapshot, match="its manifest is that of step 1"):
+        store.read(2)
+
+
+def test_the_check_sees_manifest_and_tensors_before_these_are_read(store: SnapshotStore) -> None:
+    store.write(make_manifest(1), CONTENT)
+    path = Path(store.path("step_00000001.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+    def refuse(manifest: dict[str, Any], entries: Entries) -> None:
+        raise CorruptSnapshot(f"step {manifest['step']} has {sorted(entries)}")
+
+    with pytest.raises(
+        CorruptSnapshot, match=r"step 1 has \['model.half', 'model.wte', 'optimizer.wte.step'\]"
+    ):
+        store.read(1, refuse)
+
+
+def test_weights_that_are_not_finite_are_corrupt(store: SnapshotStore) -> None:
+    store.write(make_manifest(1), to_safetensors({"model.a": torch.tensor([1.0, float("nan")])}))
+    with pytest.raises(CorruptSnapshot, match="not finite"):
+        store.read(1)
+
+
+def test_a_manifest_of_any_size_is_not_read_past_a_limit(store: SnapshotStore) -> None:
+    store.write(make_manifest(1), CONTENT)
+    os.truncate(store.path("step_00000001.json"), 10**12)  # a sparse file
+    with pytest.raises(CorruptSnapshot, match="its manifest has 1,000,000,000,000 bytes"):
+        store.read(1)
+
+
+def test_what_was_set_aside_is_evidence_of_a_completed_snapshot(store: SnapshotStore) -> None:
+    """A tensor file without a manifest is none: its save was not completed."""
+    assert store.completed_step() == 0
+    store.write(make_manifest(3), CONTENT)
+    assert store.completed_step() == 3
+    store.quarantine(3, "for a test")
+    assert store.completed_step() == 3
+    Path(store.path("damaged-1-step_00000003.json")).unlink()
+    Path(store.path("step_00000005.safetensors")).write_bytes(b"half")
+    assert store.completed_step() == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["snapshot: {path: 5}", "[" * 5000, "x" * 2_000_000, "snapshot: 2001-99-99", "\ud800", "a: b: c"],
+)
+def test_a_damaged_config_beside_the_snapshots_is_ignored(content: str, tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.write(make_manifest(1), CONTENT)
+    (tmp_path / "config.yaml").write_bytes(content.encode(errors="surrogatepass"))
+    assert open_snapshot(str(tmp_path)).manifest["step"] == 1

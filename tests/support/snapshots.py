@@ -22,13 +22,16 @@ def make_manifest(step: int, loss: float | None = None) -> dict[str, Any]:
         "windows": step * 8,
         "config": {},
         "vocabulary": "ab",
+        "data": {"path": "data/input.txt", "sha256": "0" * 64},
+        "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
+        "audit": "0" * 64,
         "metrics": {} if loss is None else {"val": {"step": step, "val/loss": loss}},
     }
 
 
 def make_store(tmp_path: Path) -> SnapshotStore:
     """An empty one in a folder."""
-    store = SnapshotStore(str(tmp_path / "snapshots"))
+    store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=(0.0, 0.0))
     store.prepare()
     return store
 

@@ -1,0 +1,93 @@
+"""A snapshot to start another program or another run from: by its name, or the newest of a folder.
+
+Nothing is renamed or removed there.
+"""
+
+import logging
+from pathlib import Path
+
+import fsspec
+import yaml
+
+from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.snapshot.manifest import Snapshot, step_of
+from mingpt.snapshot.reading import SourceFile
+from mingpt.snapshot.store import RETRIES_S, SnapshotStore, steps_in
+from mingpt.snapshot.tensors import Check, accept_all, check_finite, read_checked
+
+MAX_CONFIG_BYTES = 1 << 20
+log = logging.getLogger(__name__)
+
+
+def names_a_snapshot(where: str) -> bool:
+    """Whether this is a path or URL of one of a snapshot's two files."""
+    return step_of(where.rstrip("/").rpartition("/")[2]) is not None
+
+
+def open_snapshot(where: str, check: Check = accept_all) -> Snapshot:
+    """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError.
+
+    A bad one in a folder is passed over, and one line says so.
+    """
+    folder, _, name = where.rstrip("/").rpartition("/")
+    named = step_of(name)
+    if named is not None:
+        try:
+            return SnapshotStore(folder or ".").read(named, check)
+        except (CorruptSnapshot, UnreadableSnapshot) as error:
+            raise UserError(f"the snapshot {where} cannot be used: {error}") from None
+    problems: list[str] = []
+    for place in possible_places(where):
+        store = SnapshotStore(place)
+        try:
+            steps = steps_in(store.list_names(), "json")
+        except UnreadableSnapshot as error:
+            problems.append(str(error))
+            continue
+        for step in steps:
+            try:
+                return store.read(step, check)
+            except (CorruptSnapshot, UnreadableSnapshot) as error:
+                log.warning("snapshot of step %d in %s skipped: %s", step, place, error)
+                problems.append(f"step {step}: {error}")
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}{more}): give another")
+    raise UserError(
+        f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors"
+    )
+
+
+def possible_places(where: str) -> list[str]:
+    """Where a run folder's snapshots may be: `snapshot.path` of its config.yaml, `snapshots/`, itself."""
+    places = [f"{where.rstrip('/')}/snapshots", where]
+    config = Path(where) / "config.yaml"
+    if "://" in where:
+        return places
+    try:
+        if not config.is_file():
+            return places
+        if config.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError("it is too large")
+        configured = yaml.safe_load(config.read_text(encoding="utf-8"))["snapshot"]["path"]
+        if not isinstance(configured, str | None):
+            raise TypeError("snapshot.path is no text")
+    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
+        log.warning("%s is damaged and ignored (%s)", config, type(error).__name__)
+        return places
+    return [configured, *places] if configured else places
+
+
+def read_safetensors(where: str) -> bytes:
+    """The content of another program's safetensors file, at a path or URL, whose header is in order.
+
+    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
+    """
+    try:
+        files, path = fsspec.core.url_to_fs(where)
+    except (ImportError, ValueError) as error:
+        raise UnreadableSnapshot(f"it needs a driver that is not installed: {error}") from None
+    file = SourceFile(files, path, "it", RETRIES_S)
+    content = read_checked(file, file.size(), lambda entries: None)
+    check_finite(content)
+    return content

@@ -1,0 +1,162 @@
+"""A file that cannot be read now is told apart from one that is corrupt; see test_store.py for that."""
+
+import errno
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.snapshots import CONTENT, file_names, make_manifest, make_store
+
+from mingpt.errors import UnreadableSnapshot, UserError
+from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot, reading, to_safetensors
+
+FAILURES = [
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    TimeoutError("the object store is silent"),
+    ConnectionError("reset"),
+    RuntimeError("whatever a driver raises"),
+]
+Break = Callable[..., list[str]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SnapshotStore:
+    """With the snapshots of steps 1 and 2."""
+    store = make_store(tmp_path)
+    for step in (1, 2):
+        store.write(make_manifest(step), CONTENT)
+    return store
+
+
+@pytest.fixture
+def break_reading(monkeypatch: pytest.MonkeyPatch) -> Break:
+    """Reading the files whose names contain `name` raises `error`, `times` times; returns the failed paths."""
+    whole = reading.read_range
+
+    def arm(name: str, error: Exception, times: int = 1_000_000) -> list[str]:
+        failed: list[str] = []
+
+        def read_range(files: Any, path: str, begin: int, end: int) -> bytes:
+            if name in path and len(failed) < times:
+                failed.append(path)
+                raise error
+            return whole(files, path, begin, end)
+
+        monkeypatch.setattr(reading, "read_range", read_range)
+        return failed
+
+    return arm
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
+    store: SnapshotStore, kind: str, error: Exception, break_reading: Break
+) -> None:
+    before = file_names(store)
+    failed = break_reading(f"00000002.{kind}", error)
+    snapshot, corrupt = store.find_newest()
+    assert snapshot is not None
+    assert snapshot.manifest["step"] == 1
+    assert corrupt == {}
+    assert list(store.unreadable) == [2]
+    assert "cannot be read: " in store.unreadable[2]
+    assert len(failed) == 3, "it is tried again after each pause"
+    assert file_names(store) == before
+
+
+def test_a_failure_that_passes_costs_nothing(store: SnapshotStore, break_reading: Break) -> None:
+    break_reading("00000002", FAILURES[0], times=2)
+    snapshot, corrupt = store.find_newest()
+    assert snapshot is not None
+    assert snapshot.manifest["step"] == 2
+    assert corrupt == store.unreadable == {}
+
+
+def test_a_file_that_ends_too_soon_is_read_again(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object store may close the connection."""
+    remote = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
+    remote.write(make_manifest(1), CONTENT)
+    whole, cut = remote.files.cat_file, iter([True])
+
+    def cat_file(path: str, **options: Any) -> bytes:
+        content: bytes = whole(path, **options)
+        return content[:-1] if path.endswith("safetensors") and next(cut, False) else content
+
+    monkeypatch.setattr(remote.files, "cat_file", cat_file)
+    assert remote.read(1).content == bytes(CONTENT)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_folder(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, detail: bool = True) -> list[str]:
+        raise FAILURES[1]
+
+    monkeypatch.setattr(type(store.files), "ls", fail)
+    with pytest.raises(UnreadableSnapshot, match="the folder .*snapshots cannot be read: Stale file handle"):
+        store.find_newest()
+
+
+def test_a_folder_that_is_a_loop_of_links_is_no_empty_folder(tmp_path: Path) -> None:
+    os.symlink(tmp_path / "one", tmp_path / "two")
+    os.symlink(tmp_path / "two", tmp_path / "one")
+    with pytest.raises(UnreadableSnapshot):
+        SnapshotStore(str(tmp_path / "one"), retries_s=()).find_newest()
+
+
+def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
+    store: SnapshotStore,
+    break_reading: Break,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(reading.time, "sleep", lambda _: None)
+    break_reading("00000002", FAILURES[0])
+    assert open_snapshot(store.root).manifest["step"] == 1
+    reason = "its manifest cannot be read: Input/output error"
+    assert caplog.messages == [f"snapshot of step 2 in {store.root} skipped: {reason}"]
+    with pytest.raises(UserError, match="cannot be used: its manifest cannot be read"):
+        open_snapshot(store.path("step_00000002.json"))
+    break_reading("step_", FAILURES[0])
+    with pytest.raises(
+        UserError, match=f"no snapshot in {store.root} can be used .step 2: {reason}; step 1: "
+    ):
+        open_snapshot(store.root)
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+def test_an_unreadable_snapshot_is_never_pruned_and_does_not_count(
+    store: SnapshotStore, kind: str, break_reading: Break
+) -> None:
+    """It is newer than the one that training goes on from, and keep_last is 1."""
+    store.write(make_manifest(9), CONTENT)
+    break_reading(f"00000009.{kind}", FAILURES[0])
+    store.find_newest()
+    saver = SnapshotSaver(store, keep_last=1, keep_best=True)
+    for step in (3, 4):
+        saver.write(make_manifest(step), CONTENT)
+    assert store.steps() == [9, 4]
+    other = to_safetensors({"model.a": torch.zeros(2)})
+    saver.write(make_manifest(9), other)  # training has come to that step
+    assert store.steps() == [9]
+    assert store.unreadable == {}
+
+
+def test_one_that_becomes_unreadable_while_training_does_not_keep_others_from_being_pruned(
+    store: SnapshotStore, break_reading: Break
+) -> None:
+    break_reading("00000001.json", FAILURES[0])
+    saver = SnapshotSaver(store, keep_last=1, keep_best=False)
+    saver.write(make_manifest(3), CONTENT)
+    assert store.steps() == [3, 1]
