@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 @pytest.fixture
 def break_reading(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """Reading the files whose names contain `name` raises `error`, `times` times; returns the failed paths."""
+    """Reading files whose names contain `name` raises `error`, `times` times; returns the failed paths."""
     whole = reading.read_range
 
     def arm(name: str, error: Exception, times: int = 1_000_000) -> list[str]:
@@ -81,7 +81,7 @@ def test_a_failure_that_passes_costs_nothing(store: SnapshotStore, break_reading
 
 
 def test_a_file_that_ends_too_soon_is_read_again(
-    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An object store may close the connection."""
     remote = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
@@ -102,8 +102,8 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_folder(
     def fail(path: str, detail: bool = True) -> list[str]:
         raise FAILURES[1]
 
-    monkeypatch.setattr(type(store.files), "ls", fail)
-    with pytest.raises(UnreadableSnapshot, match="the folder .*snapshots cannot be read: Stale file handle"):
+    monkeypatch.setattr(store.files, "ls", fail)
+    with pytest.raises(UnreadableSnapshot, match=r"the folder .*snapshots cannot be read: Stale file handle"):
         store.find_newest()
 
 
@@ -121,7 +121,7 @@ def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(reading.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     break_reading("00000002", FAILURES[0])
     assert open_snapshot(store.root).manifest["step"] == 1
     reason = "its manifest cannot be read: Input/output error"
@@ -147,8 +147,8 @@ def test_an_unreadable_snapshot_is_never_pruned_and_does_not_count(
     for step in (3, 4):
         saver.write(make_manifest(step), CONTENT)
     assert store.steps() == [9, 4]
-    other = to_safetensors({"model.a": torch.zeros(2)})
-    saver.write(make_manifest(9), other)  # training has come to that step
+    break_reading("no file", FAILURES[0])
+    saver.write(make_manifest(9), to_safetensors({"model.a": torch.zeros(2)}))  # training has come so far
     assert store.steps() == [9]
     assert store.unreadable == {}
 
