@@ -102,6 +102,20 @@ def row(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
+def make_manifest(step: int, windows: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest that a save knows, of a run with this configuration."""
+    return {
+        "step": step,
+        "windows": windows,
+        "config": dict(config),
+        "vocabulary": "abc",
+        "data": {"path": "data/input.txt", "sha256": "0" * 64},
+        "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
+        "audit": "0" * 64,
+        "metrics": {},
+    }
+
+
 def spread(values: Sequence[float], digits: int) -> dict[str, float]:
     """The least and the largest value, as a row of results shows them."""
     return {"from": round(min(values), digits), "to": round(max(values), digits)}

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import row
+from common import make_manifest, row
 from faulty_store import FAULTS, FaultyStore
 
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, to_safetensors
@@ -57,7 +57,7 @@ def content(step: int) -> memoryview:
 
 
 def manifest(step: int) -> dict[str, Any]:
-    return {"step": step, "windows": step, "config": {}, "vocabulary": "", "metrics": {}}
+    return make_manifest(step, step, {})
 
 
 def saver(store: SnapshotStore) -> SnapshotSaver:

@@ -13,10 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import row
+from common import make_manifest, row
 
 from mingpt.config import Config, to_dict
 from mingpt.model import GPT
@@ -68,8 +67,7 @@ def save_both(store: SnapshotStore, content: bytes) -> None:
     """The two snapshots."""
     store.prepare()
     for step in (OLDER, NEWER):
-        manifest: dict[str, Any] = {"step": step, "windows": 16 * step, "config": to_dict(Config())}
-        store.write(manifest | {"vocabulary": "abc", "metrics": {}}, content)
+        store.write(make_manifest(step, 16 * step, to_dict(Config())), content)
 
 
 def main() -> int:

@@ -24,7 +24,8 @@ class StoreView:
     corrupt: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
     unreadable: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
     folder_error: str | None = None  # why the folder cannot be read
-    completed_step: int = 0  # of the newest snapshot that there has ever been, valid or not; 0 for none
+    completed_step: int = 0  # the newest with a manifest, valid or not; 0 for none
+    set_aside_step: int = 0  # the newest that was set aside with its manifest; 0 for none
 
     @property
     def newest(self) -> int:
@@ -125,7 +126,7 @@ def view_store(store: SnapshotStore) -> tuple[Snapshot | None, StoreView]:
     try:
         found, corrupt = store.find_newest(check_model)
         step = found.manifest["step"] if found else -1
-        return found, StoreView(step, corrupt, store.unreadable, None, store.completed_step())
+        return found, StoreView(step, corrupt, store.unreadable, None, *store.completed_steps())
     except UnreadableSnapshot as error:
         return None, StoreView(folder_error=str(error))
 
@@ -150,15 +151,17 @@ def check_nothing_is_lost(latest: LatestSnapshot, config: Config, is_restart: bo
             "be, or choose another run_dir"
         )
     completed = max(view.completed_step for view in latest.views)
-    corrupt = {step: why for view in latest.views for step, why in view.corrupt.items()}
-    # This job was told to begin anew, and did not complete a snapshot: what was set aside is older.
-    begins_anew = config.snapshot.resume == "never" and (not is_restart or not any(corrupt))
-    if completed == 0 or begins_anew or config.trainer.eval_only:
+    set_aside = max(view.set_aside_step for view in latest.views)
+    # What a job that was told to begin anew finds set aside may be older than the job.
+    begins_anew = config.snapshot.resume == "never" and (not is_restart or completed == 0)
+    if max(completed, set_aside) == 0 or begins_anew or config.trainer.eval_only:
         return
-    reasons = [f"step {step}: {why}" for step, why in sorted(corrupt.items(), reverse=True)]
+    reasons = [f"step {step}: {why}" for view in latest.views for step, why in view.corrupt.items()]
+    if set_aside:
+        reasons.append(f"damaged-*-step_{set_aside:08d}.json was set aside")
     raise UserError(
-        f"no valid snapshot is left in {latest.where}, where one of step {completed} was written "
-        f"({shorten(reasons) or 'set aside as damaged-*'}): choose another run_dir, or begin anew by "
+        f"no valid snapshot is left in {latest.where} ({shorten(reasons)}), where one of step "
+        f"{max(completed, set_aside)} was written: choose another run_dir, or begin anew by "
         "snapshot.resume=never"
     )
 

@@ -78,14 +78,14 @@ class SnapshotStore:
         except CorruptSnapshot as error:  # a loop of links
             raise UnreadableSnapshot(str(error)) from None
 
-    def completed_step(self) -> int:
-        """The newest step that has, or had before it was set aside, a manifest here; 0 if there is none.
+    def completed_steps(self) -> tuple[int, int]:
+        """The newest step with a manifest, and the newest one set aside with a manifest; 0 for none.
 
         Raises UnreadableSnapshot.
         """
         names = self.list_names()
-        quarantined = [match for match in map(QUARANTINED.fullmatch, names) if match]
-        return max([0, *steps_in(names, "json"), *(int(match[1]) for match in quarantined)])
+        set_aside = [int(match[1]) for match in map(QUARANTINED.fullmatch, names) if match]
+        return max([0, *steps_in(names, "json")]), max([0, *set_aside])
 
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if it cannot be written to."""

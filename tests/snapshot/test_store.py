@@ -266,14 +266,14 @@ def test_a_manifest_of_any_size_is_not_read_past_a_limit(store: SnapshotStore) -
 
 def test_what_was_set_aside_is_evidence_of_a_completed_snapshot(store: SnapshotStore) -> None:
     """A tensor file without a manifest is none: its save was not completed."""
-    assert store.completed_step() == 0
+    assert store.completed_steps() == (0, 0)
     store.write(make_manifest(3), CONTENT)
-    assert store.completed_step() == 3
+    assert store.completed_steps() == (3, 0)
     store.quarantine(3, "for a test")
-    assert store.completed_step() == 3
+    assert store.completed_steps() == (0, 3)
     Path(store.path("damaged-1-step_00000003.json")).unlink()
     Path(store.path("step_00000005.safetensors")).write_bytes(b"half")
-    assert store.completed_step() == 0
+    assert store.completed_steps() == (0, 0)
 
 
 @pytest.mark.parametrize(
