@@ -8,6 +8,7 @@ depends on the number of workers.
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -24,6 +25,7 @@ from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.snapshot.manifest import FILE_NAME, Snapshot, decode_manifest, encode_manifest, file_name
 
 RETRIES_S = (0.5, 2.0)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class SnapshotStore:
         except (ImportError, ValueError) as error:
             raise UserError(f"snapshot.path {url} needs a driver that is not installed: {error}") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
+        self.is_ready = True  # false where there was no room to make it so
         self.is_process_private = self.files.protocol == "memory"
 
     def path(self, name: str) -> str:
@@ -61,18 +64,29 @@ class SnapshotStore:
         return sorted((int(match[1]) for match in matches if match and match[2] == kind), reverse=True)
 
     def prepare(self) -> None:
-        """Create the folder and remove unfinished files. Raises UserError if it cannot be written to."""
-        probe = f"probe-{os.getpid()}"
+        """Create the folder and remove unfinished files. Raises UserError if it cannot be written to.
+
+        A full disk is no reason to refuse a job: it may have room again when there is a snapshot to write.
+        """
         try:
-            self.files.makedirs(self.root, exist_ok=True)
-            self.write_atomic(probe, b"writable")
-            self.files.rm_file(self.path(probe))
-            for name in self.names():
-                if name.startswith("partial-"):
-                    self.files.rm_file(self.path(name))
+            self.make_ready()
         except Exception as error:  # each driver raises exceptions of its own
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                log.warning("there is no room for snapshots in %s (%s)", self.url, error.strerror)
+                return
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the snapshot folder {self.url} cannot be written to: {reason}") from None
+
+    def make_ready(self) -> None:
+        """Create the folder, remove unfinished files, and write and remove a file."""
+        self.is_ready, probe = False, f"probe-{os.getpid()}"
+        self.files.makedirs(self.root, exist_ok=True)
+        for name in self.names():
+            if name.startswith("partial-"):
+                self.files.rm_file(self.path(name))
+        self.write_atomic(probe, b"writable")
+        self.files.rm_file(self.path(probe))
+        self.is_ready = True
 
     def write_atomic(self, name: str, content: Content) -> None:
         """Write a file so that it is there whole, and durable, or not at all."""
@@ -124,12 +138,19 @@ class SnapshotStore:
     def write(self, manifest: dict[str, Any], content: Content) -> None:
         """Save the bytes of a safetensors file as the snapshot of `manifest["step"]`; durable on return."""
         step = manifest["step"]
+        if not self.is_ready:
+            self.make_ready()
         has_manifest = self.files.exists(self.path(file_name(step, "json")))
         if has_manifest:  # it must not describe the new tensors
             self.remove(step)
         encoded = encode_manifest(manifest, hashlib.sha256(content).hexdigest(), len(content))
         self.write_atomic(file_name(step, "safetensors"), content)
-        self.write_atomic(file_name(step, "json"), encoded)
+        try:
+            self.write_atomic(file_name(step, "json"), encoded)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove(step)  # the tensors without their manifest would take room for nothing
+            raise
 
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first."""
@@ -139,6 +160,19 @@ class SnapshotStore:
             if is_there:
                 self.files.rm_file(path)
             self.fsync_folder()
+
+    def verify(self, step: int) -> None:
+        """Check the checksums of a snapshot without holding it in memory. Raises CorruptSnapshot, OSError."""
+        manifest = self.read_manifest(step)
+        digest = hashlib.sha256()
+        try:
+            with self.files.open(self.path(file_name(step, "safetensors")), "rb") as file:
+                for piece in iter(lambda: file.read(1 << 20), b""):
+                    digest.update(piece)
+        except FileNotFoundError:
+            raise CorruptSnapshot("its tensor file is missing") from None
+        if digest.hexdigest() != manifest["sha256"]:
+            raise CorruptSnapshot("its tensor file has another SHA-256 than its manifest says")
 
     def read_manifest(self, step: int) -> dict[str, Any]:
         """Raises CorruptSnapshot."""

@@ -44,6 +44,7 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     history = open_history(tmp_path)
     history.start_generation(3, 0, None, False, [])
     history.note_step(12, 0.5)
+    history.file.retry()  # otherwise it is written a moment later
     end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
     later = open_history(tmp_path)
     sentence = later.start_generation(2, 10, end, True, [])
@@ -61,6 +62,7 @@ def test_a_generation_that_left_nothing_in_the_store_ends_at_its_last_record(tmp
     open_history(tmp_path).start_generation(1, 0, None, False, [])
     history = open_history(tmp_path)
     history.note_step(7, None)
+    history.file.retry()
     sentence = open_history(tmp_path).start_generation(1, 5, None, False, [])
     assert sentence == "all workers vanished at step 7; resumed from 5 with 1 worker"
     first = read(tmp_path)["generations"][0]

@@ -1,4 +1,3 @@
-import json
 import sys
 from pathlib import Path
 
@@ -10,22 +9,19 @@ from mingpt.report.plot import LossPlot
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def write_records(run_dir: Path, steps: int) -> None:
-    lines = []
+def replay(plot: LossPlot, steps: int) -> None:
     for step in range(1, steps + 1):
-        lines.append(json.dumps({"step": step, "train/loss": 4.0 / step}))
-        lines.append(json.dumps({"step": step, "val/loss": 5.0 / step}))
-    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        plot.replay(step, {"train/loss": 4.0 / step})
+        plot.replay(step, {"val/loss": 5.0 / step})
 
 
 def test_an_evaluation_draws_the_picture(tmp_path: Path) -> None:
-    write_records(tmp_path, 3)
     plot = LossPlot(make_run(tmp_path, restarts=[1, 2], floor=1.3))
+    replay(plot, 3)
     plot.log(3, {"val/loss": 1.6})
-    assert plot.thread is not None
-    plot.thread.join()
+    plot.wait()
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png"]
 
 
 def test_nothing_but_an_evaluation_draws(tmp_path: Path) -> None:
@@ -34,18 +30,18 @@ def test_nothing_but_an_evaluation_draws(tmp_path: Path) -> None:
     plot.on_step(3)
     plot.rewind(2)
     plot.flush()
-    assert plot.thread is None
+    plot.wait()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_end_of_a_run_draws_what_has_come_since(tmp_path: Path) -> None:
-    write_records(tmp_path, 2)
     plot = LossPlot(make_run(tmp_path))
+    replay(plot, 2)
     plot.log(2, {"val/loss": 1.6})
-    assert plot.thread is not None
-    plot.thread.join()
+    plot.wait()
     before = (tmp_path / "loss.png").read_bytes()
-    write_records(tmp_path, 30)
+    for step in range(3, 31):
+        plot.log(step, {"train/loss": 4.0 / step})
     plot.close()
     assert (tmp_path / "loss.png").read_bytes() != before
 
