@@ -128,7 +128,7 @@ class Trainer:
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written)
         self.raise_if_not_finite(grad_norm)
-        self.audit.end_step()
+        self.audit.end_step(self.context)
         state.advance(config.trainer.batch_size)
         self.context.exit.step = state.step
         events.emit("step_end", step=state.step)

@@ -158,6 +158,7 @@ class LineFile:
         self.path, self.before, self.status = path, before, WriteStatus(path, report)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
         self.handle: int | None = None
+        self.is_unsynced = False  # the last sync has failed
         self.torn_at: int | None = None  # size of the whole lines before one that was written in part
         self.lock = threading.RLock()
 
@@ -180,8 +181,10 @@ class LineFile:
                 while self.pending:
                     self._append(self.pending[0])
                     self.pending.popleft()
-                if sync and self.handle is not None:
+                if self.handle is not None and (sync or self.is_unsynced):
+                    self.is_unsynced = True
                     os.fsync(self.handle)
+                    self.is_unsynced = False
             except OSError as error:
                 self.status.failed(error)
                 if error.errno == errno.ESTALE:

@@ -58,6 +58,7 @@ class LossPlot(Sink):
         # One thread for all drawings: each thread's malloc keeps what it has freed.
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.drawing: Future[None] | None = None
+        self.figure: Any = None
 
     def add(self, step: int, values: Values) -> None:
         for name, curve in self.curves.items():
@@ -108,13 +109,24 @@ class LossPlot(Sink):
 
     def render(self, points: dict[str, list[Point]]) -> bytes:
         """The bytes of a PNG. Restarts as dotted lines, the text's entropy as a dashed one."""
+        if self.figure is None:
+            self.figure, self.axes, self.lines = self.make_figure()
+        for name, line in self.lines.items():
+            line.set_data([step for step, _ in points[name]], [loss for _, loss in points[name]])
+        self.axes.relim()
+        self.axes.autoscale_view()
+        self.figure.tight_layout()
+        picture = io.BytesIO()
+        self.figure.savefig(picture)
+        return picture.getvalue()
+
+    def make_figure(self) -> tuple[Any, Any, dict[str, Any]]:
+        """The figure, its axes and a line for each curve. One for all drawings: it holds a large buffer."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 4.5), dpi=110)
         axes = figure.subplots()
-        for name, style in STYLES.items():
-            steps = [step for step, _ in points[name]]
-            axes.plot(steps, [loss for _, loss in points[name]], label=name, **style)
+        lines = {name: axes.plot([], [], label=name, **style)[0] for name, style in STYLES.items()}
         for number, step in enumerate(self.run.restarts):
             label = "" if number else "restart"
             axes.axvline(step, color="tab:red", linestyle=":", linewidth=1, label=label)
@@ -125,8 +137,4 @@ class LossPlot(Sink):
         axes.set(xlabel="step", ylabel="loss (nats per token)")
         axes.legend()
         axes.grid(alpha=0.3)
-        figure.tight_layout()
-        picture = io.BytesIO()
-        figure.savefig(picture)
-        figure.clear()
-        return picture.getvalue()
+        return figure, axes, lines

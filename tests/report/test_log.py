@@ -28,9 +28,7 @@ def written(run_dir: Path) -> list[str]:
     return [line.split(" ", 2)[2] for line in (run_dir / "log.txt").read_text().splitlines()]
 
 
-def test_lines_go_to_the_terminal_and_to_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_go_to_the_terminal_and_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     open_log(tmp_path)
     log.info("first")
     open_log(tmp_path)

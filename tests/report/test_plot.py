@@ -1,10 +1,13 @@
+import os
+import random
 import sys
 from pathlib import Path
 
 import pytest
+from support.faults import FaultyDisk
 from support.runs import make_run
 
-from mingpt.report.plot import LossPlot
+from mingpt.report.plot import Curve, LossPlot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -58,3 +61,56 @@ def test_without_matplotlib_one_line_says_so(
     LossPlot(make_run(tmp_path)).close()
     assert caplog.messages == ["no loss.png: matplotlib is not installed"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_curve_has_a_bounded_number_of_points_whose_mean_is_that_of_the_records() -> None:
+    rng, curve, losses = random.Random(1), Curve(max_points=16), []
+    for step in range(1, 1000):
+        losses.append(rng.random())
+        curve.add(step, losses[-1])
+        points = curve.points()
+        assert len(points) <= 16
+        assert sum(loss for _, loss in curve.whole) * curve.per_point + sum(
+            loss for _, loss in curve.latest
+        ) == pytest.approx(sum(losses))
+        assert points == sorted(points)
+    assert len(curve.points()) >= 8
+    assert 0 < points[0][0] < 100 and 900 < points[-1][0] < 1000
+
+
+def test_few_points_are_drawn_as_they_are() -> None:
+    curve = Curve()
+    for step in range(1, 1000):
+        curve.add(step, 1 / step)
+    assert curve.points() == [(step, 1 / step) for step in range(1, 1000)]
+
+
+@pytest.mark.parametrize("function", ["write", "replace"])
+def test_a_picture_that_cannot_be_written_is_one_line_and_the_next_one_is(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plot = LossPlot(make_run(tmp_path))
+    disk = FaultyDisk(monkeypatch, function, "loss.partial.png", partly=function == "write")
+    for step in (1, 2):
+        plot.log(step, {"val/loss": 4.0})
+        plot.wait()
+    assert os.listdir(tmp_path) == []
+    disk.broken = False
+    plot.close()
+    assert os.listdir(tmp_path) == ["loss.png"]
+    path = tmp_path / "loss.png"
+    assert caplog.messages == [
+        f"{path} cannot be written (No space left on device): training goes on, and it is tried again",
+        f"{path} is written again",
+    ]
+
+
+def test_an_error_of_the_library_is_no_reason_to_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    LossPlot(make_run(tmp_path)).close()
+    assert "loss.png cannot be written (RuntimeError: no font)" in caplog.text
