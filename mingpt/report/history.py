@@ -59,7 +59,9 @@ class RunHistory:
             self.path.replace(self.path.with_name("damaged-run.json"))
             log.warning("%s %s and set aside as damaged-run.json", self.path, what)
         except OSError as again:
-            log.warning("%s %s, nor renamed (%s): a new one replaces it", self.path, what, describe(again))
+            log.warning(
+                "%s %s and cannot be renamed (%s): a new one replaces it", self.path, what, describe(again)
+            )
 
     def start_generation(
         self, workers: int, step: int, previous: GenerationEnd | None, is_restart: bool, changes: list[str]
