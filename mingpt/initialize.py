@@ -1,5 +1,6 @@
 """Builds what is trained, from snapshot or seed: model, parallel strategy, optimizer and position."""
 
+import errno
 import functools
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from mingpt.state import TrainState
 
 
 def make_run_dir(config: Config) -> Path:
-    """The run folder, which must be writable. Raises UserError."""
+    """The run folder, which must be writable, but may have no room left. Raises UserError."""
     run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "log.txt").open("a").close()
     except OSError as error:
+        may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        if may_pass and run_dir.is_dir():
+            return run_dir  # each file that cannot be written is reported, and tried again
         raise UserError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}") from None
     return run_dir
 

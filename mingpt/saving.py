@@ -1,5 +1,7 @@
 """What is saved when, on disk and in memory, and the fields of the manifest."""
 
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +10,14 @@ from mingpt.audit import Audit
 from mingpt.config import Config, to_dict
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
-from mingpt.errors import SaveAborted
-from mingpt.report import RunLogger
+from mingpt.errors import NonRetryableError, SaveAborted, UserError
+from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.snapshot import SnapshotSaver
 from mingpt.state import TrainState
+
+log = logging.getLogger(__name__)
+LONG_WAIT_S = 5.0
 
 
 class Saving:
@@ -36,6 +41,7 @@ class Saving:
         self.memory, self.store = start.memory, start.store
         self.saver = SnapshotSaver(start.store, config.snapshot.keep_last, config.snapshot.keep_best)
         self.last_save_step = start.durable_step  # of the last save to disk that was begun
+        self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
 
     @property
@@ -62,7 +68,7 @@ class Saving:
         """Copy the state; rank 0 writes it in the background."""
         events.emit("save_start", kind="disk", step=self.state.step)
         if self.durable_step < self.last_save_step:
-            self.wait()
+            self.wait_for_write_before()
         self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
@@ -72,8 +78,10 @@ class Saving:
 
             def late_fields() -> dict[str, Any]:
                 # A step that has a snapshot is never computed again, so its records must be durable.
+                # Those that cannot be written travel in the snapshot.
                 logger.flush()
-                return audit_fields(chain)
+                unwritten = logger.unwritten(manifest["step"])
+                return audit_fields(chain) | ({"unwritten": unwritten} if unwritten else {})
 
             self.saver.save(manifest, tensors, late_fields)
         events.emit("save_end", kind="disk", step=self.state.step)
@@ -105,11 +113,49 @@ class Saving:
         while not done:
             done = self.context.broadcast_object(self.saver.wait(timeout_s=1.0), 0)
 
-    def finish(self) -> None:
-        """Until the last snapshot is on disk. On rank 0, raises what kept it from being written."""
+    def wait_for_write_before(self) -> None:
+        """`wait`, and one line if that takes long: training stands still meanwhile."""
+        began = time.monotonic()
         self.wait()
-        if self.context.rank == 0:
-            self.saver.finish()
+        waited_s = time.monotonic() - began
+        if waited_s > LONG_WAIT_S and not self.is_slow_disk_reported:
+            self.is_slow_disk_reported = True
+            log.warning(
+                "training waited %.1f s until the snapshot of step %d was written: raise snapshot.every "
+                "(now %d) or write to a faster disk than %s",
+                waited_s,
+                self.last_save_step,
+                self.config.snapshot.every,
+                self.store.url,
+            )
+
+    def finish(self, run_logger: RunLogger | None) -> None:
+        """Until the last snapshot is on disk. Raises NonRetryableError on all ranks if it cannot be written.
+
+        Snapshots in memory are kept then: they may be newer than those on disk.
+        """
+        self.wait()
+        failure = self.context.broadcast_object(self.describe_failure(), 0)
+        if failure is None:
+            return
+        if run_logger:
+            run_logger.failed(self.state.step, failure)
+        raise NonRetryableError(failure)
+
+    def describe_failure(self) -> str | None:
+        """On rank 0, why the last snapshot is not on disk. Raises an error that is none of the disk's."""
+        error = self.saver.error
+        if error is None:
+            return None
+        if self.store.is_local and not isinstance(error, (OSError, UserError)):
+            raise error
+        durable_step = max(self.durable_step, self.saver.newest_written)
+        stands = f"the run stands at step {durable_step} there" if durable_step else "there is none before it"
+        return (
+            f"the snapshot of step {self.last_save_step} cannot be written to {self.store.url} "
+            f"({describe(error)}) and {stands}: make room or repair it, and start the same command again, "
+            "which goes on from there"
+        )
 
     def remove_memory_snapshots(self) -> None:
         """The run ends here. Not collective."""

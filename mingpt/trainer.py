@@ -26,7 +26,7 @@ from mingpt.errors import ExpectedError, NonFiniteError, NonRetryableError
 from mingpt.evaluate import Evaluator
 from mingpt.initialize import init_environment, init_state, load_corpus, make_run_dir
 from mingpt.optim import learning_rate
-from mingpt.report import RunLogger, StepStats, StepTimer, open_log
+from mingpt.report import RunLogger, StepStats, StepTimer, is_reported, open_log
 from mingpt.resume import find_start
 from mingpt.saving import Saving
 
@@ -63,7 +63,9 @@ class Trainer:
         self.is_resumed = start.snapshot is not None
         # A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
         is_complete = self.is_resumed and self.state.step >= config.trainer.max_steps
-        self.nothing_left = is_complete and not start.is_restart
+        unwritten = start.snapshot.manifest.get("unwritten", ()) if start.snapshot else ()
+        is_over = is_complete and context.rank == 0 and is_reported(self.run_dir, unwritten)
+        self.nothing_left = context.broadcast_object(is_over, 0) and not start.is_restart
         self.run_logger = None
         if context.rank == 0 and not config.trainer.eval_only and not self.nothing_left:
             self.run_logger = RunLogger(
@@ -75,6 +77,7 @@ class Trainer:
                 start.changes,
                 self.environment,
                 start.is_restart,
+                unwritten,
                 claims.check,
             )
 
@@ -129,7 +132,7 @@ class Trainer:
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written)
         self.raise_if_not_finite(grad_norm)
-        self.audit.end_step()
+        self.audit.end_step(self.context)
         state.advance(config.trainer.batch_size)
         self.context.exit.step = state.step
         events.emit("step_end", step=state.step)
@@ -198,7 +201,7 @@ class Trainer:
         never_saved = self.state.step == 0 and not self.is_resumed
         if self.state.step > self.saving.last_save_step or never_saved:
             self.saving.save_to_disk(self.run_logger)
-        self.saving.finish()
+        self.saving.finish(self.run_logger)
         events.emit("run_end", state=self.state)
 
         def report() -> None:

@@ -19,7 +19,7 @@ def audit_of(steps: int, spoil: bool = False) -> Audit:
         for micro_batch in range(8):
             window = next(windows) + (spoil and step == 3 and micro_batch == 5)
             audit.add(micro_batch, *DATASET.__getitems__([window]))
-        audit.end_step()
+        audit.end_step(SingleProcess())
     return audit
 
 
@@ -37,9 +37,16 @@ def test_a_chain_goes_on_from_an_earlier_one() -> None:
     for _ in range(4):
         for micro_batch in range(8):
             audit.add(micro_batch, *DATASET.__getitems__([next(windows)]))
-        audit.end_step()
+        audit.end_step(SingleProcess())
         chain = audit.gather_chain(SingleProcess())
     assert chain() == recompute(CONFIG, DATASET, 4)
+
+
+def test_digests_are_chained_in_time_where_snapshots_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.audit.MAX_STEPS", 4)
+    audit = audit_of(11)
+    assert len(audit.steps) == 3
+    assert audit.gather_chain(SingleProcess())() == recompute(CONFIG, DATASET, 11)
 
 
 def test_one_window_in_the_wrong_place_is_noticed() -> None:

@@ -1,6 +1,8 @@
 """The bytes of the text: from a path or any fsspec URL, cached and checked against a checksum."""
 
+import contextlib
 import hashlib
+import logging
 import os
 from pathlib import Path
 
@@ -9,17 +11,16 @@ import fsspec
 from mingpt.config import DataConfig
 from mingpt.errors import UserError
 
+log = logging.getLogger(__name__)
 LOCAL = ("file://", "local://", "memory://")
 
 
 def read_bytes(config: DataConfig) -> bytes:
     """The text's bytes. Raises UserError if they cannot be read or have another sha256 than `data.sha256`."""
     remote = "://" in config.path and not config.path.startswith(LOCAL)
-    cached = cache_path(config.path)
-    if remote and cached.is_file():
-        content = cached.read_bytes()
-        if has_expected_checksum(content, config):
-            return content  # otherwise the cached file is outdated or incomplete: download it again
+    content = read_cache(config.path) if remote else None
+    if content is not None and has_expected_checksum(content, config):
+        return content  # otherwise the cached file is outdated or incomplete: download it again
     content = download(config.path)
     if not has_expected_checksum(content, config):
         digest = hashlib.sha256(content).hexdigest()
@@ -27,15 +28,45 @@ def read_bytes(config: DataConfig) -> bytes:
             f"data.path {config.path} has sha256 {digest}, and data.sha256 asks for {config.sha256}"
         )
     if remote:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        partial = cached.with_name(f"{cached.name}.{os.getpid()}")
-        partial.write_bytes(content)
-        partial.replace(cached)
+        write_cache(config.path, content)
     return content
 
 
+def read_cache(url: str) -> bytes | None:
+    """The text as it was downloaded before; None if it was not, or cannot be read."""
+    try:
+        return cache_path(url).read_bytes()
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:
+        log.warning("the cached text of %s cannot be read (%s) and is downloaded again", url, error)
+        return None
+
+
+def write_cache(url: str, content: bytes) -> None:
+    """Keep a text for the next start; where that does not work, one line says so."""
+    try:
+        cached = cache_path(url)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        partial = cached.with_name(f"{cached.name}.{os.getpid()}")
+        try:
+            with open(partial, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # without data.sha256 nothing tells whether it is complete
+            partial.replace(cached)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()  # on a full disk it would take the room of others
+            raise
+    except (OSError, RuntimeError) as error:
+        log.warning("%s is not cached (%s): the next start downloads it again", url, error)
+
+
 def cache_path(url: str) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mingpt"
+    """Raises RuntimeError if there is neither XDG_CACHE_HOME nor a home folder."""
+    place = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(place) if place else Path.home() / ".cache") / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
     return folder / f"{digest[:16]}-{url.rsplit('/', 1)[-1][:80]}"
 

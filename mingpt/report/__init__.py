@@ -3,10 +3,11 @@
 Metrics are functions of a step's statistics; sinks are places that their values go to.
 """
 
+from mingpt.report.files import describe
 from mingpt.report.history import RunHistory, read_run_id
 from mingpt.report.log import open_log
 from mingpt.report.metrics import METRICS, StepStats
-from mingpt.report.run_logger import SINKS, RunLogger
+from mingpt.report.run_logger import SINKS, RunLogger, is_reported
 from mingpt.report.sink import RunInfo, Sink
 from mingpt.report.step_timer import StepTimer
 
@@ -19,6 +20,8 @@ __all__ = [
     "Sink",
     "StepStats",
     "StepTimer",
+    "describe",
+    "is_reported",
     "open_log",
     "read_run_id",
 ]

@@ -1,32 +1,235 @@
-"""Small files of a run: written whole, and metrics.jsonl read back."""
+"""The files of a run. What cannot be written is said once, kept, and written when that works again."""
 
+import errno
 import json
 import logging
 import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Write a small file whole or not at all."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a small file whole or not at all. Raises OSError; then the file of before is still there."""
     partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb", buffering=0) as file:
+            write_all(file.fileno(), content.encode() if isinstance(content, str) else content)
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        remove_quietly(partial)  # on a full disk it would take the room of others
+        raise
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a line cut short by a crash is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+def write_all(handle: int, content: bytes) -> None:
+    """Write all of it; on a disk that fills up a part is written before OSError is raised."""
+    remaining = memoryview(content)
+    while remaining:
+        written = os.write(handle, remaining)
+        remaining = remaining[written:]
+
+
+def remove_quietly(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        log.debug("%s is left behind", path)
+
+
+def describe(error: BaseException) -> str:
+    """Why a file could not be written, in a few words."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or f"{type(error).__name__}: {error}"
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl, one at a time; a line cut short by a crash is left out."""
+    for _, record in read_lines(path):
+        if record is not None:
+            yield record
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """(line, its record) in their order, one at a time; None for a line that is not a record."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            record = None
+            try:
+                values = json.loads(line)
+                if isinstance(values["step"], int):
+                    record = values
+            except (ValueError, TypeError, KeyError):
+                pass  # said below
+            if record is None:
+                log.warning("a line of %s that is not a record is ignored: %.60r", path, line)
+            yield line, record
+
+
+class WriteStatus:
+    """Says once that a file cannot be written, and once that it can again."""
+
+    def __init__(self, path: Path, report: Callable[[str], None] | None = None) -> None:
+        self.path, self.is_failing, self.reason = path, False, ""
+        self.report = report or (lambda sentence: log.warning("%s", sentence))
+
+    def failed(self, error: BaseException) -> None:
+        was_failing, self.is_failing, self.reason = self.is_failing, True, describe(error)
+        if not was_failing:
+            self.report(
+                f"{self.path} cannot be written ({self.reason}): training goes on, and it is tried again"
+            )
+
+    def worked(self) -> None:
+        was_failing, self.is_failing = self.is_failing, False
+        if was_failing:
+            self.report(f"{self.path} is written again")
+
+
+class SmallFile:
+    """A file that is written whole; the latest content is kept until it is on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.status = path, WriteStatus(path)
+        self.unwritten: str | bytes | None = None
+        self.lock = threading.Lock()
+        self.wanted = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def write(self, content: str | bytes) -> None:
+        """Replace the file; on return it is durable, unless a line says that it cannot be written."""
+        self.unwritten = content
+        self.retry()
+
+    def write_in_background(self, content: str | bytes) -> None:
+        """Replace the file soon; of contents that come faster than they are written, the latest is."""
+        self.unwritten = content
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._write_when_wanted, daemon=True)
+            self.thread.start()
+        self.wanted.set()
+
+    def retry(self) -> None:
+        """Write what is not on disk yet."""
+        with self.lock:
+            content = self.unwritten
+            if content is None:
+                return
+            try:
+                replace_file(self.path, content)
+            except OSError as error:
+                self.status.failed(error)
+                return
+            if self.unwritten is content:
+                self.unwritten = None
+        self.status.worked()
+
+    def _write_when_wanted(self) -> None:
+        while True:
+            self.wanted.wait()
+            self.wanted.clear()
+            self.retry()
+
+
+class LineFile:
+    """A file that whole lines are appended to. Safe for use by several threads.
+
+    A line that cannot be written waits in memory, with all later ones, until there is room. At most
+    `max_pending` lines wait (None: all of them); the oldest are dropped. `before` is done before a line is
+    written, and tried again until it works: whoever opens the file has something to put right in it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        before: Callable[[], None] | None = None,
+        max_pending: int | None = None,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self.path, self.before, self.status = path, before, WriteStatus(path, report)
+        self.pending: deque[bytes] = deque(maxlen=max_pending)
+        self.handle: int | None = None
+        self.is_unsynced = False  # the last sync has failed
+        self.torn_at: int | None = None  # size of the whole lines before one that was written in part
+        self.lock = threading.RLock()
+
+    def write(self, line: bytes) -> None:
+        """Append a line, which ends with a newline."""
+        with self.lock:
+            self.pending.append(line)
+            self.retry()
+
+    def waiting(self) -> list[bytes]:
+        """The lines that are not in the file yet."""
+        with self.lock:
+            return list(self.pending)
+
+    def retry(self, sync: bool = False) -> None:
+        """Write the lines that wait, and with `sync` make all of them durable."""
+        with self.lock:
+            try:
+                self._put_right()
+                while self.pending:
+                    self._append(self.pending[0])
+                    self.pending.popleft()
+                if self.handle is not None and (sync or self.is_unsynced):
+                    self.is_unsynced = True
+                    os.fsync(self.handle)
+                    self.is_unsynced = False
+            except OSError as error:
+                self.status.failed(error)
+                if error.errno == errno.ESTALE:
+                    self.close()
+                return
+            self.status.worked()
+
+    def _put_right(self) -> None:
+        """What has to be done before the next line. Raises OSError."""
+        if self.before is not None:
+            self.before()
+            self.before = None
+        if self.handle is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self.handle = os.open(self.path, flags, 0o666)
+        if self.torn_at is not None:
+            os.ftruncate(self.handle, self.torn_at)
+            self.torn_at = None
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError; then nothing of the line is in the file, or it is removed before the next one."""
+        assert self.handle is not None
+        whole = os.fstat(self.handle).st_size
+        written = 0
+        while written < len(line):
+            try:
+                written += os.write(self.handle, line[written:])
+            except OSError:
+                if written:
+                    self.torn_at = whole
+                    self._remove_torn_line()
+                raise
+
+    def _remove_torn_line(self) -> None:
         try:
-            record = json.loads(line)
-            if isinstance(record["step"], int):
-                records.append(record)
-        except (ValueError, TypeError, KeyError):
-            log.warning("a line of %s that is not a record is ignored: %.60r", path, line)
-    return records
+            self._put_right()
+        except OSError:
+            log.debug("%s ends with a part of a line", self.path)  # it is removed before the next one
+
+    def close(self) -> None:
+        """Let the file go; the next line opens it again."""
+        with self.lock:
+            handle, self.handle = self.handle, None
+            if handle is not None:
+                try:
+                    os.close(handle)
+                except OSError as error:  # NFS reports here what it could not write
+                    self.status.failed(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.distributed import GenerationEnd
-from mingpt.report.files import replace_file
+from mingpt.report.files import SmallFile, describe
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,13 @@ class RunHistory:
 
     A generation is the workers between two restarts: how many, the steps from which and to which they came,
     and how they ended. `exact` says that `to_step` was reported by one of them and is not only the last step
-    on record. `restart` is false for a job's first generation.
+    on record. `restart` is false for a job's first generation. While a run goes on, the file is written in
+    the background.
     """
 
     def __init__(self, run_dir: Path, run_id: str, versions: dict[str, str]) -> None:
         self.path = run_dir / "run.json"
+        self.file = SmallFile(self.path)
         self.content: dict[str, Any] = {"id": run_id, "status": "running", "generations": [], "changes": []}
         self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0}
         try:
@@ -44,12 +46,22 @@ class RunHistory:
             self.content |= earlier
         except FileNotFoundError:
             pass  # a new run
-        except ValueError:
-            self.path.replace(self.path.with_name("damaged-run.json"))
-            log.warning("%s is damaged and set aside as damaged-run.json", self.path)
+        except (OSError, ValueError) as error:
+            self.set_aside(error)
         self.content["id"] = run_id
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
+
+    def set_aside(self, error: Exception) -> None:
+        """The file is damaged or cannot be read; what it held is kept if possible."""
+        what = "is damaged" if isinstance(error, ValueError) else f"cannot be read ({describe(error)})"
+        try:
+            self.path.replace(self.path.with_name("damaged-run.json"))
+            log.warning("%s %s and set aside as damaged-run.json", self.path, what)
+        except OSError as again:
+            log.warning(
+                "%s %s and cannot be renamed (%s): a new one replaces it", self.path, what, describe(again)
+            )
 
     def start_generation(
         self, workers: int, step: int, previous: GenerationEnd | None, is_restart: bool, changes: list[str]
@@ -75,7 +87,7 @@ class RunHistory:
         }
         self.generations.append(entry | {"began": now, "seen": now, "end": "running"})
         self.content["status"] = "running"
-        self.write()
+        self.file.write(self.encode())
         return sentence
 
     def close_generation(
@@ -111,12 +123,12 @@ class RunHistory:
         self.generations[-1] |= {"to_step": step, "seen": time.time()}
         if step_s is not None:
             self.generations[-1]["step_s"] = step_s
-        self.write()
+        self.file.write_in_background(self.encode())
 
     def end(self, status: str, step: int, how: str) -> None:
         self.generations[-1] |= {"to_step": step, "exact": True, "seen": time.time(), "end": how}
         self.content["status"] = status
-        self.write()
+        self.file.write(self.encode())
 
     def restarts(self) -> list[int]:
         """The steps at which later generations began."""
@@ -130,7 +142,8 @@ class RunHistory:
         counts = f"{count} generation{plural}, {redone} steps done twice"
         return f"{counts}, {lost_s:.1f} s lost, goodput {goodput:.1%}"
 
-    def write(self) -> None:
+    def encode(self) -> str:
+        """The file's content, with its goodput."""
         # Time after an orderly stop is not lost: a run's time is that of its generations and of its restarts.
         trained_s = sum(entry["seen"] - entry["began"] for entry in self.generations)
         between_s = sum(
@@ -140,4 +153,4 @@ class RunHistory:
         )
         lost_s = self.content["seconds_lost"]
         self.content["goodput"] = round(1 - lost_s / max(trained_s + between_s, lost_s, 1e-9), 4)
-        replace_file(self.path, json.dumps(self.content, indent=1) + "\n")
+        return json.dumps(self.content, indent=1) + "\n"

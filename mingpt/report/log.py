@@ -6,27 +6,55 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mingpt.report.files import LineFile
+
+MAX_WAITING_LINES = 1000  # for a disk that is full; the terminal has them all
+
 
 class ConsoleHandler(logging.Handler):
     """Writes lines to stderr above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is None or sys.stderr.closed:
+            return
         try:
             tqdm.write(self.format(record), file=sys.stderr)
         except OSError:
             pass  # the terminal or the pipe is gone; log.txt goes on
 
 
+class FileHandler(logging.Handler):
+    """Writes lines to log.txt; the terminal alone is told that this does not work."""
+
+    def __init__(self, path: Path, console: ConsoleHandler) -> None:
+        super().__init__()
+        self.console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self.file = LineFile(path, max_pending=MAX_WAITING_LINES, report=self.report)
+        self.file.retry()
+
+    def report(self, sentence: str) -> None:
+        self.console.emit(logging.makeLogRecord({"msg": sentence}))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
 def open_log(run_dir: Path | None) -> None:
     """Send the log to the terminal and to run_dir/log.txt; with None, nowhere."""
     logger = logging.getLogger("mingpt")
-    logger.handlers.clear()
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
     logger.propagate = False
     if run_dir is None:
         logger.addHandler(logging.NullHandler())
         return
     logger.setLevel(logging.INFO)
-    logger.addHandler(ConsoleHandler())
-    to_file = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(to_file)
+    console = ConsoleHandler()
+    logger.addHandler(console)
+    logger.addHandler(FileHandler(run_dir / "log.txt", console))

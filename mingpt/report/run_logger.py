@@ -1,7 +1,9 @@
 """What rank 0 reports of a run: the plan, the metrics, how it ended."""
 
+import itertools
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import usable_cores
 from mingpt.report.console import ConsoleSink
-from mingpt.report.files import read_records, replace_file
+from mingpt.report.files import SmallFile, describe, read_records
 from mingpt.report.history import RunHistory
 from mingpt.report.jsonl import JsonlSink
 from mingpt.report.metrics import StepStats, training_values
@@ -19,7 +21,6 @@ from mingpt.report.sink import RunInfo, Sink, Values
 
 log = logging.getLogger(__name__)
 
-# In this order; LossPlot draws what JsonlSink has written.
 SINKS: list[Callable[[RunInfo], Sink]] = [
     JsonlSink,
     ConsoleSink,
@@ -28,7 +29,11 @@ SINKS: list[Callable[[RunInfo], Sink]] = [
 
 
 class RunLogger:
-    """Opened once the run is known to go on from `step`; drops what earlier generations recorded past it."""
+    """Opened once the run is known to go on from `step`; drops what earlier generations recorded past it.
+
+    `unwritten` are records that the snapshot holds because they could not be written. No file that cannot be
+    written ends the run: one line says so, and its content is kept and tried again.
+    """
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class RunLogger:
         changes: list[str],
         environment: dict[str, Any],
         is_restart: bool,
+        unwritten: Sequence[Mapping[str, Any]] = (),
         check_claim: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.workers, self.corpus, self.environment = (
@@ -50,19 +56,33 @@ class RunLogger:
         )
         self.changes, self.is_restart, self.check_claim = changes, is_restart, check_claim
         run_dir = Path(config.run_dir)
-        replace_file(run_dir / "config.yaml", to_yaml(config))
+        self.config_file = SmallFile(run_dir / "config.yaml")
+        self.config_file.write(to_yaml(config))
         self.history = RunHistory(run_dir, run_id, {"torch": environment["torch"]})
         previous = context.rendezvous.previous_generation if context.rendezvous else None
         self.previous_end = self.history.start_generation(self.workers, step, previous, is_restart, changes)
         is_fresh = step == 0 and not is_restart
         restarts, floor = self.history.restarts(), corpus.entropy_floor
-        run = RunInfo(run_dir, config.trainer.max_steps, step, is_fresh, restarts, floor)
+        run = RunInfo(
+            run_dir, config.trainer.max_steps, step, is_fresh, restarts, floor, [*map(dict, unwritten)]
+        )
         self.sinks = [make_sink(run) for make_sink in SINKS]
+        self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
         for sink in self.sinks:
             sink.rewind(step)
-        self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
-        for record in read_records(run_dir / "metrics.jsonl"):
-            self.remember(record)
+        self.replay(run_dir / "metrics.jsonl", step)
+
+    def replay(self, path: Path, step: int) -> None:
+        """Tell the sinks what earlier generations recorded up to `step`."""
+        try:
+            for record in itertools.chain(read_records(path), self.unwritten(step)):
+                if record["step"] <= step:
+                    self.remember(record)
+                    values = {name: value for name, value in record.items() if name != "step"}
+                    for sink in self.sinks:
+                        sink.replay(record["step"], values)
+        except OSError as error:
+            log.warning("%s cannot be read: %s", path, describe(error))
 
     def remember(self, record: dict[str, Any]) -> None:
         self.last["val" if "val/loss" in record else "train"] = record
@@ -145,9 +165,15 @@ class RunLogger:
             log.info("%s", "\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:
-        """Make all records so far durable. Called from the thread that writes snapshots."""
+        """Make all records so far durable, if possible. Called from the thread that writes snapshots."""
+        self.config_file.retry()
         for sink in self.sinks:
             sink.flush()
+
+    def unwritten(self, step: int) -> list[dict[str, Any]]:
+        """The records up to `step` that could not be written so far."""
+        waiting = [record for sink in self.sinks for record in sink.unwritten()]
+        return [record for record in waiting if record["step"] <= step]
 
     def failed(self, step: int, why: str) -> None:
         self.history.end("failed", step, f"failed: {why}")
@@ -164,6 +190,24 @@ class RunLogger:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
+        self.config_file.retry()
+        small = [file.path.name for file in (self.config_file, self.history.file) if file.unwritten]
+        records = sum(len(sink.unwritten()) for sink in self.sinks)
+        behind = [*small, *([f"metrics.jsonl ({plural(records, 'record')})"] if records else [])]
+        if behind:
+            log.warning(
+                "not up to date in %s, which could not be written: %s", self.config.run_dir, ", ".join(behind)
+            )
+
+
+def is_reported(run_dir: Path, unwritten: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the files of a run that stands at its last step say so, as far as its folder can be read."""
+    try:
+        status = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["status"]
+        last = max((record["step"] for record in read_records(run_dir / "metrics.jsonl")), default=-1)
+    except (OSError, ValueError, TypeError, KeyError):
+        return not unwritten
+    return status != "running" and all(record["step"] <= last for record in unwritten)
 
 
 def plural(count: int, noun: str) -> str:

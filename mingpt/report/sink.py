@@ -1,8 +1,9 @@
 """The interface of a place that metrics go to: a file, a terminal, a picture, a tracker."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 Values = Mapping[str, float]
 
@@ -17,6 +18,7 @@ class RunInfo:
     is_fresh: bool  # a new run, not a resumed or restarted one
     restarts: list[int]  # steps at which later generations began
     entropy_floor: float | None  # nats per token of the validation part, where they are known
+    unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
 
 
 class Sink:
@@ -31,8 +33,15 @@ class Sink:
     def rewind(self, step: int) -> None:
         """Drop what was logged past `step`: the run goes on from there."""
 
+    def replay(self, step: int, values: Values) -> None:
+        """Values of an earlier generation, after `rewind` and in their order."""
+
     def flush(self) -> None:
         """Make what was logged durable: a snapshot is about to be named. May be called from any thread."""
+
+    def unwritten(self) -> list[dict[str, Any]]:
+        """The records that are logged and not written, because the disk is full, say. From any thread."""
+        return []
 
     def close(self) -> None:
         """The run has ended, or this generation of it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from mingpt import events
 from mingpt.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.snapshot.staging import StagingBuffer
-from mingpt.snapshot.store import Content, SnapshotStore
+from mingpt.snapshot.store import NO_ROOM, Content, SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,10 @@ LateFields = Callable[[], dict[str, Any]]
 
 
 class SnapshotSaver:
-    """A write that fails is reported and training goes on; the last one must succeed, see `finish`."""
+    """A write that fails is reported and training goes on; the last one must succeed, see `finish`.
+
+    Where there is no room for a snapshot, older ones are removed for it, but not the newest that is valid.
+    """
 
     def __init__(self, store: SnapshotStore, keep_last: int, keep_best: bool) -> None:
         self.store, self.keep_last, self.keep_best = store, keep_last, keep_best
@@ -51,7 +54,7 @@ class SnapshotSaver:
         step = manifest["step"]
         events.emit("write_start", kind="disk", step=step)
         try:
-            self.store.write(manifest | late_fields(), content)
+            self.write_making_room(manifest | late_fields(), content)
             self.error, self.newest_written = None, step
         except SaveAborted as error:
             self.error = error
@@ -66,10 +69,52 @@ class SnapshotSaver:
             log.warning("old snapshots could not be removed: %s: %s", type(error).__name__, error)
         events.emit("write_end", kind="disk", step=step)
 
-    def prune(self) -> None:
-        """Delete all but the newest `keep_last` and the best; those that could not be read do not count."""
+    def write_making_room(self, manifest: dict[str, Any], content: Content) -> None:
+        """Write a snapshot; while there is no room for it, remove an older one and try again."""
+        is_written = False
+        while not is_written:
+            try:
+                self.store.write(manifest, content)
+                is_written = True
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                removed = self.remove_one_before(manifest["step"])
+                if removed is None:
+                    raise
+                log.warning(
+                    "snapshot of step %d is removed: there was no room for that of step %d",
+                    removed,
+                    manifest["step"],
+                )
+
+    def remove_one_before(self, step: int) -> int | None:
+        """Remove the oldest snapshot, the best one last, and keep the newest valid one; returns its step."""
+        older = [one for one in self.store.steps() if one < step and one not in self.store.unreadable]
+        newest_valid = next((one for one in older if self.is_valid(one)), None)
+        if newest_valid is None:
+            return None
+        best = self.find_best(older)
+        removable = [one for one in reversed(older) if one < newest_valid and one != best]
+        if best is not None and best < newest_valid:
+            removable.append(best)
+        if not removable:
+            return None
+        self.store.remove(removable[0])
+        return removable[0]
+
+    def is_valid(self, step: int) -> bool:
+        try:
+            self.store.verify(step)
+        except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:
+            log.warning("snapshot of step %d is not valid: %s", step, error)
+            return False
+        return True
+
+    def find_best(self, steps: list[int]) -> int | None:
+        """The step with the lowest validation loss, if the best snapshot is to be kept."""
         unreadable = self.store.unreadable
-        for step in self.store.steps():
+        for step in steps:
             if step not in self.losses and step not in unreadable:
                 try:
                     self.losses[step] = validation_loss(self.store.read_manifest(step))
@@ -77,10 +122,14 @@ class SnapshotSaver:
                     self.losses[step] = None
                 except (UnreadableSnapshot, UserError) as error:  # perhaps that of a later version
                     unreadable[step] = str(error)
-        steps = [step for step in self.store.steps() if step not in unreadable]
-        losses = {step: self.losses.get(step) for step in steps}
-        known = {step: loss for step, loss in losses.items() if loss is not None}
-        best = min(known, key=known.__getitem__, default=None) if self.keep_best else None
+        self.losses = {step: self.losses[step] for step in steps if step in self.losses}
+        known = {step: loss for step, loss in self.losses.items() if loss is not None}
+        return min(known, key=known.__getitem__, default=None) if self.keep_best else None
+
+    def prune(self) -> None:
+        """Delete all but the newest `keep_last` and the best; those that could not be read do not count."""
+        best = self.find_best(self.store.steps())
+        steps = [step for step in self.store.steps() if step not in self.store.unreadable]
         for step in steps[self.keep_last :]:
             if step != best:
                 self.store.remove(step)

@@ -8,6 +8,7 @@ depends on the number of workers.
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -33,6 +34,8 @@ from mingpt.snapshot.reading import SourceFile, with_retries
 from mingpt.snapshot.tensors import Check, accept_all, check_finite, read_checked
 
 RETRIES_S = (0.5, 2.0)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+PIECE_BYTES = 1 << 20
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class SnapshotStore:
         except (ImportError, ValueError) as error:
             raise UserError(f"snapshot.path {url} needs a driver that is not installed: {error}") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
+        self.is_ready = True  # false where there was no room to make it so
         self.is_process_private = self.files.protocol == "memory"
         # Called before a file gets its name; raises SupersededError if the place belongs to another job.
         self.check_claim: Callable[[], None] = lambda: None
@@ -88,18 +92,29 @@ class SnapshotStore:
         return max([0, *steps_in(names, "json")]), max([0, *set_aside])
 
     def prepare(self) -> None:
-        """Create the folder and remove unfinished files. Raises UserError if it cannot be written to."""
-        probe = f"probe-{os.getpid()}"
+        """Create the folder and remove unfinished files. Raises UserError if it cannot be written to.
+
+        A full disk is no reason to refuse a job: it may have room again when there is a snapshot to write.
+        """
         try:
-            self.files.makedirs(self.root, exist_ok=True)
-            self.write_atomic(probe, b"writable")
-            self.files.rm_file(self.path(probe))
-            for name in self.names():
-                if name.startswith("partial-"):
-                    self.files.rm_file(self.path(name))
+            self.make_ready()
         except Exception as error:  # each driver raises exceptions of its own
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                log.warning("there is no room for snapshots in %s (%s)", self.url, error.strerror)
+                return
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the snapshot folder {self.url} cannot be written to: {reason}") from None
+
+    def make_ready(self) -> None:
+        """Create the folder, remove unfinished files, and write and remove a file."""
+        self.is_ready, probe = False, f"probe-{os.getpid()}"
+        self.files.makedirs(self.root, exist_ok=True)
+        for name in self.names():
+            if name.startswith("partial-"):
+                self.files.rm_file(self.path(name))
+        self.write_atomic(probe, b"writable")
+        self.files.rm_file(self.path(probe))
+        self.is_ready = True
 
     def write_atomic(self, name: str, content: Content) -> None:
         """Write a file so that it is there whole, and durable, or not at all."""
@@ -153,12 +168,19 @@ class SnapshotStore:
     def write(self, manifest: dict[str, Any], content: Content) -> None:
         """Save the bytes of a safetensors file as the snapshot of `manifest["step"]`; durable on return."""
         step = manifest["step"]
+        if not self.is_ready:
+            self.make_ready()
         has_manifest = self.files.exists(self.path(file_name(step, "json")))
         if has_manifest:  # it must not describe the new tensors
             self.remove(step)
         encoded = encode_manifest(manifest, hashlib.sha256(content).hexdigest(), len(content))
         self.write_atomic(file_name(step, "safetensors"), content)
-        self.write_atomic(file_name(step, "json"), encoded)
+        try:
+            self.write_atomic(file_name(step, "json"), encoded)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove(step)  # the tensors without their manifest would take room for nothing
+            raise
         self.unreadable.pop(step, None)
 
     def remove(self, step: int) -> None:
@@ -173,6 +195,16 @@ class SnapshotStore:
     def file(self, step: int, kind: str, what: str) -> SourceFile:
         """A file of a snapshot, for reading; messages call it `what`."""
         return SourceFile(self.files, self.path(file_name(step, kind)), what, self.retries_s)
+
+    def verify(self, step: int) -> None:
+        """Check the checksums of a snapshot without holding it in memory. Raises as `read` does."""
+        manifest = self.read_manifest(step)
+        file = self.file(step, "safetensors", "its tensor file")
+        size, digest = file.size(), hashlib.sha256()
+        for offset in range(0, size, PIECE_BYTES):
+            digest.update(file.read(offset, min(offset + PIECE_BYTES, size)))
+        if digest.hexdigest() != manifest["sha256"]:
+            raise CorruptSnapshot("its tensor file has another SHA-256 than its manifest says")
 
     def read_manifest(self, step: int) -> dict[str, Any]:
         """Raises CorruptSnapshot or UnreadableSnapshot."""

@@ -1,3 +1,4 @@
+import errno
 import functools
 import hashlib
 import http.server
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from support.faults import FaultyDisk
 
 from mingpt.config import DataConfig
 from mingpt.data import read_bytes
@@ -54,6 +56,57 @@ def test_a_remote_text_is_cached_and_its_checksum_holds(
 
 def test_a_text_on_a_web_server_is_read(served: str) -> None:
     assert read_bytes(DataConfig(path=f"{served}/play.txt")) == TEXT
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("function", ["mkdir", "fsync", "replace"])
+def test_a_text_that_cannot_be_cached_is_used_all_the_same(
+    function: str,
+    code: int,
+    served: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = FaultyDisk(monkeypatch, function, str(tmp_path / "cache"), code)
+    url = f"{served}/play.txt"
+    assert read_bytes(DataConfig(path=url)) == TEXT
+    (line,) = caplog.messages
+    assert line.startswith(f"{url} is not cached ([Errno {code}] ")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    disk.broken = False
+    assert read_bytes(DataConfig(path=url)) == TEXT
+    assert len([path for path in (tmp_path / "cache").rglob("*") if path.is_file()]) == 1
+
+
+def test_a_cached_text_that_cannot_be_read_is_downloaded_again(
+    served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{served}/play.txt"
+    read_bytes(DataConfig(path=url))
+    (cached,) = (tmp_path / "cache" / "mingpt").iterdir()
+    (tmp_path / "served" / "play.txt").write_bytes(b"another text")
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        assert read_bytes(DataConfig(path=url)) == b"another text"
+    assert "cannot be read" in caplog.messages[0] and "is downloaded again" in caplog.messages[0]
+    assert cached.read_bytes() == b"another text"
+
+
+def test_a_text_is_read_where_there_is_no_home_folder(
+    served: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert read_bytes(DataConfig(path=f"{served}/play.txt")) == TEXT
+    assert "is not cached" in caplog.messages[-1]
 
 
 def test_a_url_that_does_not_exist_says_nothing_about_relative_paths(served: str) -> None:

@@ -1,8 +1,10 @@
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults import FaultyDisk
 
 from mingpt.distributed import GenerationEnd
 from mingpt.report import RunHistory, read_run_id
@@ -44,6 +46,7 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     history = open_history(tmp_path)
     history.start_generation(3, 0, None, False, [])
     history.note_step(12, 0.5)
+    history.file.retry()  # otherwise it is written a moment later
     end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
     later = open_history(tmp_path)
     sentence = later.start_generation(2, 10, end, True, [])
@@ -61,6 +64,7 @@ def test_a_generation_that_left_nothing_in_the_store_ends_at_its_last_record(tmp
     open_history(tmp_path).start_generation(1, 0, None, False, [])
     history = open_history(tmp_path)
     history.note_step(7, None)
+    history.file.retry()
     sentence = open_history(tmp_path).start_generation(1, 5, None, False, [])
     assert sentence == "all workers vanished at step 7; resumed from 5 with 1 worker"
     first = read(tmp_path)["generations"][0]
@@ -145,3 +149,37 @@ def test_the_id_of_a_run_is_read_if_it_is_one(content: str, run_id: str | None, 
     assert read_run_id(tmp_path) is None
     (tmp_path / "run.json").write_text(content)
     assert read_run_id(tmp_path) == run_id
+
+
+def test_the_end_is_on_disk_whatever_was_being_written(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    history.start_generation(2, 0, None, False, [])
+    for step in range(200):
+        history.note_step(step, 0.1)
+    history.end("finished", 200, "finished")
+    content = read(tmp_path)
+    assert (content["status"], content["generations"][0]["to_step"]) == ("finished", 200)
+
+
+def test_a_history_that_cannot_be_read_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run.json").write_text("content")
+
+    def fail(path: Path, encoding: str) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        open_history(tmp_path)
+    assert (tmp_path / "damaged-run.json").read_text() == "content"
+    assert "cannot be read (Input/output error) and set aside as damaged-run.json" in caplog.text
+
+
+def test_a_damaged_history_that_cannot_be_renamed_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run.json").write_text("{")
+    FaultyDisk(monkeypatch, "replace", "run.json", errno.EIO)
+    open_history(tmp_path).start_generation(1, 0, None, False, [])
+    assert "is damaged and cannot be renamed (Input/output error)" in caplog.text

@@ -1,8 +1,11 @@
+import dataclasses
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults import FaultyDisk
 from support.runs import make_run
 
 from mingpt.report.jsonl import JsonlSink
@@ -78,3 +81,98 @@ def test_the_records_of_a_run_that_never_made_a_step_are_not_kept(tmp_path: Path
     second.rewind(0)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert records(tmp_path / "metrics.jsonl") == []
+
+
+def steps_in(path: Path) -> list[int]:
+    return [record["step"] for record in records(path)]
+
+
+def test_records_that_do_not_fit_are_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(make_run(tmp_path))
+    log_losses(sink, range(1, 4))
+    disk = FaultyDisk(monkeypatch, "write", "metrics.jsonl", partly=True)
+    log_losses(sink, range(4, 7))
+    assert steps_in(path) == [1, 2, 3]
+    assert [record["step"] for record in sink.unwritten()] == [4, 5, 6]
+    disk.broken = False
+    sink.flush()
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+    assert sink.unwritten() == []
+    assert [message.split(" (")[0] for message in caplog.messages] == [
+        f"{path} cannot be written",
+        f"{path} is written again",
+    ]
+
+
+@pytest.mark.parametrize("function", ["open", "truncate"])
+def test_records_past_the_step_are_not_followed_by_others_where_they_cannot_be_dropped(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_losses(JsonlSink(make_run(tmp_path)), range(1, 9))
+    disk = FaultyDisk(monkeypatch, function, "metrics.jsonl", errno.EIO)
+    sink = JsonlSink(make_run(tmp_path, is_fresh=False))
+    sink.rewind(5)
+    log_losses(sink, range(6, 8))
+    assert steps_in(path)[:5] == [1, 2, 3, 4, 5]
+    assert steps_in(path) in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8])
+    disk.broken = False
+    sink.log(8, {"train/loss": 8.5})
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert records(path)[-1]["train/loss"] == 8.5
+
+
+def test_going_back_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_losses(JsonlSink(make_run(tmp_path)), range(1, 9))
+    disk = FaultyDisk(monkeypatch, "write", "metrics.jsonl")
+    sink = JsonlSink(make_run(tmp_path, is_fresh=False))
+    sink.rewind(5)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert disk.hits == 0
+
+
+def test_lines_among_others_that_do_not_belong_there_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 9}\nno record\n{"step": 2}\n{"step": 3}')
+    before = path.read_bytes()
+    disk = FaultyDisk(monkeypatch, "write", "metrics.jsonl.partial", partly=True)
+    sink = JsonlSink(make_run(tmp_path, is_fresh=False))
+    sink.rewind(3)
+    sink.log(4, {"train/loss": 4.0})
+    assert path.read_bytes() == before, "that needs room, and nothing is lost without it"
+    disk.broken = False
+    sink.log(5, {"train/loss": 5.0})
+    assert steps_in(path) == [1, 2, 3, 4, 5]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_records_of_an_earlier_run_are_kept_although_they_cannot_be_renamed_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_losses(JsonlSink(make_run(tmp_path)), range(1, 4))
+    with monkeypatch.context() as patch:
+        FaultyDisk(patch, "rename", "metrics.jsonl", errno.EIO)
+        sink = JsonlSink(make_run(tmp_path))
+        sink.rewind(0)
+        sink.log(0, {"val/loss": 4.5})
+        assert steps_in(path) == [1, 2, 3]
+    sink.log(1, {"train/loss": 1.0})
+    assert steps_in(path) == [0, 1]
+    assert steps_in(tmp_path / "metrics-old-1.jsonl") == [1, 2, 3]
+
+
+def test_what_only_the_snapshot_has_is_added_and_nothing_twice(tmp_path: Path) -> None:
+    log_losses(JsonlSink(make_run(tmp_path)), range(1, 5))
+    unwritten = [{"step": step, "train/loss": float(step)} for step in range(3, 7)]
+    unwritten.append({"step": 6, "val/loss": 6.5})
+    run = dataclasses.replace(make_run(tmp_path, is_fresh=False), unwritten=unwritten)
+    sink = JsonlSink(run)
+    sink.rewind(6)
+    log_losses(sink, range(7, 8))
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 6, 7]

@@ -1,31 +1,30 @@
-import json
+import os
+import random
 import sys
 from pathlib import Path
 
 import pytest
+from support.faults import FaultyDisk
 from support.runs import make_run
 
-from mingpt.report.plot import LossPlot
+from mingpt.report.plot import Curve, LossPlot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def write_records(run_dir: Path, steps: int) -> None:
-    lines = []
+def replay(plot: LossPlot, steps: int) -> None:
     for step in range(1, steps + 1):
-        lines.append(json.dumps({"step": step, "train/loss": 4.0 / step}))
-        lines.append(json.dumps({"step": step, "val/loss": 5.0 / step}))
-    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        plot.replay(step, {"train/loss": 4.0 / step})
+        plot.replay(step, {"val/loss": 5.0 / step})
 
 
 def test_an_evaluation_draws_the_picture(tmp_path: Path) -> None:
-    write_records(tmp_path, 3)
     plot = LossPlot(make_run(tmp_path, restarts=[1, 2], floor=1.3))
+    replay(plot, 3)
     plot.log(3, {"val/loss": 1.6})
-    assert plot.thread is not None
-    plot.thread.join()
+    plot.wait()
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png"]
 
 
 def test_nothing_but_an_evaluation_draws(tmp_path: Path) -> None:
@@ -34,18 +33,18 @@ def test_nothing_but_an_evaluation_draws(tmp_path: Path) -> None:
     plot.on_step(3)
     plot.rewind(2)
     plot.flush()
-    assert plot.thread is None
+    plot.wait()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_end_of_a_run_draws_what_has_come_since(tmp_path: Path) -> None:
-    write_records(tmp_path, 2)
     plot = LossPlot(make_run(tmp_path))
+    replay(plot, 2)
     plot.log(2, {"val/loss": 1.6})
-    assert plot.thread is not None
-    plot.thread.join()
+    plot.wait()
     before = (tmp_path / "loss.png").read_bytes()
-    write_records(tmp_path, 30)
+    for step in range(3, 31):
+        plot.log(step, {"train/loss": 4.0 / step})
     plot.close()
     assert (tmp_path / "loss.png").read_bytes() != before
 
@@ -62,3 +61,56 @@ def test_without_matplotlib_one_line_says_so(
     LossPlot(make_run(tmp_path)).close()
     assert caplog.messages == ["no loss.png: matplotlib is not installed"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_curve_has_a_bounded_number_of_points_whose_mean_is_that_of_the_records() -> None:
+    rng, curve, losses = random.Random(1), Curve(max_points=16), []
+    for step in range(1, 1000):
+        losses.append(rng.random())
+        curve.add(step, losses[-1])
+        points = curve.points()
+        assert len(points) <= 16
+        assert sum(loss for _, loss in curve.whole) * curve.per_point + sum(
+            loss for _, loss in curve.latest
+        ) == pytest.approx(sum(losses))
+        assert points == sorted(points)
+    assert len(curve.points()) >= 8
+    assert 0 < points[0][0] < 100 and 900 < points[-1][0] < 1000
+
+
+def test_few_points_are_drawn_as_they_are() -> None:
+    curve = Curve()
+    for step in range(1, 1000):
+        curve.add(step, 1 / step)
+    assert curve.points() == [(step, 1 / step) for step in range(1, 1000)]
+
+
+@pytest.mark.parametrize("function", ["write", "replace"])
+def test_a_picture_that_cannot_be_written_is_one_line_and_the_next_one_is(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plot = LossPlot(make_run(tmp_path))
+    disk = FaultyDisk(monkeypatch, function, "loss.partial.png", partly=function == "write")
+    for step in (1, 2):
+        plot.log(step, {"val/loss": 4.0})
+        plot.wait()
+    assert os.listdir(tmp_path) == []
+    disk.broken = False
+    plot.close()
+    assert os.listdir(tmp_path) == ["loss.png"]
+    path = tmp_path / "loss.png"
+    assert caplog.messages == [
+        f"{path} cannot be written (No space left on device): training goes on, and it is tried again",
+        f"{path} is written again",
+    ]
+
+
+def test_an_error_of_the_library_is_no_reason_to_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    LossPlot(make_run(tmp_path)).close()
+    assert "loss.png cannot be written (RuntimeError: no font)" in caplog.text

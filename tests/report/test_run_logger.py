@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 from pathlib import Path
@@ -6,13 +7,14 @@ from typing import Any
 import pytest
 import yaml
 from conftest import SMALL
+from support.faults import FaultyDisk
 from support.runs import STATS
 from support.single_process import SingleProcess
 
 from mingpt.cli import build
 from mingpt.config import to_dict
 from mingpt.data import make_corpus
-from mingpt.report import SINKS, RunInfo, RunLogger, Sink
+from mingpt.report import SINKS, RunInfo, RunLogger, Sink, is_reported
 from mingpt.report.sink import Values
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
@@ -35,6 +37,9 @@ class RecordingSink(Sink):
     def rewind(self, step: int) -> None:
         self.calls.append(("rewind", step))
 
+    def replay(self, step: int, values: Values) -> None:
+        self.calls.append(("replay", step, dict(values)))
+
     def flush(self) -> None:
         self.calls.append(("flush",))
 
@@ -56,11 +61,18 @@ def sinks(monkeypatch: pytest.MonkeyPatch) -> list[RecordingSink]:
 
 
 def make_logger(
-    run_dir: Path, step: int = 0, is_restart: bool = False, changes: list[str] | None = None
+    run_dir: Path,
+    step: int = 0,
+    is_restart: bool = False,
+    changes: list[str] | None = None,
+    unwritten: list[dict[str, Any]] | None = None,
 ) -> RunLogger:
     config = build(SMALL | {"run_dir": str(run_dir)})
     corpus = make_corpus(TEXT, config.data)
-    return RunLogger(config, SingleProcess(), corpus, "abc123", step, changes or [], ENVIRONMENT, is_restart)
+    changed, context = changes or [], SingleProcess()
+    return RunLogger(
+        config, context, corpus, "abc123", step, changed, ENVIRONMENT, is_restart, unwritten or []
+    )
 
 
 def status(run_dir: Path) -> str:
@@ -109,7 +121,8 @@ def test_a_resumed_run_tells_its_sinks_from_where_it_goes_on(
         first.log_values(step, {"train/loss": float(step)})
     first.log_values(3, {"val/loss": 3.5})
     second = make_logger(tmp_path, step=2, is_restart=True)
-    assert sinks[1].calls == [("rewind", 2)]
+    replayed = [("replay", step, {"train/loss": float(step)}) for step in (1, 2)]
+    assert sinks[1].calls == [("rewind", 2), *replayed]
     assert (sinks[1].run.first_step, sinks[1].run.is_fresh, sinks[1].run.restarts) == (2, False, [2])
     second.log_values(3, {"train/loss": 3.25})
     second.flush()
@@ -177,3 +190,66 @@ def test_a_restart_says_only_what_happened_to_the_generation_before(
     caplog.clear()
     logger.plan(0, 12_345, 48, [range(8)], "the folder")
     assert caplog.messages == ["all workers vanished at step 0; resumed from 0 with 1 worker"]
+
+
+@pytest.mark.parametrize("function", ["open", "write", "fsync", "replace", "rename", "truncate"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_run_folder_that_cannot_be_written_ends_no_run(
+    function: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each file is said once, and all are complete once there is room."""
+    make_logger(tmp_path).log_values(1, {"train/loss": 1.0})
+    disk = FaultyDisk(monkeypatch, function, str(tmp_path), code)
+    logger = make_logger(tmp_path)
+    for step in range(1, 5):
+        logger.log_values(step, {"train/loss": float(step), "val/loss": 4.5})
+        logger.history.note_step(step, 0.1)
+        logger.flush()
+    logger.history.file.retry()
+    names = [message.split(" cannot")[0] for message in caplog.messages if "cannot be written" in message]
+    assert len(names) == len(set(names))
+    disk.broken = False
+    logger.ended(4, None, "snapshots")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert status(tmp_path) == "finished"
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.config)
+    again = [message for message in caplog.messages if message.endswith("is written again")]
+    assert len(again) == len(names)
+    assert not any(".partial" in path.name for path in tmp_path.iterdir())
+
+
+def test_what_is_not_up_to_date_at_the_end_is_one_line_and_comes_with_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = make_logger(tmp_path)
+    logger.log_values(1, {"train/loss": 1.0})
+    with monkeypatch.context() as patch:
+        FaultyDisk(patch, "write", str(tmp_path))
+        for step in (2, 3):
+            logger.log_values(step, {"train/loss": float(step)})
+        unwritten = logger.unwritten(2)
+        logger.ended(3, None, "snapshots")
+    assert [record["step"] for record in unwritten] == [2]
+    (line,) = [message for message in caplog.messages if message.startswith("not up to date")]
+    assert line.endswith("which could not be written: run.json, metrics.jsonl (2 records)")
+    later = make_logger(tmp_path, step=2, is_restart=True, unwritten=unwritten)
+    assert later.last == {"train": {"step": 2, "train/loss": 2.0}}
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
+    record = {"step": 3, "train/loss": 3.0}
+    assert is_reported(tmp_path, []), "a copy of the snapshots alone"
+    assert not is_reported(tmp_path, [record])
+    logger = make_logger(tmp_path)
+    assert not is_reported(tmp_path, []), "its status is running"
+    logger.ended(3, None, "snapshots")
+    assert is_reported(tmp_path, [])
+    assert not is_reported(tmp_path, [record])
+    logger.log_values(3, {"train/loss": 3.0})
+    assert is_reported(tmp_path, [record])

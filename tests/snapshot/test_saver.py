@@ -1,3 +1,4 @@
+import errno
 import logging
 import shutil
 import threading
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.faults import FaultyDisk
 from support.snapshots import CONTENT, TENSORS, make_manifest, make_store
 
 from mingpt.errors import SaveAborted
@@ -100,3 +102,94 @@ def test_a_save_that_needs_a_lost_peer_leaves_no_snapshot_and_no_warning(
         saver.finish()
     assert store.steps() == []
     assert caplog.records == []
+
+
+class FullDisk:
+    """A store whose folder holds so many snapshots and no more; removing one makes room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: SnapshotStore, room: int) -> None:
+        self.real, self.store, self.room, self.code = store.write_atomic, store, room, errno.ENOSPC
+        monkeypatch.setattr(store, "write_atomic", self.write_atomic)
+
+    def write_atomic(self, name: str, content: bytes) -> None:
+        if name.endswith(".safetensors") and len(self.store.steps("safetensors")) >= self.room:
+            raise OSError(self.code, "no room")
+        self.real(name, content)
+
+
+def saver_with(
+    store: SnapshotStore, losses: dict[int, float | None], keep_best: bool = True
+) -> SnapshotSaver:
+    """After snapshots with these validation losses by step."""
+    saver = SnapshotSaver(store, keep_last=100, keep_best=keep_best)
+    for step, loss in losses.items():
+        saver.write(make_manifest(step, loss), CONTENT)
+    return saver
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_where_there_is_no_room_older_ones_go_the_best_one_last(
+    code: int, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = saver_with(store, {1: 1.0, 2: 3.0, 3: 2.0, 4: 2.5})
+    disk = FullDisk(monkeypatch, store, room=4)
+    disk.code = code
+    for room, step, kept in ((4, 5, [5, 4, 3, 1]), (3, 6, [6, 5, 1]), (2, 7, [7, 6])):
+        disk.room = room
+        saver.write(make_manifest(step, 5.0), CONTENT)
+        assert (saver.error, store.steps()) == (None, kept)
+    assert caplog.messages[0] == "snapshot of step 2 is removed: there was no room for that of step 5"
+    assert len(caplog.messages) == 5
+
+
+def test_the_only_one_is_not_removed_for_the_next(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = saver_with(store, {1: 1.0, 2: 2.0})
+    FullDisk(monkeypatch, store, room=0)
+    saver.write(make_manifest(3), CONTENT)
+    assert isinstance(saver.error, OSError)
+    assert store.steps() == [2]
+    assert caplog.messages[-1] == "snapshot of step 3 could not be written: OSError: [Errno 28] no room"
+    saver.write(make_manifest(4), CONTENT)
+    assert store.steps() == [2]
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+def test_the_newest_that_is_valid_is_kept_and_not_a_damaged_one(
+    kind: str, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_with(store, {1: 1.0, 2: 2.0, 3: 3.0})
+    path = Path(store.path(f"step_00000003.{kind}"))
+    path.write_bytes(path.read_bytes()[:-3] + b"???")
+    FullDisk(monkeypatch, store, room=0)
+    saver.write(make_manifest(4), CONTENT)
+    assert store.steps() == [3, 2]
+    store.verify(2)
+
+
+def test_other_errors_than_a_full_disk_remove_nothing(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_with(store, {1: 1.0, 2: 2.0})
+    FullDisk(monkeypatch, store, room=0).code = errno.EIO
+    saver.write(make_manifest(3), CONTENT)
+    assert store.steps() == [2, 1]
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_tensors_whose_manifest_does_not_fit_are_removed(
+    function: str, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saver_with(store, {1: 1.0})
+    with monkeypatch.context() as patch:
+        FaultyDisk(patch, function, "partial-step_00000002.json")
+        saver.write(make_manifest(2), CONTENT)
+    assert (store.steps(), store.steps("safetensors")) == ([1], [1])
+
+
+def test_losses_of_snapshots_that_are_gone_are_forgotten(store: SnapshotStore) -> None:
+    saver = SnapshotSaver(store, keep_last=2, keep_best=True)
+    for step in range(1, 20):
+        saver.write(make_manifest(step, 1 / step), CONTENT)
+    assert len(saver.losses) <= 4

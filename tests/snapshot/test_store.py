@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.faults import FaultyDisk
 from support.snapshots import CONTENT, TENSORS, file_names, make_manifest, make_store
 
 from mingpt.errors import CorruptSnapshot, UserError
@@ -128,6 +130,57 @@ def test_snapshots_in_memory_work_like_those_at_any_other_url() -> None:
     store.remove(1)
     assert store.find_newest() == (None, {})
     assert len(store.names()) == 2
+
+
+@pytest.mark.parametrize(("function", "name"), [("mkdir", "snapshots"), ("fsync", "probe")])
+def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first_snapshot(
+    function: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = SnapshotStore(str(tmp_path / "snapshots"))
+    disk = FaultyDisk(monkeypatch, function, name)
+    store.prepare()
+    assert caplog.messages == [f"there is no room for snapshots in {store.url} (No space left on device)"]
+    with pytest.raises(OSError, match="No space left on device"):
+        store.write(make_manifest(1), CONTENT)
+    disk.broken = False
+    store.write(make_manifest(2), CONTENT)
+    assert file_names(store) == ["step_00000002.json", "step_00000002.safetensors"]
+
+
+def test_unfinished_files_are_removed_before_a_full_disk_is_noticed(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(store.path("partial-step_00000003.safetensors")).write_bytes(b"half")
+    FaultyDisk(monkeypatch, "fsync", "probe")
+    store.prepare()
+    assert file_names(store) == []
+
+
+def test_a_folder_that_cannot_be_written_for_other_reasons_is_refused(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FaultyDisk(monkeypatch, "fsync", "probe", errno.EROFS)
+    with pytest.raises(UserError, match="Read-only file system"):
+        store.prepare()
+
+
+@pytest.mark.parametrize("kind", ["json", "safetensors"])
+def test_a_snapshot_is_verified_without_loading_it(kind: str, store: SnapshotStore) -> None:
+    store.write(make_manifest(1), CONTENT)
+    store.verify(1)
+    path = Path(store.path(f"step_00000001.{kind}"))
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[:-1] + b"!"):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptSnapshot):
+            store.verify(1)
+    os.unlink(path)
+    with pytest.raises(CorruptSnapshot, match="is missing"):
+        store.verify(1)
 
 
 def test_an_upload_that_fails_is_tried_again(

@@ -1,0 +1,90 @@
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.faults import FaultyDisk
+
+from mingpt.report import open_log
+
+log = logging.getLogger("mingpt.something")
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The package's logger is as other tests expect it."""
+    logger = logging.getLogger("mingpt")
+    level = logger.level
+    yield
+    open_log(None)
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(level)
+
+
+def written(run_dir: Path) -> list[str]:
+    """The messages in log.txt, without date and time."""
+    return [line.split(" ", 2)[2] for line in (run_dir / "log.txt").read_text().splitlines()]
+
+
+def test_lines_go_to_the_terminal_and_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_log(tmp_path)
+    log.info("first")
+    open_log(tmp_path)
+    log.warning("second %d", 2)
+    assert capsys.readouterr().err == "first\nsecond 2\n"
+    assert written(tmp_path) == ["first", "second 2"]
+
+
+def test_a_full_disk_is_one_line_and_the_log_goes_on_when_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_log(tmp_path)
+    log.info("1")
+    disk = FaultyDisk(monkeypatch, "write", "log.txt", partly=True)
+    log.info("2")
+    log.info("3")
+    assert written(tmp_path) == ["1"]
+    disk.broken = False
+    log.info("4")
+    assert written(tmp_path) == ["1", "2", "3", "4"]
+    lines = capsys.readouterr().err.splitlines()
+    path = tmp_path / "log.txt"
+    assert [line for line in lines if len(line) > 1] == [
+        f"{path} cannot be written (No space left on device): training goes on, and it is tried again",
+        f"{path} is written again",
+    ]
+
+
+def test_a_file_that_cannot_be_opened_leaves_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.txt").mkdir()
+    open_log(tmp_path)
+    log.info("first")
+    error = capsys.readouterr().err
+    assert error.splitlines()[1:] == ["first"]
+    assert "log.txt cannot be written" in error.splitlines()[0]
+
+
+class GoneStream:
+    """A terminal that has hung up."""
+
+    closed = False
+
+    def write(self, text: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    def flush(self) -> None:
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("stream", [GoneStream(), None])
+def test_without_a_terminal_the_file_goes_on(
+    stream: GoneStream | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_log(tmp_path)
+    monkeypatch.setattr(sys, "stderr", stream)
+    log.info("first")
+    assert written(tmp_path) == ["first"]
