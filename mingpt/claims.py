@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext
-from mingpt.errors import UserError
+from mingpt.errors import SupersededError, UserError
+from mingpt.report import close_log_file
 from mingpt.snapshot import Claim, Holder, this_process
 from mingpt.snapshot.claim import RENEW_S
 
@@ -36,8 +37,12 @@ class Claims:
 
     def check(self) -> None:
         """Raises SupersededError if another job has taken over one of the places."""
-        for claim in self.claims:
-            claim.check()
+        try:
+            for claim in self.claims:
+                claim.check()
+        except SupersededError:
+            close_log_file()
+            raise
 
     def release(self) -> None:
         """The job ends here."""

@@ -22,6 +22,8 @@ from mingpt.state import TrainState
 def make_run_dir(config: Config) -> Path:
     """The run folder, which must be writable, but may have no room left. Raises UserError."""
     run_dir = Path(config.run_dir)
+    if config.trainer.eval_only:
+        return run_dir  # nothing is written
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "log.txt").open("a").close()

@@ -40,7 +40,7 @@ class Trainer:
         self.config, self.context = config, context
         self.run_dir = context.raise_on_all_ranks(lambda: make_run_dir(config))
         claims = claim_places(config, context)
-        open_log(self.run_dir if context.rank == 0 else None)
+        open_log(context.rank, None if config.trainer.eval_only else self.run_dir)
         corpus = load_corpus(config, context)
         start = find_start(config, context, self.run_dir, corpus)
         start.store.check_claim = claims.check

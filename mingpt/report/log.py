@@ -1,4 +1,4 @@
-"""The package's log: to the terminal and to run_dir/log.txt on rank 0, nowhere on other ranks."""
+"""The package's log: to the terminal, and to run_dir/log.txt on rank 0."""
 
 import logging
 import sys
@@ -44,17 +44,28 @@ class FileHandler(logging.Handler):
         super().close()
 
 
-def open_log(run_dir: Path | None) -> None:
-    """Send the log to the terminal and to run_dir/log.txt; with None, nowhere."""
+def open_log(rank: int, run_dir: Path | None) -> None:
+    """Send rank 0's log to the terminal, and to run_dir/log.txt if there is a run_dir.
+
+    Of other ranks, warnings go to the terminal: what is wrong with a node is known there alone.
+    """
     logger = logging.getLogger("mingpt")
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = False
-    if run_dir is None:
-        logger.addHandler(logging.NullHandler())
-        return
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.WARNING if rank else logging.INFO)
     console = ConsoleHandler()
+    console.setFormatter(logging.Formatter(f"worker {rank}: %(message)s" if rank else "%(message)s"))
     logger.addHandler(console)
-    logger.addHandler(FileHandler(run_dir / "log.txt", console))
+    if rank == 0 and run_dir is not None:
+        logger.addHandler(FileHandler(run_dir / "log.txt", console))
+
+
+def close_log_file() -> None:
+    """Write no more to log.txt: the run folder belongs to another job."""
+    logger = logging.getLogger("mingpt")
+    for handler in logger.handlers[:]:
+        if isinstance(handler, FileHandler):
+            logger.removeHandler(handler)
+            handler.close()

@@ -265,7 +265,9 @@ class Claim:
 
     def release(self) -> None:
         """The job has ended: the next one need not ask whether it is alive. Needs no room on the disk."""
-        if self.number and self.holder and self.holds():
+        if self.number == 1 and self.holds():
+            self.remove(1)  # no earlier holder can take a later claim with this number for its own
+        elif self.number and self.holder and self.holds():
             content = replace(self.holder, released=True).to_json().encode()
             if self.store.is_local:
                 with open(self.path(self.number), "r+b") as file:

@@ -68,8 +68,10 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
     settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": 1}
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     evaluation = start(command(**settings, trainer__eval_only=True))
     assert evaluation.wait() == 0, evaluation.err()
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
     assert f"val/loss {read_metric(undisturbed, 'val/loss')[30]:.4f}" in evaluation.err()
     same = start(command(**settings))
     assert same.wait() == 0 and "already stands at step 30" in same.err(), same.err()

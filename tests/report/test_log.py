@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.faults import FaultyDisk
 
-from mingpt.report import open_log
+from mingpt.report import close_log_file, open_log
 
 log = logging.getLogger("mingpt.something")
 
@@ -17,7 +17,7 @@ def restored() -> Iterator[None]:
     logger = logging.getLogger("mingpt")
     level = logger.level
     yield
-    open_log(None)
+    open_log(0, None)
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(level)
@@ -29,9 +29,9 @@ def written(run_dir: Path) -> list[str]:
 
 
 def test_lines_go_to_the_terminal_and_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_log(tmp_path)
+    open_log(0, tmp_path)
     log.info("first")
-    open_log(tmp_path)
+    open_log(0, tmp_path)
     log.warning("second %d", 2)
     assert capsys.readouterr().err == "first\nsecond 2\n"
     assert written(tmp_path) == ["first", "second 2"]
@@ -40,7 +40,7 @@ def test_lines_go_to_the_terminal_and_to_the_file(tmp_path: Path, capsys: pytest
 def test_a_full_disk_is_one_line_and_the_log_goes_on_when_there_is_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_log(tmp_path)
+    open_log(0, tmp_path)
     log.info("1")
     disk = FaultyDisk(monkeypatch, "write", "log.txt", partly=True)
     log.info("2")
@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_opened_leaves_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log.txt").mkdir()
-    open_log(tmp_path)
+    open_log(0, tmp_path)
     log.info("first")
     error = capsys.readouterr().err
     assert error.splitlines()[1:] == ["first"]
@@ -84,7 +84,28 @@ class GoneStream:
 def test_without_a_terminal_the_file_goes_on(
     stream: GoneStream | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_log(tmp_path)
+    open_log(0, tmp_path)
     monkeypatch.setattr(sys, "stderr", stream)
     log.info("first")
     assert written(tmp_path) == ["first"]
+
+
+def test_warnings_of_other_workers_are_heard_and_only_the_terminal_hears_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_log(3, tmp_path)
+    log.info("the plan")
+    log.warning("no snapshots in memory")
+    assert capsys.readouterr().err == "worker 3: no snapshots in memory\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_left_alone_once_it_belongs_to_another_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_log(0, tmp_path)
+    log.info("first")
+    close_log_file()
+    log.warning("second")
+    assert written(tmp_path) == ["first"]
+    assert capsys.readouterr().err == "first\nsecond\n"

@@ -87,6 +87,20 @@ def test_a_job_that_has_ended_makes_way(url: str, agents: list[subprocess.Popen[
     second.check()
 
 
+def test_an_earlier_generation_never_takes_a_later_claim_for_its_own(
+    url: str, agents: list[subprocess.Popen[bytes]]
+) -> None:
+    earlier, later = claim(url), claim(url)
+    earlier.acquire(holder_of(agents[0]))
+    later.acquire(holder_of(agents[0]))
+    later.release()
+    with pytest.raises(SupersededError):
+        earlier.check()
+    claim(url).acquire(holder_of(agents[1]))
+    with pytest.raises(SupersededError):
+        earlier.check()
+
+
 def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
     url: str, agents: list[subprocess.Popen[bytes]]
 ) -> None:
