@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import fsspec
@@ -254,7 +254,8 @@ class SnapshotStore:
         """
         corrupt: dict[int, str] = {}
         self.unreadable = {}
-        for step in steps_in(self.list_names()):
+        names = {*self.list_names(), *self.list_names()}  # the first one may be late in an object store
+        for step in steps_in(names):
             try:
                 return self.read(step, check), corrupt
             except CorruptSnapshot as error:
@@ -264,7 +265,7 @@ class SnapshotStore:
         return None, corrupt
 
 
-def steps_in(names: list[str], kind: str | None = None) -> list[int]:
+def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
     """Steps of the snapshots' files (of this kind, or of either) among these names; newest first."""
     found = {step_of(name, kind) for name in names}
     return sorted((step for step in found if step is not None), reverse=True)

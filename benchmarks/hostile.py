@@ -1,0 +1,184 @@
+"""Hostile and foreign snapshots: what train.py, sample.py, init_from and eval_only make of each kind.
+
+    python benchmarks/hostile.py                                   # all; needs Linux; an hour on two cores
+    python benchmarks/hostile.py --kinds NaN FIFO --programs train # whose names contain one of these words
+
+A small run has snapshots of steps 2 and 4. That of step 4 is replaced by one of each kind of
+hostile_kinds.py, with right checksums where that makes it worse, and each program is started on it: once with
+the older snapshot, which must be used (exit code 0, one line names the bad one, which only train.py renames),
+and once without (one sentence, exit code 2). "init file" is snapshot.init_from=step_00000004.safetensors. In
+each there must be no traceback and nothing executed, and the peak of resident memory at most that of the same
+program on the valid snapshot plus the size of the two files plus --slack_mb. Exit code 1 otherwise.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import row
+from hostile_kinds import KINDS, VALID, Kind, read
+
+from mingpt.jobs import ROOT, clean_environment
+
+PROGRAMS = ("train", "sample", "init", "init file", "eval")
+SETTINGS = (
+    "data.block_size=32", "model.n_layer=2", "model.n_embd=32", "trainer.batch_size=4", "trainer.workers=1",
+    "trainer.max_steps=4", "trainer.sample_tokens=0", "trainer.device=cpu", "snapshot.every=2",
+    "snapshot.memory_every=0",
+)  # fmt: skip
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    code: int
+    out: str
+    err: str
+    peak: int  # of its resident memory, in bytes
+
+
+def execute(command: Sequence[str], timeout_s: float = 120) -> Outcome:
+    """Run a program to its end; one that takes longer is killed, and its code is negative."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        words = ["timeout", "--signal=KILL", str(timeout_s), *command]
+        process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stdout=out, stderr=err)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return Outcome(process.returncode, texts[0], texts[1], usage.ru_maxrss * 1024)
+
+
+def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
+    """The command line of a program on the snapshots of `run_dir`; `fresh` is a run folder to begin."""
+    train = [sys.executable, "train.py", f"data.path={text}", *SETTINGS]
+    if program == "sample":
+        return [sys.executable, "sample.py", str(run_dir), "--tokens", "5"]
+    if program == "train":
+        return [*train, f"run_dir={run_dir}"]
+    if program == "eval":
+        return [*train, f"run_dir={run_dir}", "trainer.eval_only=true"]
+    origin = run_dir if program == "init" else run_dir / "snapshots" / "step_00000004.safetensors"
+    return [*train, f"run_dir={fresh}", f"snapshot.init_from={origin}", "trainer.max_steps=0"]
+
+
+class Range:
+    """Where the programs are tried: a whole run, of which each trial gets a copy."""
+
+    def __init__(self, folder: Path, slack_mb: float) -> None:
+        self.folder, self.slack_mb = folder, slack_mb
+        self.text, self.whole, self.canary = folder / "text", folder / "whole", folder / "canary"
+        self.text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:20_000])
+        outcome = execute(command("train", self.whole, self.text, self.whole))
+        if outcome.code:
+            raise RuntimeError(outcome.err)
+        self.clean_peaks: dict[str, int] = {}
+
+    def copy(self) -> Path:
+        run_dir = self.folder / "run"
+        for left in (run_dir, self.folder / "fresh"):
+            shutil.rmtree(left, ignore_errors=True)
+        shutil.copytree(self.whole, run_dir)
+        return run_dir
+
+    def start(self, program: str, run_dir: Path) -> Outcome:
+        return execute(command(program, run_dir, self.text, self.folder / "fresh"))
+
+    def clean_peak(self, program: str) -> int:
+        """The peak on the valid snapshots; train.py goes on from step 2."""
+        if program not in self.clean_peaks:
+            run_dir = self.copy()
+            if program == "train":
+                for path in (run_dir / "snapshots").glob("step_00000004.*"):
+                    path.unlink()
+            outcome = self.start(program, run_dir)
+            if outcome.code:
+                raise RuntimeError(outcome.err)
+            self.clean_peaks[program] = outcome.peak
+        return self.clean_peaks[program]
+
+    def trial(self, kind: str, make: Kind, program: str, older: bool) -> list[str]:
+        """What is wrong; prints a row."""
+        clean_peak, run_dir = self.clean_peak(program), self.copy()
+        snapshots = run_dir / "snapshots"
+        paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"
+        forgery = read(*paths, self.canary)
+        make(forgery)
+        forgery.write(*paths)
+        for path in snapshots.iterdir():
+            if not older and "step_00000004" not in path.name:
+                path.unlink()
+        size = sum(path.lstat().st_blocks * 512 for path in paths)
+        before = sorted(path.name for path in snapshots.iterdir())
+        outcome = self.start(program, run_dir)
+        after = sorted(path.name for path in snapshots.iterdir())
+        wrong = problems(outcome, older and program != "init file") if kind in KINDS else []
+        if kind in VALID and outcome.code not in (0, 2):
+            wrong.append(f"exit code {outcome.code}")
+        is_renamed = any(name.startswith("damaged-1-step_00000004") for name in after)
+        if kind in KINDS and is_renamed != (program == "train" and older):
+            wrong.append("renamed" if is_renamed else "not renamed")
+        if program != "train" and before != after:
+            wrong.append("the folder has changed")
+        if "Traceback" in outcome.err + outcome.out:
+            wrong.append("a traceback")
+        if self.canary.exists():
+            wrong.append("a payload was executed")
+            self.canary.unlink()
+        excess_mb = (outcome.peak - clean_peak - size) / MB
+        if excess_mb > self.slack_mb:
+            wrong.append("memory")
+        said = (outcome.err.strip().splitlines() or [""])[-1 if wrong else 0]
+        row(kind=kind, program=program, older=older, code=outcome.code, peak_mb=round(outcome.peak / MB, 1),
+            excess_mb=round(excess_mb, 1), wrong=wrong, said=said[:300])  # fmt: skip
+        return wrong
+
+
+def problems(outcome: Outcome, has_older: bool) -> list[str]:
+    """What is wrong with how a program took a bad snapshot of step 4."""
+    lines = outcome.err.splitlines()
+    if has_older:
+        named = [line for line in lines if "snapshot of step 4 " in line]
+        wrong = [] if outcome.code == 0 else [f"exit code {outcome.code}, not 0"]
+        return wrong + ([] if len(named) == 1 else [f"named in {len(named)} lines"])
+    wrong = [] if outcome.code == 2 else [f"exit code {outcome.code}, not 2"]
+    sentences = [line for line in lines if line.startswith("error: ")]
+    return wrong + ([] if len(sentences) == 1 else [f"{len(sentences)} sentences"])
+
+
+def main() -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--kinds", nargs="*", default=[""], help="words in their names")
+    parser.add_argument("--programs", nargs="*", default=PROGRAMS, choices=PROGRAMS)
+    parser.add_argument("--older", nargs="*", default=["yes", "no"], choices=["yes", "no"])
+    parser.add_argument("--slack_mb", type=float, default=8.0, help="how much peaks differ from run to run")
+    arguments = parser.parse_args()
+    chosen = {
+        name: make for name, make in (KINDS | VALID).items() if any(word in name for word in arguments.kinds)
+    }
+    trials, bad = 0, 0
+    with tempfile.TemporaryDirectory() as name:
+        place = Range(Path(name), arguments.slack_mb)
+        for kind, make in chosen.items():
+            for program in arguments.programs:
+                for older in arguments.older:
+                    trials += 1
+                    wrong = place.trial(kind, make, program, older == "yes")
+                    bad += bool(wrong)
+    row(kinds=len(chosen), trials=trials, bad=bad)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
