@@ -109,8 +109,8 @@ def manifest_file(make: Callable[[Forgery], bytes]) -> Callable[[Forgery], None]
     return change
 
 
-def header_file(header: bytes) -> Callable[[Forgery], None]:
-    return tensor_file(lambda forgery: with_header(header, forgery.data))
+def header_file(header: Callable[[], bytes]) -> Callable[[Forgery], None]:
+    return tensor_file(lambda forgery: with_header(header(), forgery.data))
 
 
 def header_field(**values: Any) -> Callable[[Forgery], None]:
@@ -232,11 +232,11 @@ KINDS: dict[str, Kind] = {
     "tensors: a link to itself": placed(link_to_itself, "safetensors"),
     "tensors: a link to /dev/zero": placed(link_to_zeros, "safetensors"),
     "header: longer than the file": tensor_file(lambda forgery: (2**40).to_bytes(8, "little") + forgery.data),
-    "header: no JSON": header_file(b"no JSON at all"),
-    "header: a list": header_file(b"[1, 2, 3]"),
-    "header: nested 100,000 deep": header_file(DEEP),
-    "header: 4 MB of small values": header_file(b'{"a": [' + b"{}," * 1_300_000 + b"0]}"),
-    "header: 100 MB": header_file(b'{"a": "' + b"x" * (100 * MB) + b'"}'),
+    "header: no JSON": header_file(lambda: b"no JSON at all"),
+    "header: a list": header_file(lambda: b"[1, 2, 3]"),
+    "header: nested 100,000 deep": header_file(lambda: DEEP),
+    "header: 4 MB of small values": header_file(lambda: b'{"a": [' + b"{}," * 1_300_000 + b"0]}"),
+    "header: 100 MB": header_file(lambda: b'{"a": "' + b"x" * (100 * MB) + b'"}'),
     "header: a name twice": tensor_file(duplicate),
     "header: ../ in a name": renamed("model.wte.weight", "../../model.wte.weight"),
     "header: a backslash in a name": renamed("model.wte.weight", "..\\model.wte.weight"),

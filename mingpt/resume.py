@@ -69,7 +69,7 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     agent = this_process(context.launch.agent_pid)
     memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank, agent)
     latest = find_latest(store, memory, context, is_restart)
-    report_skipped(latest, config)
+    report_skipped(latest, store.url, config)
     if latest.snapshot is None:
         check_nothing_is_lost(latest, config, is_restart)
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
@@ -131,12 +131,12 @@ def view_store(store: SnapshotStore) -> tuple[Snapshot | None, StoreView]:
         return None, StoreView(folder_error=str(error))
 
 
-def report_skipped(latest: LatestSnapshot, config: Config) -> None:
+def report_skipped(latest: LatestSnapshot, url: str, config: Config) -> None:
     """A line for each snapshot that is passed over and keeps its name."""
     corrupt = latest.corrupt if config.trainer.eval_only else {}  # a run that trains sets them aside
     unreadable = {step: reason for view in latest.views for step, reason in view.unreadable.items()}
     for step, reason in sorted((corrupt | unreadable).items(), reverse=True):
-        log.warning("snapshot of step %d in %s skipped: %s", step, latest.where, reason)
+        log.warning("snapshot of step %d in %s skipped: %s", step, url, reason)
     for reason in sorted({view.folder_error for view in latest.views if view.folder_error}):
         log.warning("%s", reason)
 

@@ -80,13 +80,13 @@ def test_snapshots_that_may_be_valid_are_not_overwritten_by_a_job_that_is_told_t
 
 def test_each_snapshot_that_is_passed_over_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    report_skipped(latest(UNREADABLE, UNREADABLE, NO_FOLDER, NO_FOLDER), AUTO)
+    report_skipped(latest(UNREADABLE, UNREADABLE, NO_FOLDER, NO_FOLDER), "here", AUTO)
     assert len(caplog.messages) == 2
     caplog.clear()
-    report_skipped(latest(CORRUPT), AUTO)
+    report_skipped(latest(CORRUPT), "here", AUTO)
     assert caplog.messages == [], "a run that trains names it when it sets it aside"
-    report_skipped(latest(CORRUPT), EVAL_ONLY)
-    assert caplog.messages == ["snapshot of step 5 in out/run/snapshots skipped: its tensor file is missing"]
+    report_skipped(latest(CORRUPT), "here", EVAL_ONLY)
+    assert caplog.messages == ["snapshot of step 5 in here skipped: its tensor file is missing"]
 
 
 def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
