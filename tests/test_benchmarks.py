@@ -1,4 +1,4 @@
-"""The programs that enumerate crash points and damage, on a part of what they enumerate."""
+"""The programs that enumerate crash points, damage and hostile snapshots, on a part of what they enumerate."""
 
 import json
 import shutil
@@ -31,3 +31,18 @@ def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
 def test_no_damage_loads_silently() -> None:
     row = last_row("benchmarks/damage.py", "--flips", "40")
     assert row["loaded_silently"] == 0 and row["intact_one_loads"]
+
+
+@pytest.mark.slow
+def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
+    """A part of the kinds, for each program."""
+    kinds = [
+        "a zip of torch.save",
+        "huge shape",
+        "model: NaN",
+        "15 MB of small",
+        "n_layer is",
+        "block_size is",
+    ]
+    row = last_row("benchmarks/hostile.py", "--slack_mb", "16", "--kinds", *kinds)
+    assert row["bad"] == 0 and row["kinds"] >= len(kinds)
