@@ -69,9 +69,9 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     agent = this_process(context.launch.agent_pid)
     memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank, agent)
     latest = find_latest(store, memory, context, is_restart)
-    report_skipped(latest, store.url, config)
     if latest.snapshot is None:
         check_nothing_is_lost(latest, config, is_restart)
+    report_skipped(latest, store.url, config)
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, latest, is_restart)

@@ -1,4 +1,4 @@
-"""The programs that enumerate crash points, damage and hostile snapshots, on a part of what they enumerate."""
+"""The programs that enumerate crash points, damage and hostile snapshots, on a part of these."""
 
 import json
 import shutil
