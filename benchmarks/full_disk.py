@@ -234,6 +234,7 @@ class Faults:
     def killed_run(self, settings: Mapping[str, Any]) -> Path:
         """A run folder as a killed job leaves it, past its third snapshot."""
         run_dir = self.work / "killed" / "run"
+        run_dir.parent.mkdir()
         job = start_plain(run_dir, settings, 1, 0)
         job.wait_until(lambda: last_step(run_dir) >= 17)
         job.kill()
