@@ -73,27 +73,18 @@ class Saving:
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
         if run_logger:
-            logger = run_logger
-            manifest = self.manifest() | {"metrics": dict(logger.last)}
-
-            def late_fields() -> dict[str, Any]:
-                # A step that has a snapshot is never computed again, so its records must be durable.
-                # Those that cannot be written travel in the snapshot.
-                logger.flush()
-                unwritten = logger.unwritten(manifest["step"])
-                return audit_fields(chain) | ({"unwritten": unwritten} if unwritten else {})
-
-            self.saver.save(manifest, tensors, late_fields)
+            manifest = self.manifest() | {"metrics": dict(run_logger.last)}
+            self.saver.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
         events.emit("save_end", kind="disk", step=self.state.step)
 
-    def save_to_memory(self) -> None:
+    def save_to_memory(self, run_logger: RunLogger | None) -> None:
         """Copy the state to memory that outlives this process."""
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
         if self.context.launch.local_rank == 0:
             manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}
-            self.memory.save(manifest, tensors, lambda: audit_fields(chain))
+            self.memory.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def manifest(self) -> dict[str, Any]:
@@ -163,10 +154,20 @@ class Saving:
             self.memory.remove()
 
 
-def audit_fields(chain: Callable[[], str]) -> dict[str, str]:
-    """The chain for the manifest. Raises SaveAborted if a rank that it needs is gone."""
+def late_fields(chain: Callable[[], str], run_logger: RunLogger | None, step: int) -> dict[str, Any]:
+    """What the manifest gets in the background: the audit's chain, and records that are nowhere else.
+
+    A step that has a snapshot is never computed again, so its records must be durable: those that cannot be
+    written travel in the snapshot. Raises SaveAborted if a rank that the chain needs is gone.
+    """
+    fields: dict[str, Any] = {}
+    if run_logger:
+        run_logger.flush()
+        unwritten = run_logger.unwritten(step)
+        if unwritten:
+            fields["unwritten"] = unwritten
     try:
-        return {"audit": chain()}
+        return fields | {"audit": chain()}
     except RuntimeError as error:
         if is_lost_peer(error):
             raise SaveAborted from error

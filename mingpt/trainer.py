@@ -162,7 +162,7 @@ class Trainer:
         if is_last or stop or step % config.snapshot.every == 0:
             self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
-            self.timer.exclude(self.saving.save_to_memory)
+            self.timer.exclude(lambda: self.saving.save_to_memory(self.run_logger))
 
     def begin_run(self) -> bool:
         """Whether there is anything to train; if so, everything is ready for the first step."""

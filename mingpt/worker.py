@@ -4,6 +4,7 @@ Imports little, so that a signal is heard a few hundredths of a second after the
 """
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -28,6 +29,9 @@ class Worker:
     """
 
     def __init__(self) -> None:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started us
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
         gc.disable()  # importing torch takes an eighth less time without the garbage collector
         try:
             self.launch = Launch.from_environment()

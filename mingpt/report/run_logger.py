@@ -201,13 +201,21 @@ class RunLogger:
 
 
 def is_reported(run_dir: Path, unwritten: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the files of a run that stands at its last step say so, as far as its folder can be read."""
+    """Whether the files of a run that stands at its last step say so, as far as its folder can be read.
+
+    A folder that has nothing but snapshots, a copy say, needs no report.
+    """
+    records = run_dir / "metrics.jsonl"
     try:
-        status = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["status"]
-        last = max((record["step"] for record in read_records(run_dir / "metrics.jsonl")), default=-1)
+        last = max((record["step"] for record in read_records(records)), default=-1)
+        if any(record["step"] > last for record in unwritten):
+            return False
+        history = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        return bool(history["status"] != "running")
+    except FileNotFoundError:
+        return not records.exists()
     except (OSError, ValueError, TypeError, KeyError):
-        return not unwritten
-    return status != "running" and all(record["step"] <= last for record in unwritten)
+        return True
 
 
 def plural(count: int, noun: str) -> str:

@@ -1,6 +1,7 @@
 """Jobs whose disk is full, or fails."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,17 @@ os.write = write
     assert start(words).wait() == 0
     assert read_metric(run_dir) == read_metric(undisturbed)
     assert read_history(run_dir)["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirection", ["2>&-", ">/dev/full 2>/dev/full", ">&- 2>&- <&-"])
+def test_output_that_goes_nowhere_ends_no_run(
+    redirection: str, start: Start, text: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    words = shlex.join(command(run_dir=tmp_path / "run", data__path=text, trainer__workers=2))
+    assert start(["bash", "-c", f"{words} {redirection}"]).wait() == 0
+    assert final_hash(tmp_path / "run") == final_hash(undisturbed)
+    assert "finished at step 30" in (tmp_path / "run" / "log.txt").read_text()
 
 
 @pytest.fixture

@@ -253,3 +253,5 @@ def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
     assert not is_reported(tmp_path, [record])
     logger.log_values(3, {"train/loss": 3.0})
     assert is_reported(tmp_path, [record])
+    (tmp_path / "run.json").unlink()
+    assert not is_reported(tmp_path, []), "run.json could never be written"

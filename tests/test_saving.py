@@ -1,0 +1,134 @@
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import SMALL
+from support.single_process import SingleProcess
+from support.snapshots import TENSORS, make_store
+
+from mingpt.audit import START, Audit
+from mingpt.cli import build
+from mingpt.data import make_corpus
+from mingpt.errors import NonRetryableError
+from mingpt.saving import Saving
+
+TEXT = b"To be, or not to be, that is the question.\n" * 40
+
+
+class RecordingLogger:
+    """What Saving needs of a RunLogger."""
+
+    def __init__(self) -> None:
+        self.last = {"train": {"step": 1, "train/loss": 1.0}}
+        self.records: list[dict[str, Any]] = []
+        self.failures: list[tuple[int, str]] = []
+
+    def flush(self) -> None:
+        pass
+
+    def unwritten(self, step: int) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["step"] <= step]
+
+    def failed(self, step: int, why: str) -> None:
+        self.failures.append((step, why))
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Saving:
+    """Of a run at step 10 that has no snapshot yet."""
+    config = build(SMALL | {"run_dir": str(tmp_path)})
+    start: Any = SimpleNamespace(store=make_store(tmp_path), memory=None, durable_step=0)
+    state: Any = SimpleNamespace(step=10, windows_seen=80, full_state=lambda: TENSORS)
+    corpus = make_corpus(TEXT, config.data)
+    return Saving(config, SingleProcess(), state, start, corpus, {"threads": 1}, Audit(START, 8))
+
+
+def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots from this step on cannot be written."""
+    write = saving.store.write
+
+    def faulty_write(manifest: dict[str, Any], content: Any) -> None:
+        if manifest["step"] >= step:
+            raise error
+        write(manifest, content)
+
+    monkeypatch.setattr(saving.store, "write", faulty_write)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
+    code: int, saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    fail_from(saving, 20, OSError(code, "broken"), monkeypatch)
+    for step in (10, 20):
+        saving.state.step = step
+        saving.save_to_disk(logger)
+    with pytest.raises(NonRetryableError) as error:
+        saving.finish(logger)
+    assert str(error.value) == (
+        f"the snapshot of step 20 cannot be written to {saving.store.url} (broken) and the run stands at "
+        "step 10 there: make room or repair it, and start the same command again, which goes on from there"
+    )
+    assert logger.failures == [(20, str(error.value))]
+
+
+def test_without_a_snapshot_before_it_the_sentence_says_so(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    fail_from(saving, 0, OSError(errno.ENOSPC, "full"), monkeypatch)
+    saving.save_to_disk(logger)
+    with pytest.raises(NonRetryableError, match=r"\(full\) and there is none before it"):
+        saving.finish(logger)
+
+
+def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    with monkeypatch.context() as patch:
+        fail_from(saving, 0, OSError(errno.EIO, "broken"), patch)
+        saving.save_to_disk(logger)
+        saving.wait()
+    saving.state.step = 20
+    saving.save_to_disk(logger)
+    saving.finish(logger)
+    assert (logger.failures, saving.store.steps()) == ([], [20])
+
+
+def test_an_error_that_is_none_of_the_disk_is_raised_as_it_is(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    fail_from(saving, 0, TypeError("a bug"), monkeypatch)
+    saving.save_to_disk(logger)
+    with pytest.raises(TypeError, match="a bug"):
+        saving.finish(logger)
+
+
+def test_records_that_are_not_written_travel_in_the_snapshot(saving: Saving) -> None:
+    logger: Any = RecordingLogger()
+    saving.save_to_disk(logger)
+    saving.wait()
+    logger.records = [{"step": step, "train/loss": 1.5} for step in (19, 20, 21)]
+    saving.state.step = 20
+    saving.save_to_disk(logger)
+    saving.finish(logger)
+    assert "unwritten" not in saving.store.read_manifest(10)
+    assert [record["step"] for record in saving.store.read_manifest(20)["unwritten"]] == [19, 20]
+
+
+def test_waiting_long_for_the_write_before_is_said_once(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger: Any = RecordingLogger()
+    monkeypatch.setattr("mingpt.saving.LONG_WAIT_S", -1.0)
+    for step in (10, 15, 20, 25):
+        saving.state.step = step
+        saving.save_to_disk(logger)
+    saving.finish(logger)
+    (line,) = caplog.messages
+    assert line.startswith("training waited 0.0 s until the snapshot of step 10 was written: raise snapshot.")
