@@ -13,7 +13,7 @@ FLOORS = [
     ["parallel"],
     ["cli", "state", "audit", "report"],
     ["resume"],
-    ["saving", "evaluate", "initialize"],
+    ["saving", "evaluate", "initialize", "failures"],
     ["trainer"],
     ["agent", "worker", "jobs", "fault_injection", "verify"],
 ]

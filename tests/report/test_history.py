@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from mingpt.distributed import GenerationEnd
+from mingpt.distributed.generation import MAX_REPEATS
 from mingpt.report import RunHistory, read_run_id
-from mingpt.report.history import MAX_REPEATS
 
 RUN_ID = "abc123"
 
