@@ -7,9 +7,11 @@ In turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file
 the first worker, in an evaluation with its text, and at any moment. After each stop the same command is
 started again, until the run is finished; then a new run begins. A row per stop, as JSON: the seconds until
 the last worker was gone, and its agent, those for which a worker was still importing torch and all else, and
-the newest snapshot before and after. Exit code 1 unless each worker took less than 2 s, a step and what was left of the
-imports, lost no step that had a snapshot, wrote one of the step it stopped at if it had begun to train, left
-no process, and each run ended with the hash and the records of an undisturbed one.
+the newest snapshot before and after.
+
+Exit code 1 unless the workers took less than 2 s, a step and what was left of the imports each time, lost no
+step that had a snapshot, wrote one of the step they stopped at if they had begun to train, left no process,
+and each run ended with the hash and the records of an undisturbed one.
 """
 
 import argparse
