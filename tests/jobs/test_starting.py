@@ -34,7 +34,12 @@ ENDS = "a restart would repeat it"
     [
         (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "torchrun"),
         pytest.param(FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "python", marks=pytest.mark.slow),
-        (FAILS_TO_IMPORT, "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer", "torchrun"),
+        pytest.param(
+            FAILS_TO_IMPORT,
+            "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer",
+            "torchrun",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_failure_that_repeats_before_the_first_step_ends_the_job(
@@ -64,7 +69,8 @@ events.subscribe("worker_start", freeze)
 """
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_frozen_before_the_meeting_is_given_up(
     rank: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +145,7 @@ def test_a_stop_during_the_start_is_obeyed_at_once(
     assert read_history(run_dir)["generations"] == []
 
 
+@pytest.mark.slow
 def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_have_met(
     start: Start, text: Path, tmp_path: Path
 ) -> None:

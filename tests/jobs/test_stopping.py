@@ -198,6 +198,7 @@ def values(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key[-2:] != "_s"} for record in records]
 
 
+@pytest.mark.slow
 def test_a_long_sample_is_cut_too(start: Start, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__sample_tokens": 1_000_000}
     job = start(command(trainer__workers=2, trainer__eval_at_start=False, **settings))

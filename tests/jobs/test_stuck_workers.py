@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from conftest import Start, all_gone, changed_program, command, final_hash, wait_until
 
-from mingpt.distributed.generation import GenerationEnd
 from mingpt.jobs import read_history, torchrun
 
 # The C function pause() returns after a signal only; ctypes has released the GIL.
@@ -34,7 +33,7 @@ def stuck_pid(folder: Path, rank: int) -> int:
         return 0
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("kind", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_a_stuck_worker_leaves_when_its_sibling_is_gone(
     kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -58,6 +57,7 @@ def test_a_stuck_worker_leaves_when_its_sibling_is_gone(
     assert final_hash(tmp_path / "run") == final_hash(undisturbed)
 
 
+@pytest.mark.slow
 def test_workers_that_are_all_stuck_leave_timeout_s_after_sigterm(
     start: Start, text: Path, tmp_path: Path
 ) -> None:
@@ -73,6 +73,7 @@ def test_workers_that_are_all_stuck_leave_timeout_s_after_sigterm(
     job.wait(20)
 
 
+@pytest.mark.slow
 def test_where_no_restart_is_left_a_stuck_worker_says_so(start: Start, text: Path, tmp_path: Path) -> None:
     program = changed_program(tmp_path, STUCK.format(folder=str(tmp_path), ranks="0"))
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 300}
@@ -98,6 +99,7 @@ ProcessExit.exit_process = exit_late
 """
 
 
+@pytest.mark.slow
 def test_an_exit_in_order_of_one_worker_is_no_alarm_for_a_slower_one(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -107,9 +109,3 @@ def test_an_exit_in_order_of_one_worker_is_no_alarm_for_a_slower_one(
     job = start(command(launcher=torchrun(2), program=program, **settings))
     assert job.wait() == 0, job.err()
     assert "lost a peer" not in job.err() and final_hash(tmp_path / "run") == final_hash(undisturbed)
-
-
-def test_orderly_reasons_make_a_sentence_too() -> None:
-    reasons = {rank: {"why": "finished", "step": 30, "agreed": True} for rank in range(2)}
-    assert GenerationEnd(2, reasons).sentence() == "the workers finished"
-    assert GenerationEnd(2, {0: reasons[0]}).sentence() == "worker 1 vanished"
