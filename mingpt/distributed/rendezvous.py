@@ -132,7 +132,7 @@ class Rendezvous:
         for rank, pidfd in peers.find_siblings(self.launch.agent_pid).items():
             if rank in missing:
                 peers.kill(pidfd)
-        sentence = f"{list_workers(missing)} did not come within {self.timeout_s:g} s"
+        sentence = f"{list_workers(missing)} did not come within {round(self.timeout_s, 1):g} s"
         if can_tell:
             self._store.compare_set("not_come", "", sentence)
         raise PeersMissing(sentence)

@@ -29,17 +29,13 @@ if os.environ.get("RANK") == "1":
 ENDS = "a restart would repeat it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "sentence", "launcher"),
     [
         (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "torchrun"),
-        pytest.param(FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "python", marks=pytest.mark.slow),
-        pytest.param(
-            FAILS_TO_IMPORT,
-            "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer",
-            "torchrun",
-            marks=pytest.mark.slow,
-        ),
+        (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "python"),
+        (FAILS_TO_IMPORT, "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer", "torchrun"),
     ],
 )
 def test_a_failure_that_repeats_before_the_first_step_ends_the_job(
