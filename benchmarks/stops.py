@@ -1,36 +1,91 @@
 """Stop a job at a random moment: how long until it is gone, what is left, does it go on from there?
 
-    python benchmarks/stops.py        # 40 stops
+    python benchmarks/stops.py           # 40 stops
+    python benchmarks/stops.py --plain   # of plain `python train.py`
 
-In turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file. After each stop the same
-command is started again, until the run is finished; then a new run begins. A row per stop, as JSON: the
-seconds until the last process was gone, and the newest snapshot before and after. Exit code 1 unless each
-stop took less than 5 s and a step, lost no step that had a snapshot, wrote one of the step it stopped at if
-it had begun to train, left no process, and each run ended with the hash of an undisturbed one.
+In turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file; in turns in the first 2 s of
+the first worker, in an evaluation with its text, and at any moment. After each stop the same command is
+started again, until the run is finished; then a new run begins. A row per stop, as JSON: the seconds until
+the last worker was gone, and its agent, those for which a worker was still importing torch and all else, and
+the newest snapshot before and after.
+
+Exit code 1 unless the workers took less than 2 s, a step and what was left of the imports each time, lost no
+step that had a snapshot, wrote one of the step they stopped at if they had begun to train, left no process,
+and each run ended with the hash and the records of an undisturbed one.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from common import row, short_hash, start
+from common import arguments_of, row, short_hash
 
-from mingpt.jobs import Job, is_alive, read_history
+from mingpt import events
+from mingpt.jobs import ROOT, Job, is_alive, read_history, torchrun
 
 STEPS = 150
 SETTINGS = {
     "data.block_size": 64, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 64,
     "trainer.batch_size": 16, "trainer.micro_batch_size": 2, "trainer.max_steps": STEPS,
-    "trainer.eval_every": 40, "trainer.log_every": 1, "trainer.sample_tokens": 50, "trainer.device": "cpu",
-    "trainer.timeout_s": 60, "snapshot.every": 10,
+    "trainer.eval_every": 40, "trainer.log_every": 1, "trainer.sample_tokens": 400, "trainer.device": "cpu",
+    "trainer.timeout_s": 60, "snapshot.every": 10, "data.val_fraction": 0.6,
 }  # fmt: skip
 KINDS = ("SIGTERM", "SIGINT", "SIGUSR1", "STOP")
+MOMENTS = ("first 2 s", "evaluation", "any")
+LIMIT_S = 2.0
+
+
+PROGRAM = """import os, sys
+from pathlib import Path
+sys.path[:0] = [{root!r}, {here!r}]
+import stops, train
+stops.leave_marks(Path(os.environ["MARKS"]))
+train.main()
+"""
+
+
+def leave_marks(marks: Path) -> None:
+    """In a worker: files that tell when it has imported everything, and that it evaluates."""
+
+    def note_imports() -> None:
+        while not hasattr(sys.modules.get("mingpt.trainer"), "Trainer"):
+            time.sleep(0.01)
+        (marks / f"imported-{os.getpid()}").write_text(str(time.monotonic()))
+
+    def note_evaluation(step: int) -> None:
+        (marks / "evaluating").touch()
+
+    if "RANK" in os.environ:
+        threading.Thread(target=note_imports, daemon=True).start()
+    events.subscribe("evaluation_start", note_evaluation)
+
+
+def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool) -> Job:
+    """A job of two workers that leave marks."""
+    marks.mkdir(exist_ok=True)
+    program = folder / "marked_train.py"
+    program.write_text(PROGRAM.format(root=str(ROOT), here=str(Path(__file__).parent)))
+    launcher = [sys.executable] if is_plain else torchrun(2)
+    words = [str(program), f"run_dir={run_dir}", *arguments_of(SETTINGS), "trainer.workers=2"]
+    return Job([*launcher, *words], run_dir, MARKS=str(marks))
+
+
+def catches_sigusr1(pid: int) -> bool:
+    """Whether a process has a handler for it; before that it would die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
 
 
 def newest_step(run_dir: Path) -> int:
@@ -53,27 +108,57 @@ def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: rando
     return job.is_running()
 
 
-def stop_once(run_dir: Path, kind: str, after_s: float, rng: random.Random) -> dict[str, Any] | None:
-    """Start a job and stop it after so long; returns the row of it, None if the request came too late."""
-    job = start(run_dir, SETTINGS)
-    time.sleep(after_s)  # the random moment itself
+def imports_left_s(marks: Path, since: float) -> float:
+    """Seconds for which a worker was still importing."""
+    ends = [float(path.read_text() or since) for path in marks.glob("imported-*")]
+    return max([0.0, *(end - since for end in ends)])
+
+
+def wait_for_moment(
+    job: Job, moment: str, kind: str, marks: Path, length_s: float, rng: random.Random
+) -> float:
+    """Returns how long after the start of the first worker. Raises RuntimeError if the job ends before."""
+    job.wait_until(job.workers)
+    began = time.monotonic()
+    if moment == "evaluation":
+        job.wait_until((marks / "evaluating").exists)
+    longest_s = {"first 2 s": 2.0, "evaluation": 0.5, "any": 0.8 * length_s}[moment]
+    time.sleep(rng.uniform(0.0, longest_s))  # the random moment itself
+    if kind == "SIGUSR1":
+        job.wait_until(lambda: job.workers() and all(map(catches_sigusr1, job.workers())))
+    return time.monotonic() - began
+
+
+def stop_once(
+    job: Job, moment: str, kind: str, run_dir: Path, marks: Path, length_s: float, rng: random.Random
+) -> dict[str, Any] | None:
+    """Stop a job that has just been started; returns the row of it, None if the request came too late."""
+    try:
+        after_s = wait_for_moment(job, moment, kind, marks, length_s, rng)
+    except RuntimeError:
+        return None  # it has finished
     pids, before, began = job.workers(), newest_step(run_dir), time.monotonic()
     if not request_stop(kind, job, pids, run_dir, rng):
         job.wait()
         return None
-    code = job.wait(60)
     while any(is_alive(pid) for pid in pids) and time.monotonic() - began < 60:
         time.sleep(0.005)
     took = time.monotonic() - began
-    history, newest = read_history(run_dir), newest_step(run_dir)
+    code = job.wait(60)
+    agent_took = time.monotonic() - began
+    history, newest, imports_s = read_history(run_dir), newest_step(run_dir), imports_left_s(marks, began)
     step_s = max((entry.get("step_s", 0.0) for entry in history["generations"]), default=0.0)
-    is_good = took < 5 + step_s and newest >= before and not any(is_alive(pid) for pid in pids)
+    is_good = took < LIMIT_S + step_s + imports_s and newest >= before
+    is_good = is_good and not any(is_alive(pid) for pid in pids)
     if history["status"] == "stopped":  # it had begun to train: the step it stopped at has the snapshot
         is_good = is_good and newest == history["generations"][-1]["to_step"]
     return {
         "kind": kind,
+        "moment": moment,
         "after_s": round(after_s, 2),
         "gone_s": round(took, 2),
+        "agent_gone_s": round(agent_took, 2),
+        "imports_s": round(imports_s, 2),
         "status": history["status"],
         "snapshot_before": before,
         "snapshot": newest,
@@ -82,33 +167,49 @@ def stop_once(run_dir: Path, kind: str, after_s: float, rng: random.Random) -> d
     }
 
 
+def records(run_dir: Path) -> list[tuple[int, float]]:
+    """Step and loss of each record, in order."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line.get("train/loss", line.get("val/loss"))) for line in lines]
+
+
 def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--stops", type=int, default=40)
+    parser.add_argument("--plain", action="store_true", help="plain python in place of torchrun")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     rng, done, good, is_same = random.Random(arguments.seed), 0, 0, list[bool]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        began = time.monotonic()
-        start(folder / "undisturbed", SETTINGS).wait(600)
-        length_s, expected = time.monotonic() - began, short_hash(folder / "undisturbed")
+        undisturbed, began = folder / "undisturbed", time.monotonic()
+        start_marked(folder, undisturbed, folder / "marks", arguments.plain).wait(600)
+        length_s, expected = time.monotonic() - began, short_hash(undisturbed)
         row(undisturbed=expected, seconds=round(length_s, 1))
-        run_dir = folder / "run0"
+
+        def is_as_undisturbed(run_dir: Path) -> bool:
+            return short_hash(run_dir) == expected and records(run_dir) == records(undisturbed)
+
+        run_dir, started = folder / "run0", 0
         while done < arguments.stops:
-            kind, after_s = KINDS[done % len(KINDS)], rng.uniform(1.0, 0.8 * length_s)
-            stopped = stop_once(run_dir, kind, after_s, rng)
+            started += 1
+            kind, moment = KINDS[done % len(KINDS)], MOMENTS[done % len(MOMENTS)]
+            marks = folder / f"marks{started}"
+            job = start_marked(folder, run_dir, marks, arguments.plain)
+            stopped = stop_once(job, moment, kind, run_dir, marks, length_s, rng)
             if stopped:
                 done += 1
                 good += stopped["ok"]
                 row(stop=done, **stopped)
-            if newest_step(run_dir) == STEPS:
-                is_same.append(short_hash(run_dir) == expected)
+                if not stopped["ok"]:
+                    print(job.err()[-3000:], file=sys.stderr)
+            if read_history(run_dir)["status"] == "finished":
+                is_same.append(is_as_undisturbed(run_dir))
                 run_dir = folder / f"run{len(is_same)}"
             (run_dir / "STOP").unlink(missing_ok=True)
-        start(run_dir, SETTINGS).wait(600)
-        is_same.append(short_hash(run_dir) == expected)
+        start_marked(folder, run_dir, folder / "marks", arguments.plain).wait(600)
+        is_same.append(is_as_undisturbed(run_dir))
     row(stops=done, ok=good, runs=len(is_same), identical=sum(is_same))
     return 0 if good == done and all(is_same) else 1
 

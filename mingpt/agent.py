@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.launch import AGENT_PID, STATUS_FILE, Launch
-from mingpt.distributed.signals import StopSignal
+from mingpt.distributed.signals import SIGNALS, StopSignal
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -71,7 +71,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
         stop_signal.close()
-        block_sigint()
+        block_signals()
         handle_signals(stop_agent)  # until the agent installs handlers that do the same
         try:
             try:
@@ -98,13 +98,13 @@ def report_killed(exit_codes: dict[int, int]) -> None:
         sys.stderr.write(f"error: {message}\n")
 
 
-def block_sigint() -> None:
-    """In this thread, whose mask the workers inherit: SIGINT then waits until StopSignal unblocks it.
+def block_signals() -> None:
+    """In this thread, whose mask the workers inherit: these wait until StopSignal unblocks them.
 
-    Another thread of this process, which does not block it, receives the agent's own.
+    Another thread of this process, which does not block them, receives the agent's own.
     """
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":

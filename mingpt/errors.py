@@ -9,6 +9,18 @@ class ExpectedError(RuntimeError):
     """An error that its one sentence explains: no traceback is printed. Exit code 1; torchrun may restart."""
 
 
+class PeersMissing(ExpectedError):
+    """Other workers did not come to meet this one; the message says which."""
+
+
+class StopRequested(Exception):
+    """All ranks have agreed to stop before the first step, when there is nothing to save."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"stopped by {reason}")
+        self.reason = reason
+
+
 class NonRetryableError(ExpectedError):
     """A failure that would repeat, raised on all ranks. Ends the job with exit code 1, without restarts."""
 

@@ -2,16 +2,19 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mingpt import events
-from mingpt.config import Config
+from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
 from mingpt.model import GPT, generate
+from mingpt.report.files import read_records
+from mingpt.resume import StartPoint
 
 MIN_BATCH_TOKENS = 4096  # without a backward pass there is room, and small batches cost more
 
@@ -24,11 +27,16 @@ class Evaluator:
     ) -> None:
         self.config, self.context, self.model, self.corpus, self.dtype = config, context, model, corpus, dtype
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Mean loss in nats over every token of the split, dropout off. Collective."""
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        """Mean loss in nats over every token of the split, dropout off. Collective.
+
+        None on all ranks if a request to stop has cut it.
+        """
         events.emit("evaluation_start", step=step)
         targets = len(self.corpus.val.tokens) - 1
         losses = self.context.run_with_heartbeat(self.local_losses)
+        if self.context.agreed_stop:
+            return None
         losses = self.context.all_reduce(losses)
         nats = math.fsum(losses.tolist())
         return {"val/loss": nats / targets, "val/bits_per_byte": nats / math.log(2) / self.corpus.val_bytes}
@@ -46,6 +54,9 @@ class Evaluator:
         for number, (inputs, targets) in itertools.islice(
             batches, self.context.rank, None, self.context.world_size
         ):
+            events.emit("evaluation_batch", number=number)
+            if self.context.should_stop():
+                break
             with autocast(device, self.dtype):
                 _, loss = self.model(inputs.to(device), targets.to(device))
             losses[number] = float(loss) * targets.numel()
@@ -53,8 +64,35 @@ class Evaluator:
         return losses
 
     def sample(self) -> str:
-        """Text from the default prompt, without the prompt; the same on the same kind of device."""
+        """Text from the default prompt, without the prompt; the same on the same kind of device.
+
+        Cut short by a request to stop.
+        """
         tokenizer = self.corpus.tokenizer
         prompt = tokenizer.encode(tokenizer.default_prompt()).tolist()
         tokens = generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)
-        return tokenizer.decode(list(tokens))
+        kept = itertools.takewhile(lambda _: not self.context.should_stop(), tokens)
+        return tokenizer.decode(list(kept))
+
+
+def is_due(trainer: TrainerConfig, step: int) -> bool:
+    """Whether an evaluation follows this step."""
+    if step == 0:
+        return trainer.eval_at_start
+    return step == trainer.max_steps or step % trainer.eval_every == 0
+
+
+def is_missing(config: Config, context: DistributedContext, run_dir: Path, start: StartPoint) -> bool:
+    """Whether the evaluation that follows the step of the start was cut by a request to stop. Collective."""
+    if start.snapshot is None or config.trainer.eval_only:
+        return not config.trainer.eval_only and is_due(config.trainer, 0)
+    manifest = start.snapshot.manifest
+    step = manifest["step"]
+    is_on_record = manifest["metrics"].get("val", {}).get("step") == step
+    if context.rank == 0 and not is_on_record:
+        records = itertools.chain(manifest.get("unwritten", ()), read_records(run_dir / "metrics.jsonl"))
+        is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
+    is_on_record = context.broadcast_object(is_on_record, 0)
+    is_past_end = step > config.trainer.max_steps
+    # The records of step 0 are dropped when a run begins there again.
+    return is_due(config.trainer, step) and not is_past_end and (step == 0 or not is_on_record)

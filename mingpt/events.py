@@ -25,6 +25,7 @@ EVENTS = {
     "optimizer_end": "step: the update is done, not yet known to be finite",
     "step_end": "step: the number of completed steps",
     "evaluation_start": "step",
+    "evaluation_batch": "number: of the batch that is evaluated next, in the thread that evaluates",
     "save_start": "kind ('disk' or 'memory'), step: the training loop waits from here",
     "save_end": "kind, step: to here; writing goes on in the background",
     "write_start": "kind, step: in the thread that hashes and writes",

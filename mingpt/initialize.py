@@ -38,7 +38,8 @@ def make_run_dir(config: Config) -> Path:
 def load_corpus(config: Config, context: DistributedContext) -> Corpus:
     """Rank 0 reads the text; all ranks get its bytes and encode them alike. Raises UserError."""
     content = context.run_with_heartbeat(lambda: read_bytes(config.data) if context.rank == 0 else None)
-    return make_corpus(context.broadcast_bytes(content, source=0), config.data)
+    text = context.broadcast_bytes(content, source=0)
+    return context.heartbeat_while(lambda: make_corpus(text, config.data))
 
 
 def init_environment(config: Config, context: DistributedContext, start: resume.StartPoint) -> dict[str, Any]:
@@ -67,7 +68,8 @@ def init_state(
     """The state from snapshot or seed, and whether it is compiled, into `environment`. Raises UserError."""
     snapshot = start.snapshot
     torch.manual_seed(config.seed)
-    model = GPT(config.model, vocab_size=len(corpus.tokenizer), block_size=config.data.block_size)
+    sizes = {"vocab_size": len(corpus.tokenizer), "block_size": config.data.block_size}
+    model = context.heartbeat_while(lambda: GPT(config.model, **sizes))
     step, windows_seen = 0, 0
     if snapshot:
         step, windows_seen = snapshot.manifest["step"], snapshot.manifest["windows"]

@@ -22,8 +22,9 @@ from mingpt.config import Config
 from mingpt.data import mix
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
-from mingpt.errors import ExpectedError, NonFiniteError, NonRetryableError
-from mingpt.evaluate import Evaluator
+from mingpt.errors import NonFiniteError, NonRetryableError
+from mingpt.evaluate import Evaluator, is_due, is_missing
+from mingpt.failures import not_finite, out_of_memory_explained, raise_if_repeated
 from mingpt.initialize import init_environment, init_state, load_corpus, make_run_dir
 from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer, is_reported, open_log
@@ -41,6 +42,7 @@ class Trainer:
         self.run_dir = context.raise_on_all_ranks(lambda: make_run_dir(config))
         claims = claim_places(config, context)
         open_log(context.rank, None if config.trainer.eval_only else self.run_dir)
+        raise_if_repeated(context, self.run_dir)
         corpus = load_corpus(config, context)
         start = find_start(config, context, self.run_dir, corpus)
         start.store.check_claim = claims.check
@@ -65,7 +67,11 @@ class Trainer:
         is_complete = self.is_resumed and self.state.step >= config.trainer.max_steps
         unwritten = start.snapshot.manifest.get("unwritten", ()) if start.snapshot else ()
         is_over = is_complete and context.rank == 0 and is_reported(self.run_dir, unwritten)
-        self.nothing_left = context.broadcast_object(is_over, 0) and not start.is_restart
+        is_over = context.broadcast_object(is_over, 0)
+        self.evaluation_missing = is_missing(config, context, self.run_dir, start)
+        self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
+        if not config.trainer.eval_only:
+            context.stop_signal.defer()
         self.run_logger = None
         if context.rank == 0 and not config.trainer.eval_only and not self.nothing_left:
             self.run_logger = RunLogger(
@@ -80,6 +86,9 @@ class Trainer:
                 unwritten,
                 claims.check,
             )
+            logger = self.run_logger
+            context.exit.note_failure = lambda why: logger.failed(self.state.step, why)
+        context.exit.note_begun()
 
     def run(self) -> str | None:
         """Train up to max_steps, or until told to stop; then everything is durable, on all ranks.
@@ -88,18 +97,19 @@ class Trainer:
         a failure that repeats, on all ranks; ExpectedError where memory does not suffice.
         """
         with self.failure_recorded():
-            if not self.config.trainer.eval_only:
-                self.context.stop_signal.defer(self.run_dir / "STOP")
             if not self.begin_run():
                 return None
             stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # since the workers started
-            if self.state.step == 0 and self.config.trainer.eval_at_start and not stop:
-                self.evaluate()
+            if self.evaluation_missing and not stop:
+                stop = self.evaluate()
+                if self.state.step and not stop:
+                    self.saving.save_to_disk(self.run_logger)  # whose manifest holds the evaluation
             self.timer.reset(self.state.step)
             while self.state.step < self.config.trainer.max_steps and not stop:
                 grad_norm, stop = self.step()
-                self.after_step(grad_norm, stop)
-            stopped_by = stop if self.state.step < self.config.trainer.max_steps else None
+                stop = self.after_step(grad_norm, stop)
+            is_complete = self.state.step >= self.config.trainer.max_steps and not self.evaluation_missing
+            stopped_by = None if is_complete else stop
             self.end_run(stopped_by)
             return stopped_by
 
@@ -149,30 +159,36 @@ class Trainer:
             torch.manual_seed(mix(self.config.seed, self.state.step, micro_batch))
         return on_device[0], on_device[1]
 
-    def after_step(self, grad_norm: float, stop: str | None) -> None:
-        """Whatever is due. Records come before a snapshot, so that it holds all of its step."""
+    def after_step(self, grad_norm: float, stop: str | None) -> str | None:
+        """Whatever is due. Records come before a snapshot, so that it holds all of its step.
+
+        Returns the request to stop, if there is one: an evaluation is left to the next generation then.
+        """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
         if self.run_logger:
             self.run_logger.on_step(step)
         if is_last or step % config.trainer.log_every == 0:
             self.log_training(grad_norm)
-        if is_last or step % config.trainer.eval_every == 0:
-            self.timer.exclude(self.evaluate)
+        self.evaluation_missing = is_due(config.trainer, step)
+        if self.evaluation_missing and not stop:
+            stop = self.timer.exclude(self.evaluate)
         if is_last or stop or step % config.snapshot.every == 0:
             self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
             self.timer.exclude(lambda: self.saving.save_to_memory(self.run_logger))
+        return stop
 
     def begin_run(self) -> bool:
         """Whether there is anything to train; if so, everything is ready for the first step."""
         config, state = self.config.trainer, self.state
         if config.eval_only:
             losses = self.evaluator.evaluate(state.step)
+            assert losses is not None, "a request to stop ends an evaluation alone at once"
             log.info("step %d  val/loss %.4f  val/bits_per_byte %.4f", state.step, *losses.values())
             return False
         if self.nothing_left:
-            self.remove_stop_file()
+            self.context.stop_signal.remove_stop_file()
             if self.saving.durable_step >= state.step:
                 self.saving.remove_memory_snapshots()
             log.info(
@@ -206,7 +222,7 @@ class Trainer:
 
         def report() -> None:
             if self.run_logger:
-                self.remove_stop_file()
+                self.context.stop_signal.remove_stop_file()
                 self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url)
 
         self.context.run_with_heartbeat(report)
@@ -217,19 +233,13 @@ class Trainer:
         bad = [number for number, loss in enumerate(self.step_losses) if not math.isfinite(loss)]
         if math.isfinite(grad_norm) and not bad:
             return
-        size, windows_seen = self.config.trainer.micro_batch_size, self.state.windows_seen
+        micro_batch_size, windows_seen = self.config.trainer.micro_batch_size, self.state.windows_seen
         where = []
         for number in bad:
-            starts = self.sampler.window_starts(windows_seen + number * size, size)
+            starts = self.sampler.window_starts(windows_seen + number * micro_batch_size, micro_batch_size)
             where.append(f"micro-batch {number} (windows at {', '.join(map(str, starts))})")
         last_window = windows_seen + self.config.trainer.batch_size - 1
-        what = (
-            f"loss of {'; '.join(where)}" if bad else f"gradient of windows {windows_seen} to {last_window}"
-        )
-        sentence = (
-            f"step {self.state.step + 1}: the {what} is not finite; "
-            "its update is dropped and the last snapshot is kept"
-        )
+        sentence = not_finite(self.state.step + 1, where, windows_seen, last_window)
         if self.run_logger:
             self.saving.saver.wait()
             self.run_logger.failed(self.state.step, sentence)
@@ -257,11 +267,18 @@ class Trainer:
             self.run_logger.log_training(stats)
         self.timer.reset(self.state.step)
 
-    def evaluate(self) -> None:
-        losses = self.evaluator.evaluate(self.state.step)
-        sample = self.context.run_with_heartbeat(lambda: self.evaluator.sample() if self.run_logger else "")
+    def evaluate(self) -> str | None:
+        """Evaluate and put it on record. Returns the request to stop that has cut it, if one has."""
+        losses, context = self.evaluator.evaluate(self.state.step), self.context
+        if losses is None:
+            return context.agreed_stop
+        sample = context.run_with_heartbeat(lambda: self.evaluator.sample() if self.run_logger else "")
+        if context.should_stop():
+            return context.agreed_stop
         if self.run_logger:
             self.run_logger.log_evaluation(self.state.step, losses, sample)
+        self.evaluation_missing = False
+        return None
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:
@@ -270,29 +287,6 @@ class Trainer:
             yield
         except Exception as error:
             is_noted = isinstance(error, NonRetryableError) or self.context.launch.has_restarts_left()
-            if self.run_logger and not is_noted:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.run_logger.failed(self.state.step, reason)
+            if not is_noted:
+                self.context.exit.note_end_of_job(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
-
-    def remove_stop_file(self) -> None:
-        """Remove it, so that the same command goes on from here."""
-        path = self.run_dir / "STOP"
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("%s cannot be removed (%s) and will stop the next run", path, error.strerror)
-
-
-@contextlib.contextmanager
-def out_of_memory_explained() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        messages = ("can't allocate memory", "not enough memory")
-        if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
-            raise ExpectedError(
-                "out of memory: lower trainer.micro_batch_size, the batch stays the same; "
-                "or train a smaller model"
-            ) from error
-        raise

@@ -7,14 +7,16 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mingpt import events
-from mingpt.distributed.exit import ProcessExit, is_lost_peer
+from mingpt.distributed.exit import ProcessExit, describe_failure, is_lost_peer
 from mingpt.distributed.launch import Launch
+from mingpt.distributed.rendezvous import note_failed_start
 from mingpt.distributed.signals import StopSignal
-from mingpt.errors import NonRetryableError, UserError
+from mingpt.errors import NonRetryableError, PeersMissing, StopRequested, UserError
 
 if TYPE_CHECKING:
     from mingpt.config import Config
@@ -39,7 +41,7 @@ class Worker:
             sys.stderr.write(f"error: {error}\n")
             sys.exit(2)
         self.exit = ProcessExit(self.launch)
-        self.stop_signal = StopSignal(self.launch.agent_pid, self.exit.exit_on_signal)
+        self.stop_signal = StopSignal(self.launch, self.exit)
         self.context: DistributedContext | None = None
         self.stopped_by: str | None = None
         events.emit("worker_start", launch=self.launch)
@@ -52,6 +54,7 @@ class Worker:
 
         Returns in a process that is itself a worker.
         """
+        self.watch_stop_file(config)
         if self.launch.is_distributed:
             return
         if self.launch.slurm_tasks > 1 and config.trainer.workers == "auto":
@@ -65,10 +68,16 @@ class Worker:
         if workers > 1:
             run_agent(workers, config.trainer.max_restarts, command, self.stop_signal)
 
+    def watch_stop_file(self, config: "Config") -> None:
+        """A file STOP in run_dir is a request to stop; not for an evaluation beside a run that goes on."""
+        if not config.trainer.eval_only:
+            self.stop_signal.watch_stop_file(Path(config.run_dir) / "STOP")
+
     def connect(self, config: "Config") -> "DistributedContext":
         """Meet the other workers of this generation."""
         from mingpt.distributed.context import DistributedContext
 
+        self.watch_stop_file(config)
         gc.enable()
         gc.freeze()  # what has been imported stays: no collection needs to look at it again
         self.context = DistributedContext(self.launch, config.trainer, self.stop_signal, self.exit)
@@ -79,11 +88,21 @@ class Worker:
     ) -> None:
         if error is None:
             self.exit.exit_process(self.stopped_by)
+        if isinstance(error, StopRequested):
+            self.stop_signal.exit_before_training(error.reason)
         if isinstance(error, (UserError, NonRetryableError)):
-            self.exit.abort_job(error, lambda: self.stop_signal.reason == "SIGTERM")
+            self.exit.abort_job(error, self.sigterm_received)
+        if isinstance(error, PeersMissing):
+            self.exit.exit_unmet(error)
         if isinstance(error, Exception):
             if self.exit.rendezvous is not None:
                 self.exit.exit_with_error(error)
             if "torch" in sys.modules and is_lost_peer(error):
                 reason = str(error).splitlines()[0]
                 sys.exit(f"worker {self.launch.rank} could not rendezvous with the other workers: {reason}")
+            repeated = note_failed_start(self.launch, describe_failure(error))
+            if repeated:
+                self.exit.abort_job(NonRetryableError(repeated), self.sigterm_received, by_all=False)
+
+    def sigterm_received(self) -> bool:
+        return self.stop_signal.reason == "SIGTERM"

@@ -13,7 +13,7 @@ FLOORS = [
     ["parallel"],
     ["cli", "state", "audit", "report", "weights"],
     ["resume", "claims"],
-    ["saving", "evaluate", "initialize"],
+    ["saving", "evaluate", "initialize", "failures"],
     ["trainer"],
     ["agent", "worker", "jobs", "fault_injection", "verify", "doctor"],
 ]

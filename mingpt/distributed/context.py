@@ -5,17 +5,14 @@ ranks refuse. torch is imported where it is needed, so that a wrong setting is a
 it.
 """
 
-import contextlib
 import logging
-import os
-import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from mingpt.distributed import heartbeat
 from mingpt.distributed.device import check_device_types, find_device, tune_malloc
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.launch import Launch
@@ -30,7 +27,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-HEARTBEAT_S = 1.0
+SLOWEST_START = 3.0  # a worker is given up that needs so many times the start of one that waits for it
+UNMANAGED_WAIT_S = 180.0  # without an agent workers are started one by one, and nobody starts them again
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 
 
@@ -57,11 +55,14 @@ class DistributedContext:
         self.stop_signal, self.exit = stop_signal, process_exit
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
+        self.agreed_stop: str | None = None  # the request to stop that all ranks know of
+        self.repeated_failure: str | None = None  # why another start would be of no use, on all ranks
         self.rendezvous: Rendezvous | None = None
         process_exit.timeout_s = config.timeout_s
         if launch.is_distributed:
-            self.rendezvous = Rendezvous(launch)
+            self.rendezvous = Rendezvous(launch, self._patience_s(config.timeout_s))
             process_exit.rendezvous = self.rendezvous
+            process_exit.local_peer_pidfds = self.rendezvous.local_peer_pidfds
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=self.rendezvous.process_group_store,
@@ -69,22 +70,18 @@ class DistributedContext:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=config.timeout_s),
             )
-            process_exit.local_peer_pidfds = self._open_local_peers()
+            heartbeat.exchange_heartbeat(self, is_busy=False)  # a request may have come during the imports
+            self.repeated_failure = self.broadcast_object(self.rendezvous.repeated_failure, 0)
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
         if self.device.type == "cpu":
             tune_malloc()
 
-    def _open_local_peers(self) -> dict[int, int]:
-        """{rank: pidfd} of our agent's other workers; a pidfd never refers to a later process."""
-        found = {}
-        processes = self.all_gather_object((self.launch.node_rank, os.getpid()))
-        for rank, (node_rank, pid) in enumerate(processes):
-            is_local_peer = node_rank == self.launch.node_rank and parent_pid(pid) == self.launch.agent_pid
-            if self.launch.agent_pid and is_local_peer and pid != os.getpid() and hasattr(os, "pidfd_open"):
-                with contextlib.suppress(OSError):  # not allowed on this kernel: then the agent kills them
-                    found[rank] = os.pidfd_open(pid)
-        return found
+    def _patience_s(self, timeout_s: float) -> float:
+        """How long to wait for the other workers to come to the rendezvous."""
+        own_start_s = time.monotonic() - self.exit.began_at
+        least_s = 0.0 if self.launch.agent_pid else UNMANAGED_WAIT_S
+        return max(timeout_s, SLOWEST_START * own_start_s, least_s)
 
     def use_threads(self, recorded: int) -> None:
         """Compute with the number of threads that the run began with, since it decides bits."""
@@ -117,6 +114,7 @@ class DistributedContext:
 
         values: list[Any] = [None] * self.world_size
         all_gather_object(values, value)
+        self.stop_signal.note_progress()
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
@@ -127,6 +125,7 @@ class DistributedContext:
 
         box = [value]
         broadcast_object_list(box, src=source)
+        self.stop_signal.note_progress()
         return box[0]  # type: ignore[return-value]
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
@@ -208,6 +207,7 @@ class DistributedContext:
         def wait() -> StepStatus:
             wait_for_sum = started or begin()
             values = wait_for_sum().tolist()
+            self.stop_signal.note_progress()
             count = len(losses)
             received = [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
             return StepStatus(values[:count], int(values[count]), received[0] if received else None)
@@ -230,62 +230,20 @@ class DistributedContext:
     def run_with_heartbeat(self, work: Callable[[], T]) -> T:
         """`raise_on_all_ranks` in a thread, while ranks exchange heartbeats, so timeouts do not fire.
 
-        For work that takes long, or that only some ranks have.
+        For work that takes long, or that only some ranks have. Raises StopRequested, and leaves the work
+        alone, if a request to stop comes before the run has begun; later it becomes `agreed_stop`.
         """
-        if self.world_size == 1:
-            return work()
-        outcome: Future[T] = Future()
-
-        def run() -> None:
-            import torch
-
-            try:
-                torch.set_num_threads(self.threads)  # both are set per thread
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)
-                outcome.set_result(work())
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(HEARTBEAT_S / 100)  # most often that is enough
-        is_busy = True
-        while is_busy:
-            is_busy = any(self.all_gather_object(thread.is_alive()))
-            thread.join(HEARTBEAT_S)
-        return self.raise_on_all_ranks(outcome.result)
+        return work() if self.world_size == 1 else heartbeat.run_with_heartbeat(self, work)
 
     def heartbeat_while(self, work: Callable[[], T]) -> T:
         """Run `work` in the calling thread, as a compiler needs it, while another one exchanges heartbeats.
 
-        A peer that is lost meanwhile ends this process.
+        A peer that is lost meanwhile ends this process; so does a request to stop before the run has begun.
         """
-        if self.world_size == 1:
-            return work()
-        done = threading.Event()
+        return work() if self.world_size == 1 else heartbeat.heartbeat_while(self, work)
 
-        def exchange_heartbeats() -> None:
-            try:
-                is_busy = True
-                while is_busy:
-                    is_waiting = not done.wait(HEARTBEAT_S)
-                    is_busy = any(self.all_gather_object(is_waiting))
-            except BaseException as error:
-                self.exit.exit_with_error(error)
-
-        thread = threading.Thread(target=exchange_heartbeats, daemon=True)
-        thread.start()
-        try:
-            return work()
-        finally:
-            done.set()
-            thread.join()
-
-
-def parent_pid(pid: int) -> int | None:
-    """The process id of a process's parent, where the system says."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
+    def should_stop(self) -> bool:
+        """Whether work that can be cut is to be: all ranks know of a request to stop. Not collective."""
+        if self.world_size == 1 and self.stop_signal.deferred:
+            self.agreed_stop = self.agreed_stop or self.stop_signal.reason
+        return self.agreed_stop is not None

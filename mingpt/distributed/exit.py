@@ -2,39 +2,55 @@
 
 import contextlib
 import os
-import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from mingpt.distributed import peers
+from mingpt.distributed.generation import FAILED, LOST_PEER, TIMED_OUT, TOLD, PeerEnd
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import LOST_PEER, TIMED_OUT, Rendezvous
+from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.errors import ExpectedError, UserError
 
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
+NOTE_FAILURE_S = 0.5
 LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
 class ProcessExit:
-    """The ways out of this process; `step` is the last completed step."""
+    """The ways out of this process; `step` is the last completed step.
+
+    The thread of StopSignal takes them too. The first thread to begin an exit goes through with it, but for
+    a signal that cannot wait.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
+        self.began_at = time.monotonic()
         self.rendezvous: Rendezvous | None = None
         self.step = 0
         self.timeout_s = 0.0
         self.release_claims: Callable[[], None] = lambda: None  # at the end of the job
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
+        self.note_failure: Callable[[str], None] | None = None  # on rank 0: for run.json
+        self.noting = threading.Lock()
+        self.exiting = threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
             launch.status_file.unlink(missing_ok=True)  # an earlier generation's
 
-    def record_exit_reason(self, why: str) -> None:
+    def record_exit_reason(self, why: str, agreed: bool = False) -> None:
         if self.rendezvous is not None:
-            self.rendezvous.record_exit_reason(why, self.step)
+            self.rendezvous.record_exit_reason(why, self.step, agreed=agreed)
+
+    def note_begun(self) -> None:
+        """From here on run.json tells where this generation fails."""
+        if self.rendezvous is not None:
+            self.rendezvous.has_begun = True
 
     def write_status(self, code: int) -> None:
         """Tell `python train.py`, whose agent started us, the exit code of the job."""
@@ -48,57 +64,105 @@ class ProcessExit:
         Exit code 0; under torchrun 128 + signal after SIGTERM and SIGINT, so that the agent decides whether a
         next generation starts.
         """
+        self.exiting.acquire()
         code = 0
         if stopped_by in ("SIGTERM", "SIGINT") and self.launch.agent_pid:
             code = 128 + signal.Signals[stopped_by]
-            self.record_exit_reason(f"told to stop by {stopped_by}")
+            why = f"{TOLD} by {stopped_by}"
         else:
+            why = f"stopped by {stopped_by}" if stopped_by else "finished"
+        # A peer that is slower to exit sees that nothing is wrong.
+        self.record_exit_reason(why, agreed=True)
+        if code == 0:
             self.release_claims()
         self.write_status(0)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
-    def exit_on_signal(self, number: signal.Signals, is_first: bool) -> None:
+    def exit_on_signal(self, number: signal.Signals, is_first: bool) -> NoReturn:
         """Exit for a request to stop that cannot wait; see StopSignal."""
-        self.record_exit_reason(f"told to stop by {number.name}")
+        self.record_exit_reason(f"{TOLD} by {number.name}")
         if is_first:
             self.write_status(0)
         os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
 
+    def how_peer_ended(self, rank: int) -> PeerEnd | None:
+        """How a worker ended that has exited; None if the store does not answer."""
+        return self.rendezvous.how_peer_ended(rank) if self.rendezvous else None
+
+    def exit_without_peer(self, rank: int) -> None:
+        """For the thread that listens: worker `rank` is gone. Does nothing if another thread is exiting."""
+        is_first = self.exiting.acquire(blocking=False)
+        if not is_first:
+            return
+        self.leave_peers(f"{LOST_PEER} (worker {rank} has exited)", are_frozen=False)
+        if not self.launch.has_restarts_left():
+            # With a time limit: the main thread may be noting it, or the disk be the reason why it is stuck.
+            why = f"worker {rank} vanished"
+            noting = threading.Thread(target=self.note_end_of_job, args=(why,), daemon=True)
+            noting.start()
+            noting.join(NOTE_FAILURE_S)
+        self.report_lost_peer()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def note_end_of_job(self, why: str) -> None:
+        """Have run.json tell, once, of a failure after which no generation follows."""
+        with self.noting:
+            note, self.note_failure = self.note_failure, None
+            if note is not None:
+                note(why)
+
     def exit_with_error(self, error: BaseException) -> NoReturn:
         """Exit code 1. Where a peer was lost, without the backend's traceback, which says nothing else."""
-        lost_peer = is_lost_peer(error)
-        agent_reports = self.launch.status_file is not None  # that no restart is left; see mingpt.agent
-        if lost_peer:
-            if is_timeout(error):
-                self.record_exit_reason(f"{TIMED_OUT} after {self.timeout_s:g} s")
-            else:
-                self.record_exit_reason(f"{LOST_PEER} ({first_line(error)})")
-            self.kill_local_peers(are_frozen=is_timeout(error))
+        self.exiting.acquire()
+        if is_lost_peer(error) and is_timeout(error):
+            self.leave_peers(f"{TIMED_OUT} after {self.timeout_s:g} s", are_frozen=True)
+        elif is_lost_peer(error):
+            self.leave_peers(f"{LOST_PEER} ({first_line(error)})", are_frozen=False)
         else:
-            self.record_exit_reason(f"failed ({type(error).__name__}: {first_line(error)})")
+            self.record_exit_reason(describe_failure(error))
         if isinstance(error, ExpectedError):
             sys.stderr.write(f"error: worker {self.launch.rank}: {error}\n")
-        elif not lost_peer:
+        elif is_lost_peer(error):
+            self.report_lost_peer()
+        else:
             traceback.print_exception(error)
-        elif not self.launch.has_restarts_left() and not agent_reports:
+        sys.stderr.flush()
+        os._exit(1)
+
+    def report_lost_peer(self) -> None:
+        agent_reports = self.launch.status_file is not None  # that no restart is left; see mingpt.agent
+        if not self.launch.has_restarts_left() and not agent_reports:
             sys.stderr.write(
                 f"worker {self.launch.rank} lost a peer after step {self.step}, "
                 "and no restart is left (torchrun --max-restarts)\n"
             )
+
+    def exit_unmet(self, error: BaseException) -> NoReturn:
+        """Exit code 1 for a worker that waited in vain for others to come; the next generation says so."""
+        self.exiting.acquire()
+        if not self.launch.has_restarts_left():
+            where = " and no restart is left (torchrun --max-restarts)" if self.launch.agent_pid else ""
+            sys.stderr.write(f"{error}{where}\n")
         sys.stderr.flush()
         os._exit(1)
 
-    def abort_job(self, error: Exception, sigterm_received: Callable[[], bool]) -> NoReturn:
-        """End the job whatever restarts are left: exit code 2 after a UserError, else 1. All ranks call it.
+    def abort_job(
+        self, error: Exception, sigterm_received: Callable[[], bool], by_all: bool = True
+    ) -> NoReturn:
+        """End the job whatever restarts are left: exit code 2 after a UserError, else 1.
 
         No exit code does that under torchrun, so the first worker of each node sends SIGTERM to its agent,
-        after rank 0 has printed the error; the others wait for the agent to pass it on.
+        after rank 0 has printed the error; the others wait for the agent to pass it on. Not so unless all
+        ranks call it: then this worker does all that.
         """
+        self.exiting.acquire()
+        self.record_exit_reason(f"ended the job ({type(error).__name__}: {first_line(error)})", agreed=True)
         code = 2 if isinstance(error, UserError) else 1
         agent_pid = self.launch.agent_pid
-        if agent_pid and self.launch.local_rank:
+        if agent_pid and self.launch.local_rank and by_all:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
             signal.set_wakeup_fd(-1)  # from here on a signal ends this process with our exit code
             while not sigterm_received():  # it may have come before, while this worker was on its way here
@@ -115,26 +179,33 @@ class ProcessExit:
             os.kill(agent_pid, signal.SIGTERM)
         os._exit(code)
 
-    def kill_local_peers(self, are_frozen: bool) -> None:
-        """Kill the workers of this node that do not notice by themselves that their generation is over.
+    def leave_peers(self, why: str, are_frozen: bool) -> None:
+        """Record why this worker exits, and kill those of this node that do not notice by themselves.
 
         The agent does it too, but only after 30 s where a process is frozen. One that is not frozen is not
-        why the generation ended, so it gets an exit reason.
+        why the generation ended, so it gets an exit reason. Not waited for: one that has recorded its own.
         """
+        self.record_exit_reason(why)
+        waiting = dict(self.local_peer_pidfds)
         deadline = time.monotonic() + PEER_EXIT_S
-        for rank, pidfd in self.local_peer_pidfds.items():
-            exited = select.poll()
-            exited.register(pidfd, select.POLLIN)
-            remaining_ms = 1000 * max(0.0, deadline - time.monotonic())
-            if not exited.poll(remaining_ms):
-                if self.rendezvous is not None and not are_frozen:
-                    self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        while waiting and time.monotonic() < deadline:
+            for rank in peers.wait_readable(waiting, POLL_S):
+                del waiting[rank]
+            if self.rendezvous is not None:
+                waiting = {rank: fd for rank, fd in waiting.items() if not self.rendezvous.is_leaving(rank)}
+        for rank, pidfd in waiting.items():
+            if self.rendezvous is not None and not are_frozen:
+                self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)
+            peers.kill(pidfd)
 
 
 def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:200] if str(error) else ""
+
+
+def describe_failure(error: BaseException) -> str:
+    """An exit reason."""
+    return f"{FAILED} ({type(error).__name__}: {first_line(error)})"
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -4,13 +4,23 @@ A thread receives them: Python runs signal handlers in the main thread only, and
 collective. torch is not imported here, so that a worker listens before it does anything that takes time.
 """
 
+import logging
 import os
-import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from mingpt.distributed.generation import PeerEnd
+from mingpt.distributed.launch import Launch
+from mingpt.distributed.peers import wait_readable
+
+if TYPE_CHECKING:
+    from mingpt.distributed.exit import ProcessExit
+
+log = logging.getLogger(__name__)
 
 # In order of precedence where ranks got different ones.
 REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "STOP")
@@ -18,35 +28,67 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.2
 # Signals this close together are one request: an agent that gets one passes it on to its workers.
 REPEAT_S = 1.0
+# For the main thread to notice by itself that a peer is gone: the backend says why.
+PEER_GRACE_S = 0.3
+# Where the store cannot say how a peer exited: its host may have ended in order, like all workers.
+UNKNOWN_GRACE_S = 5.0
+READ_END = -1  # of the pipe, among the ranks whose pidfds are polled
 
 
 class StopSignal:
-    """Keeps the first request to stop in `reason`.
+    """Keeps the first request to stop in `reason`. Its thread works while the main thread is stuck.
 
-    While `deferred`, the first request waits until all ranks have agreed on it after a step. Otherwise, and
-    at a second request, `exit_now(signal, is_first)` is called, which is ProcessExit.exit_on_signal. Also
-    ends this process when its agent is gone.
+    While `deferred`, the first request waits until all ranks have agreed on it. Before that, SIGTERM and
+    SIGINT end this process at once; SIGUSR1 and STOP do in a world of one, and wait for an agreement in a
+    larger one. A second request ends the process at once. So do the end of its agent; of a worker of the
+    same agent that left no orderly reason; and `timeout_s` without progress after SIGTERM or SIGINT.
     """
 
-    def __init__(self, agent_pid: int | None, exit_now: Callable[[signal.Signals, bool], None]) -> None:
-        self.agent_pid, self.exit_now = agent_pid, exit_now
+    def __init__(self, launch: Launch, process_exit: "ProcessExit") -> None:
+        self.launch, self.exit = launch, process_exit
         self.reason: str | None = None
         self.deferred = False
         self.stop_file: Path | None = None
+        self.received_at = self.progress_at = float("-inf")
+        self.exited_at: dict[int, float] = {}  # rank -> when it was seen to have exited
+        self.ends: dict[int, PeerEnd] = {}  # rank -> how, once that is known
         self.closed = threading.Event()
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe is what counts
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # mingpt.agent blocks it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # mingpt.agent blocks them
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 
-    def defer(self, stop_file: Path) -> None:
-        """From here on the training loop reads `reason` after each step; `stop_file` is a request too."""
-        self.stop_file = stop_file
+    def watch_stop_file(self, path: Path) -> None:
+        """From here on this file is a request too."""
+        self.stop_file = path
+
+    def defer(self) -> None:
+        """From here on all ranks agree on a request, after a step or while they exchange heartbeats."""
         self.deferred = True
+
+    def note_progress(self) -> None:
+        """Something that all ranks do together is complete."""
+        self.progress_at = time.monotonic()
+
+    def remove_stop_file(self) -> None:
+        """Remove it, so that the same command goes on from here."""
+        try:
+            if self.stop_file:
+                self.stop_file.unlink(missing_ok=True)
+        except OSError as error:
+            reason = error.strerror
+            log.warning("%s cannot be removed (%s) and will stop the next run", self.stop_file, reason)
+
+    def exit_before_training(self, reason: str) -> NoReturn:
+        """Exit for a request that all ranks know of; there is nothing to save."""
+        if self.launch.rank == 0:
+            self.remove_stop_file()
+            sys.stderr.write(f"stopped by {reason} before the first step\n")
+        self.exit.exit_process(reason)
 
     def close(self) -> None:
         """Stop listening; further signals have their default effect."""
@@ -58,26 +100,81 @@ class StopSignal:
         self.thread.join()
 
     def listen(self) -> None:
-        received_at = 0.0
         while True:
-            readable = select.select([self.read_end], [], [], POLL_S)[0]
+            self.wait()
             if self.closed.is_set():
                 return
-            if readable:
-                number = os.read(self.read_end, 1)[0]
-                now = time.monotonic()
-                if not (self.reason and now - received_at < REPEAT_S):
-                    self.receive(signal.Signals(number))
-                    received_at = now
-            if self.agent_pid and os.getppid() != self.agent_pid:
+            self.read_signals()
+            if self.launch.agent_pid and os.getppid() != self.launch.agent_pid:
                 os._exit(1)
-            try:
-                if self.stop_file and self.stop_file.exists():
-                    self.reason = self.reason or "STOP"
-            except OSError:
-                pass  # a network folder that is unreachable for a moment; it is tried again
+            self.check_stop_file()
+            self.check_peers()
+            self.check_progress()
+
+    def wait(self) -> None:
+        """Until a signal comes or a peer exits, at most until it is time to look again."""
+        peers = self.exit.local_peer_pidfds
+        watched = {rank: pidfd for rank, pidfd in peers.items() if rank not in self.exited_at}
+        is_soon = len(self.exited_at) > len(self.ends)
+        readable = wait_readable({READ_END: self.read_end, **watched}, POLL_S / 4 if is_soon else POLL_S)
+        for rank in readable:
+            if rank != READ_END:
+                self.exited_at[rank] = time.monotonic()
+
+    def read_signals(self) -> None:
+        while wait_readable({READ_END: self.read_end}, 0.0):
+            number = os.read(self.read_end, 1)[0]
+            now = time.monotonic()
+            if number and not (self.reason and now - self.received_at < REPEAT_S):
+                self.receive(signal.Signals(number))
+                self.received_at = now
 
     def receive(self, number: signal.Signals) -> None:
-        if self.reason or not (self.deferred or number == signal.SIGUSR1):
-            self.exit_now(number, self.reason is None)
+        if self.reason:
+            self.exit.exit_on_signal(number, is_first=False)
+        if not self.deferred and number == signal.SIGUSR1:
+            self.request(number.name)
+        elif not self.deferred:
+            self.exit.exit_on_signal(number, is_first=True)
         self.reason = number.name
+
+    def request(self, reason: str) -> None:
+        """A request that all ranks obey together. In a world of one that has not begun: at once."""
+        if not self.deferred and self.launch.world_size == 1:
+            self.exit_before_training(reason)
+        self.reason = self.reason or reason
+
+    def check_stop_file(self) -> None:
+        try:
+            is_there = self.stop_file is not None and self.stop_file.exists()
+        except OSError:
+            return  # a network folder that is unreachable for a moment; it is tried again
+        if is_there and not self.reason:
+            self.request("STOP")
+
+    def check_peers(self) -> None:
+        """End this process if a worker of the same agent is gone and left no orderly reason.
+
+        After SIGTERM also if that one was told to stop alone: nobody is left to agree with.
+        """
+        is_told = self.deferred and self.reason == "SIGTERM"
+        for rank, exited_at in self.exited_at.items():
+            waited = time.monotonic() - exited_at
+            if rank not in self.ends and waited > PEER_GRACE_S:
+                end = self.exit.how_peer_ended(rank)
+                if end is None and waited > UNKNOWN_GRACE_S:
+                    end = PeerEnd.LOST
+                if end is not None:
+                    self.ends[rank] = end
+            end = self.ends.get(rank)
+            if end == PeerEnd.LOST:
+                self.exit.exit_without_peer(rank)
+            elif end == PeerEnd.TOLD and is_told:
+                self.exit.exit_on_signal(signal.SIGTERM, is_first=False)
+
+    def check_progress(self) -> None:
+        """End this process if nothing has moved for `timeout_s` after SIGTERM or SIGINT."""
+        if self.deferred and self.launch.world_size > 1 and self.reason in ("SIGTERM", "SIGINT"):
+            since = max(self.received_at, self.progress_at)
+            if time.monotonic() - since > self.exit.timeout_s:
+                self.exit.exit_on_signal(signal.Signals[self.reason], is_first=False)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.distributed import GenerationEnd
-from mingpt.report.files import SmallFile, describe
+from mingpt.distributed.generation import MAX_REPEATS, repeated_sentence
+from mingpt.report.files import SmallFile, describe, replace_file
 
 log = logging.getLogger(__name__)
-
-MAX_REPEATS = 3  # consecutive generations that fail at the same step
 
 
 def read_run_id(run_dir: Path) -> str | None:
@@ -23,6 +22,19 @@ def read_run_id(run_dir: Path) -> str | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None  # there is no file yet, or it is damaged, which RunHistory reports
     return run_id if isinstance(run_id, str) and run_id.isalnum() else None
+
+
+def mark_failed(run_dir: Path, why: str) -> None:
+    """Note in an existing run.json that its job has ended before this generation could begin to train."""
+    path = run_dir / "run.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["status"] = "failed"
+        if content["generations"] and content["generations"][-1]["end"] == "running":
+            content["generations"][-1]["end"] = f"failed: {why}"
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+    except (OSError, ValueError, TypeError, KeyError):
+        return  # there is no run yet, or its history is damaged, or cannot be written: the log says why
 
 
 class RunHistory:
@@ -115,8 +127,7 @@ class RunHistory:
         if len(ended) < MAX_REPEATS or not same_step or not all(entry["restart"] for entry in ended[1:]):
             return None
         step, end = ended[0]["to_step"] + 1, ended[-1]["end"]
-        repeats = f"{MAX_REPEATS} generations failed one after the other at step {step} ({end})"
-        return f"{repeats}: a restart would repeat it"
+        return repeated_sentence(f"at step {step}", end)
 
     def note_step(self, step: int, step_s: float | None) -> None:
         """The current generation has completed `step`, at so many seconds per step."""

@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class StepTimer:
@@ -14,11 +17,12 @@ class StepTimer:
         """Begin to measure after `step`."""
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
-    def exclude(self, work: Callable[[], None]) -> None:
+    def exclude(self, work: Callable[[], T]) -> T:
         """Do something that is no part of a step's time."""
         began = time.perf_counter()
-        work()
+        result = work()
         self.began += time.perf_counter() - began
+        return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
         """(total, fetching data) since `reset`, per step up to this one."""

@@ -1,7 +1,7 @@
 import pytest
 
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.rendezvous import LOST_PEER, TIMED_OUT
+from mingpt.distributed.generation import LOST_PEER, TIMED_OUT
 
 NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
 FAILED = "failed (ValueError: no such thing)"

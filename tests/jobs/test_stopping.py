@@ -1,5 +1,6 @@
 """Told to stop, by whatever means: one snapshot, no process left, and the same command goes on there."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 from conftest import (
+    ROOT,
     Start,
     all_gone,
     changed_program,
     command,
     final_hash,
+    manifest,
     reached,
     snapshot_steps,
     wait_until,
@@ -122,3 +125,85 @@ def test_an_evaluation_alone_is_stopped_by_the_first_signal(
     os.kill(job.pid, signal.SIGINT)
     assert job.wait(30) == 0 and time.monotonic() - began < 15, job.err()
     assert final_hash(run_dir) == final_hash(undisturbed)
+
+
+SLOW_BATCHES = """
+import time
+from pathlib import Path
+mark = Path({mark!r})
+steps = []
+events.subscribe("evaluation_start", lambda step: steps.append(step))
+def on_batch(number):
+    if steps[-1] == {step} and not mark.with_suffix(".done").exists():
+        mark.touch()
+        time.sleep(0.3)
+events.subscribe("evaluation_batch", on_batch)
+"""
+
+
+@pytest.fixture(scope="session")
+def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of which half, for validation, is 37 batches."""
+    path = tmp_path_factory.mktemp("long_text") / "play.txt"
+    path.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:300_000])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "workers"),
+    [
+        ("STOP", 30, 2),
+        pytest.param("SIGUSR1", 20, 2, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 0, 2, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 30, 1, marks=pytest.mark.slow),
+        pytest.param("STOP", 10, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_evaluation_that_was_cut_is_done_first_on_resume(
+    kind: str, step: int, workers: int, start: Start, long_text: Path, tmp_path: Path
+) -> None:
+    """The records end as those of an undisturbed run, in their order too."""
+    settings: dict[str, Any] = {"data__path": long_text, "data__val_fraction": 0.5}
+    settings |= {"trainer__workers": workers, "trainer__sample_tokens": 5}
+    run_dir, mark = tmp_path / "run", tmp_path / "mark"
+    whole = start(command(run_dir=tmp_path / "whole", **settings))
+    assert whole.wait() == 0, whole.err()
+    program = changed_program(tmp_path, SLOW_BATCHES.format(mark=str(mark), step=step))
+    job = start(command(program=program, run_dir=run_dir, **settings))
+    job.wait_until(mark.exists)
+    began, pids = time.monotonic(), descendants(job.pid)
+    if kind == "STOP":
+        (run_dir / "STOP").touch()
+    else:
+        os.kill(job.pid, getattr(signal, kind))
+    assert job.wait(30) == 0 and all_gone(pids), job.err()
+    assert time.monotonic() - began < 4, "2 s, and twice that on a busy machine"
+    history = read_history(run_dir)
+    assert history["status"] == "stopped" and history["generations"][-1]["end"] == f"stopped by {kind}"
+    assert snapshot_steps(run_dir)[-1] == step and step not in read_metric(run_dir, "val/loss")
+    mark.with_suffix(".done").touch()
+    resumed = start(command(program=program, run_dir=run_dir, **settings))
+    assert resumed.wait() == 0 and "nothing is left" not in resumed.err(), resumed.err()
+    assert read_history(run_dir)["status"] == "finished"
+    assert final_hash(run_dir) == final_hash(tmp_path / "whole")
+    assert values(run_dir) == values(tmp_path / "whole")
+    assert manifest(run_dir, 30)["metrics"]["val"]["step"] == 30
+    again = start(command(run_dir=run_dir, **settings))
+    assert again.wait() == 0 and "nothing is left to do" in again.err()
+
+
+def values(run_dir: Path) -> list[dict[str, Any]]:
+    """The records, in order, without what was measured."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key[-2:] != "_s"} for record in records]
+
+
+@pytest.mark.slow
+def test_a_long_sample_is_cut_too(start: Start, text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__sample_tokens": 1_000_000}
+    job = start(command(trainer__workers=2, trainer__eval_at_start=False, **settings))
+    job.wait_until(reached(tmp_path, 10))
+    began = time.monotonic()
+    (tmp_path / "STOP").touch()
+    assert job.wait(30) == 0 and time.monotonic() - began < 4, job.err()
+    assert snapshot_steps(tmp_path)[-1] == 10 and read_metric(tmp_path, "val/loss") == {}

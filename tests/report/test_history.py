@@ -7,8 +7,8 @@ import pytest
 from support.faults import FaultyDisk
 
 from mingpt.distributed import GenerationEnd
+from mingpt.distributed.generation import MAX_REPEATS
 from mingpt.report import RunHistory, read_run_id
-from mingpt.report.history import MAX_REPEATS
 
 RUN_ID = "abc123"
 

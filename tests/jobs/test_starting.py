@@ -1,0 +1,153 @@
+"""Before the first step: failures that repeat, workers that do not come, requests to stop."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Start, all_gone, changed_program, command, final_hash, snapshot_steps, wait_until
+
+from mingpt.jobs import Job, descendants, read_history, torchrun
+
+FAILS_TO_LOAD = """
+import os
+import mingpt.initialize
+load_corpus = mingpt.initialize.load_corpus
+def fail(config, context):
+    if context.rank == 1:
+        raise OSError("planted")
+    return load_corpus(config, context)
+mingpt.initialize.load_corpus = fail
+"""
+FAILS_TO_IMPORT = """
+import os
+if os.environ.get("RANK") == "1":
+    sys.modules["mingpt.trainer"] = None
+"""
+ENDS = "a restart would repeat it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "sentence", "launcher"),
+    [
+        (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "torchrun"),
+        (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "python"),
+        (FAILS_TO_IMPORT, "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer", "torchrun"),
+    ],
+)
+def test_a_failure_that_repeats_before_the_first_step_ends_the_job(
+    code: str, sentence: str, launcher: str, start: Start, text: Path, tmp_path: Path
+) -> None:
+    program = changed_program(tmp_path, code)
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 60}
+    if launcher == "torchrun":
+        job = start(command(launcher=torchrun(2, restarts=50), program=program, **settings))
+    else:
+        job = start(command(program=program, trainer__workers=2, trainer__max_restarts=50, **settings))
+    assert job.wait(60) == 1
+    errors = [line for line in job.err().splitlines() if line.startswith("error: ")]
+    expected = f"error: 3 generations failed one after the other before the first step ({sentence}"
+    assert len(errors) == 1 and errors[0].startswith(expected) and errors[0].endswith(ENDS), job.err()
+
+
+FREEZES = """
+import os
+from pathlib import Path
+def freeze(launch):
+    mark = Path({folder!r}) / "frozen"
+    if launch.world_size > 1 and launch.rank == {rank} and not mark.exists():
+        mark.write_text(str(os.getpid()))
+        os.kill(os.getpid(), 19)
+events.subscribe("worker_start", freeze)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_frozen_before_the_meeting_is_given_up(
+    rank: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """After timeout_s or three starts, and not 30 s later, when the agent would kill it."""
+    program = changed_program(tmp_path, FREEZES.format(folder=str(tmp_path), rank=rank))
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 4}
+    job = start(command(launcher=torchrun(2, restarts=1), program=program, **settings))
+    began = time.monotonic()
+    job.wait_until((tmp_path / "frozen").exists)
+    assert job.wait() == 0, job.err()
+    assert time.monotonic() - began < 28, "30 s is what the agent waits before SIGKILL"
+    assert f"worker {rank} did not come within " in job.err(), job.err()
+    assert final_hash(tmp_path / "run") == final_hash(undisturbed)
+
+
+SLOW_TO_LOAD = """
+import time
+from pathlib import Path
+import mingpt.initialize
+def read_slowly(config):
+    Path({mark!r}).touch()
+    time.sleep(60)
+mingpt.initialize.read_bytes = read_slowly
+"""
+SLOW_TO_BUILD = """
+import time
+from pathlib import Path
+import mingpt.initialize
+def compile_slowly(*arguments, **options):
+    Path({mark!r}).touch()
+    time.sleep(60)
+mingpt.initialize.compile_model = compile_slowly
+mingpt.initialize.import_compiler = compile_slowly
+"""
+
+
+def request(kind: str, job: Job, run_dir: Path) -> None:
+    if kind == "STOP":
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "STOP").touch()
+    else:
+        os.kill(max(job.workers(), default=job.pid), getattr(signal, kind))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "workers"),
+    [
+        (SLOW_TO_LOAD, "STOP", 2),
+        pytest.param(SLOW_TO_LOAD, "SIGUSR1", 2, marks=pytest.mark.slow),
+        pytest.param(SLOW_TO_LOAD, "STOP", 1, marks=pytest.mark.slow),
+        pytest.param(SLOW_TO_LOAD, "SIGUSR1", 1, marks=pytest.mark.slow),
+        pytest.param(SLOW_TO_LOAD, "SIGTERM", 1, marks=pytest.mark.slow),
+        pytest.param(SLOW_TO_BUILD, "SIGUSR1", 2, marks=pytest.mark.slow),
+        pytest.param(SLOW_TO_BUILD, "STOP", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stop_during_the_start_is_obeyed_at_once(
+    code: str, kind: str, workers: int, start: Start, text: Path, tmp_path: Path
+) -> None:
+    run_dir, mark = tmp_path / "run", tmp_path / "mark"
+    program = changed_program(tmp_path, code.format(mark=str(mark)))
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__compile": True}
+    job = start(command(program=program, trainer__workers=workers, **settings))
+    job.wait_until(mark.exists)
+    pids = descendants(job.pid)
+    began = time.monotonic()
+    request(kind, job, run_dir)
+    assert job.wait(30) == 0, job.err()
+    assert time.monotonic() - began < 4, "2 s, and twice that on a busy machine"
+    assert all_gone(pids) and not (run_dir / "STOP").exists() and snapshot_steps(run_dir) == []
+    assert job.err().count("before the first step") == (0 if kind == "SIGTERM" else 1), job.err()
+    assert read_history(run_dir)["generations"] == []
+
+
+@pytest.mark.slow
+def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_have_met(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "STOP").touch()
+    job = start(command(launcher=torchrun(2), run_dir=tmp_path, data__path=text))
+    assert job.wait(30) == 0, job.err()
+    assert not (tmp_path / "STOP").exists() and snapshot_steps(tmp_path) == []
+    assert job.err().count("stopped by STOP before the first step") == 1
+    wait_until(lambda: all_gone(descendants(job.pid)))

@@ -1,0 +1,111 @@
+"""Workers whose main thread waits in C code, as it does in a CUDA call, when a sibling is gone."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Start, all_gone, changed_program, command, final_hash, wait_until
+
+from mingpt.jobs import read_history, torchrun
+
+# The C function pause() returns after a signal only; ctypes has released the GIL.
+STUCK = """
+import ctypes, os
+from pathlib import Path
+def on_step_start(step):
+    mark = Path({folder!r}) / ("stuck-" + os.environ["RANK"])
+    if step == 12 and os.environ["RANK"] in {ranks!r} and not mark.exists():
+        mark.write_text(str(os.getpid()))
+        while True:
+            ctypes.CDLL(None).pause()
+events.subscribe("step_start", on_step_start)
+"""
+
+
+def stuck_pid(folder: Path, rank: int) -> int:
+    """The process id of a worker that is stuck; 0 before."""
+    try:
+        return int((folder / f"stuck-{rank}").read_text() or 0)
+    except OSError:
+        return 0
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_a_stuck_worker_leaves_when_its_sibling_is_gone(
+    kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The agent's SIGTERM would not end it. Before SIGTERM, the sibling dies without a word too."""
+    program = changed_program(tmp_path, STUCK.format(folder=str(tmp_path), ranks="0"))
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 300}
+    job = start(command(launcher=torchrun(2, restarts=1), program=program, **settings))
+    job.wait_until(lambda: stuck_pid(tmp_path, 0))
+    stuck, (other,) = stuck_pid(tmp_path, 0), [pid for pid in job.workers() if pid != stuck_pid(tmp_path, 0)]
+    began = time.monotonic()
+    os.kill(other, signal.SIGKILL)
+    if kind == "SIGTERM":
+        os.kill(stuck, signal.SIGTERM)
+    wait_until(lambda: all_gone([stuck]), timeout_s=10)
+    assert time.monotonic() - began < 1.5
+    assert job.wait() == 0, job.err()
+    assert [entry["end"] for entry in read_history(tmp_path / "run")["generations"]] == [
+        "worker 1 vanished",
+        "finished",
+    ]
+    assert final_hash(tmp_path / "run") == final_hash(undisturbed)
+
+
+@pytest.mark.slow
+def test_workers_that_are_all_stuck_leave_timeout_s_after_sigterm(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    program = changed_program(tmp_path, STUCK.format(folder=str(tmp_path), ranks="01"))
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 3}
+    job = start(command(launcher=torchrun(2), program=program, **settings))
+    job.wait_until(lambda: stuck_pid(tmp_path, 0) and stuck_pid(tmp_path, 1))
+    pids = [stuck_pid(tmp_path, rank) for rank in range(2)]
+    began = time.monotonic()
+    os.kill(job.pid, signal.SIGTERM)
+    wait_until(lambda: all_gone(pids), timeout_s=20)
+    assert 2.5 < time.monotonic() - began < 8
+    job.wait(20)
+
+
+@pytest.mark.slow
+def test_where_no_restart_is_left_a_stuck_worker_says_so(start: Start, text: Path, tmp_path: Path) -> None:
+    program = changed_program(tmp_path, STUCK.format(folder=str(tmp_path), ranks="0"))
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 300}
+    job = start(command(launcher=torchrun(2), program=program, **settings))
+    job.wait_until(lambda: stuck_pid(tmp_path, 0))
+    for pid in job.workers():
+        if pid != stuck_pid(tmp_path, 0):
+            os.kill(pid, signal.SIGKILL)
+    assert job.wait(20) == 1
+    assert job.err().count("worker 0 lost a peer after step 12, and no restart is left") == 1, job.err()
+    history = read_history(tmp_path / "run")
+    assert history["status"] == "failed" and history["generations"][-1]["end"] == "failed: worker 1 vanished"
+
+
+LATE_EXIT = """
+import time
+from mingpt.distributed.exit import ProcessExit
+exit_process = ProcessExit.exit_process
+def exit_late(self, stopped_by):
+    time.sleep(2 * self.launch.rank)
+    exit_process(self, stopped_by)
+ProcessExit.exit_process = exit_late
+"""
+
+
+@pytest.mark.slow
+def test_an_exit_in_order_of_one_worker_is_no_alarm_for_a_slower_one(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Rank 1 takes 2 s longer to exit."""
+    program = changed_program(tmp_path, LATE_EXIT)
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text}
+    job = start(command(launcher=torchrun(2), program=program, **settings))
+    assert job.wait() == 0, job.err()
+    assert "lost a peer" not in job.err() and final_hash(tmp_path / "run") == final_hash(undisturbed)

@@ -1,0 +1,47 @@
+"""The GPU's path through model, loss and optimizer, with tensors that have a device but no content.
+
+Backward passes cannot be run that way, so gradients are made up.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mingpt.config import ModelConfig, OptimizerConfig
+from mingpt.model import GPT, LossModule
+from mingpt.optim import Optimizer
+
+CUDA = torch.device("cuda", 0)
+NEEDS_CUDA_BUILD = pytest.mark.skipif(
+    torch.version.cuda is None or torch.cuda.is_available(), reason="needs torch built for CUDA, and no GPU"
+)
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("vocab_size", [50, 50257])  # the loss of many logits is computed in chunks
+def test_no_tensor_is_left_on_another_device(arch: str, name: str, vocab_size: int) -> None:
+    """FakeTensorMode raises where an operation mixes devices. Autocast needs a GPU, so it is left out."""
+    shape = (4, 64) if vocab_size < 1000 else (32, 1024)
+    config = ModelConfig(arch=arch, n_layer=2, n_head=2, n_embd=32, dropout=0.1)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        with CUDA:  # Module.to cannot move such tensors
+            model = GPT(config, vocab_size=vocab_size, block_size=shape[1])
+        optimizer = Optimizer(model, OptimizerConfig(name=name))  # type: ignore[arg-type]
+        tokens = torch.zeros(shape, dtype=torch.long, device=CUDA)
+        loss = LossModule(model)(tokens, tokens)
+        logits, _ = model(tokens)
+        assert loss.device == CUDA and loss.shape == () and logits.device == CUDA
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(0.01)
+        tensors = [*model.parameters(), *model.buffers(), *optimizer.state_dict().values()]
+        assert {tensor.device for tensor in tensors} == {CUDA}
+
+
+@NEEDS_CUDA_BUILD
+def test_a_tensor_on_another_device_would_be_noticed() -> None:
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="cpu"):
+        torch.zeros(2, device=CUDA) + torch.zeros(2)
