@@ -208,12 +208,12 @@ def link_to_zeros(path: Path) -> None:
 
 
 def huge_vocabulary(forgery: Forgery) -> None:
-    forgery.manifest["vocabulary"] = "a" * (15 * MB)
+    forgery.manifest["vocabulary"] = "a" * (7 * MB)
 
 
 def wide_vocabulary(forgery: Forgery) -> None:
     """Distinct, in order, and none of them one byte."""
-    forgery.manifest["vocabulary"] = "".join(map(chr, range(0x10000, 0x10000 + 900_000)))
+    forgery.manifest["vocabulary"] = "".join(map(chr, range(0x10000, 0x10000 + 600_000)))
 
 
 Kind = Callable[[Forgery], None]
@@ -262,8 +262,8 @@ KINDS: dict[str, Kind] = {
     "manifest: nested 100,000 deep": manifest_file(
         lambda _: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     ),
-    "manifest: 15 MB of small values": manifest_file(lambda _: b'{"a": [' + b"[]," * 5_000_000 + b"0]}"),
-    "manifest: 15 MB of escaped quotes": manifest_file(lambda _: b'{"a": "' + b'\\"' * 7_500_000),
+    "manifest: 8 MB of small values": manifest_file(lambda _: b'{"a": [' + b"[]," * 2_700_000 + b"0]}"),
+    "manifest: 8 MB of escaped quotes": manifest_file(lambda _: b'{"a": "' + b'\\"' * 4_000_000),
     "manifest: 100 MB": manifest_file(lambda _: b" " * (100 * MB)),
     "manifest: a sparse file of 1 TB": grow_manifest,
     "manifest: a folder": placed(Path.mkdir, "json"),
@@ -302,8 +302,8 @@ KINDS: dict[str, Kind] = {
     "vocabulary: empty": manifest_field(vocabulary=""),
     "vocabulary: a character twice": manifest_field(vocabulary="aabc"),
     "vocabulary: half a character": manifest_field(vocabulary="\ud800"),
-    "vocabulary: 15 MB": huge_vocabulary,
-    "vocabulary: 900,000 characters": wide_vocabulary,
+    "vocabulary: 7 MB": huge_vocabulary,
+    "vocabulary: 600,000 characters": wide_vocabulary,
 }
 # Valid in itself: used or refused, but no allocation follows from it.
 VALID: dict[str, Kind] = {

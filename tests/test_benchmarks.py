@@ -40,7 +40,7 @@ def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
         "a zip of torch.save",
         "huge shape",
         "model: NaN",
-        "15 MB of small",
+        "8 MB of small",
         "n_layer is",
         "block_size is",
     ]

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,8 @@ from mingpt.snapshot.strict_json import parse_object
 from mingpt.snapshot.tensors import tensor_views
 
 SCHEMA = 1
-MAX_BYTES = 16 << 20  # of a manifest; a tokenizer may take most of it
+MAX_BYTES = 8 << 20  # of a manifest, which is held three times while it is checked
+PIECE = 1 << 16  # characters
 FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors)")
 QUARANTINED = re.compile(r"damaged-[0-9]+-step_([0-9]{8,19})\.json")
 CONFIG = pydantic.TypeAdapter(Config)
@@ -132,11 +134,7 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise CorruptSnapshot(f"its manifest has {len(content):,} bytes, more than {MAX_BYTES:,}")
     manifest = parse_object(content, "its manifest")
-    try:
-        is_intact = add_checksum(manifest) == content
-    except RecursionError:
-        is_intact = False
-    if not is_intact:
+    if not is_intact(manifest, content):
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
     check_schema(manifest)
     try:
@@ -146,10 +144,33 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
     if manifest["windows"] < manifest["step"]:
         windows, step = manifest["windows"], manifest["step"]
         raise CorruptSnapshot(f"its manifest is damaged: {windows} windows are fewer than {step} steps")
-    if any("\ud800" <= character <= "\udfff" for character in manifest["vocabulary"]):
+    if re.search("[\ud800-\udfff]", manifest["vocabulary"]):
         raise CorruptSnapshot("its manifest is damaged: vocabulary: half a character")
     read_config(manifest)
     return manifest
+
+
+def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
+    """Whether `content` is add_checksum(manifest), piece by piece, as a manifest may be large."""
+    body = {key: value for key, value in manifest.items() if key != "checksum"}
+    digest, position = hashlib.sha256(), 0
+    try:
+        for piece in json_pieces(body, sort_keys=True):
+            digest.update(piece)
+        for piece in json_pieces(body | {"checksum": digest.hexdigest()}, indent=1):
+            if content[position : position + len(piece)] != piece:
+                return False
+            position += len(piece)
+    except RecursionError:
+        return False
+    return content[position:] == b"\n"
+
+
+def json_pieces(value: dict[str, Any], **options: Any) -> Iterator[bytes]:
+    """What json.dumps(value, **options) gives, in pieces."""
+    for text in json.JSONEncoder(**options).iterencode(value):
+        for begin in range(0, len(text), PIECE):
+            yield text[begin : begin + PIECE].encode()
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
