@@ -70,8 +70,14 @@ class Saving:
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
         if run_logger:
-            manifest = self.manifest() | {"metrics": dict(run_logger.last)}
-            self.saver.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
+            logger, manifest = run_logger, self.manifest() | {"metrics": dict(run_logger.last)}
+
+            def fields() -> dict[str, Any]:
+                # A step that has a snapshot is never computed again, so its records must be durable.
+                logger.flush()
+                return late_fields(chain, logger, manifest["step"])
+
+            self.saver.save(manifest, tensors, fields)
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def save_to_memory(self, run_logger: RunLogger | None) -> None:
@@ -152,17 +158,12 @@ class Saving:
 
 
 def late_fields(chain: Callable[[], str], run_logger: RunLogger | None, step: int) -> dict[str, Any]:
-    """What the manifest gets in the background: the audit's chain, and records that are nowhere else.
+    """What the manifest gets in the background: the audit's chain, and records that cannot be written.
 
-    A step that has a snapshot is never computed again, so its records must be durable: those that cannot be
-    written travel in the snapshot. Raises SaveAborted if a rank that the chain needs is gone.
+    Raises SaveAborted if a rank that the chain needs is gone.
     """
-    fields: dict[str, Any] = {}
-    if run_logger:
-        run_logger.flush()
-        unwritten = run_logger.unwritten(step)
-        if unwritten:
-            fields["unwritten"] = unwritten
+    unwritten = run_logger.unwritten(step) if run_logger else []
+    fields: dict[str, Any] = {"unwritten": unwritten} if unwritten else {}
     try:
         return fields | {"audit": chain()}
     except RuntimeError as error:
