@@ -34,7 +34,9 @@ def failing_program(folder: Path, marker: Path, steps: tuple[int, ...], code: in
     ("code", "reason", "launcher", "kept"),
     [
         (28, "No space left on device", [sys.executable], [20]),  # the others made room, which did not help
-        (5, "Input/output error", torchrun(2, restarts=3), [5, 10, 15, 20]),
+        pytest.param(
+            5, "Input/output error", torchrun(2, restarts=3), [5, 10, 15, 20], marks=pytest.mark.slow
+        ),
     ],
     ids=["full", "broken"],
 )
