@@ -4,7 +4,7 @@
     python benchmarks/full_disk.py --stride 9     # every ninth fault only
     python benchmarks/full_disk.py --only tmpfs   # or eio
 
-- `tmpfs`: a disk of 0.5, 1 and 2 MB under run_dir, under snapshot.path and under the cache, which snapshots
+- `tmpfs`: a disk of 4 KB and of 0.5, 1 and 2 MB under run_dir, under snapshot.path and under the cache, which snapshots
   and text overflow; one worker of plain python, two of torchrun, and two of which one is killed on the way.
 - `eio`: one worker, of a fresh run and of one that was killed before. strace fails the first, the middle, the
   last, or every call of a kind on one file: metrics.jsonl, run.json, log.txt, loss.png, config.yaml, the
@@ -191,9 +191,10 @@ class Faults:
         long_text = {"data.path": str(ROOT / "data" / "input.txt")}
         reference_of_long_text = self.undisturbed("undisturbed-long", SETTINGS | long_text)
         for where in ("run_dir", "snapshot.path", "cache"):
-            for size in ("500k", "1m", "2m"):
+            for size in ("4k", "500k", "1m", "2m"):
                 for workers, is_killed in ((1, False), (2, False), (2, True)):
-                    if self.is_turn():
+                    records_show_steps = where != "run_dir" or size != "4k"
+                    if (records_show_steps or not is_killed) and self.is_turn():
                         expected = reference_of_long_text if where == "cache" else reference
                         self.on_small_disk(where, size, workers, is_killed, expected)
 

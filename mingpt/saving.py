@@ -144,11 +144,12 @@ class Saving:
         if self.store.is_local and not isinstance(error, (OSError, UserError)):
             raise error
         durable_step = max(self.durable_step, self.saver.newest_written)
-        stands = f"the run stands at step {durable_step} there" if durable_step else "there is none before it"
+        stands, goes_on = "there is none before it", ""
+        if durable_step:
+            stands, goes_on = f"the run stands at step {durable_step} there", ", which goes on from there"
         return (
             f"the snapshot of step {self.last_save_step} cannot be written to {self.store.url} "
-            f"({describe(error)}) and {stands}: make room or repair it, and start the same command again, "
-            "which goes on from there"
+            f"({describe(error)}) and {stands}: make room or repair it, and start the same command again{goes_on}"
         )
 
     def remove_memory_snapshots(self) -> None:
