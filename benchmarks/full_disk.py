@@ -4,8 +4,8 @@
     python benchmarks/full_disk.py --stride 9     # every ninth fault only
     python benchmarks/full_disk.py --only tmpfs   # or eio
 
-- `tmpfs`: a disk of 4 KB and of 0.5, 1 and 2 MB under run_dir, under snapshot.path and under the cache, which snapshots
-  and text overflow; one worker of plain python, two of torchrun, and two of which one is killed on the way.
+- `tmpfs`: a disk of 4 KB and of 0.5, 1 and 2 MB under run_dir, under snapshot.path and under the cache, which
+  snapshots and text overflow; one worker of plain python, two of torchrun, and two of which one is killed.
 - `eio`: one worker, of a fresh run and of one that was killed before. strace fails the first, the middle, the
   last, or every call of a kind on one file: metrics.jsonl, run.json, log.txt, loss.png, config.yaml, the
   cached text.

@@ -149,7 +149,8 @@ class Saving:
             stands, goes_on = f"the run stands at step {durable_step} there", ", which goes on from there"
         return (
             f"the snapshot of step {self.last_save_step} cannot be written to {self.store.url} "
-            f"({describe(error)}) and {stands}: make room or repair it, and start the same command again{goes_on}"
+            f"({describe(error)}) and {stands}: make room or repair it, "
+            f"and start the same command again{goes_on}"
         )
 
     def remove_memory_snapshots(self) -> None:
