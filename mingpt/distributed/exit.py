@@ -52,8 +52,9 @@ class ProcessExit:
             code = 128 + signal.Signals[stopped_by]
             self.record_exit_reason(f"told to stop by {stopped_by}")
         self.write_status(0)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk, or a pipe that is gone
+            sys.stdout.flush()
+        write_stderr("")
         os._exit(code)
 
     def exit_on_signal(self, number: signal.Signals, is_first: bool) -> None:
@@ -76,15 +77,14 @@ class ProcessExit:
         else:
             self.record_exit_reason(f"failed ({type(error).__name__}: {first_line(error)})")
         if isinstance(error, ExpectedError):
-            sys.stderr.write(f"error: worker {self.launch.rank}: {error}\n")
+            write_stderr(f"error: worker {self.launch.rank}: {error}\n")
         elif not lost_peer:
-            traceback.print_exception(error)
+            write_stderr("".join(traceback.format_exception(error)))
         elif not self.launch.has_restarts_left() and not agent_reports:
-            sys.stderr.write(
+            write_stderr(
                 f"worker {self.launch.rank} lost a peer after step {self.step}, "
                 "and no restart is left (torchrun --max-restarts)\n"
             )
-        sys.stderr.flush()
         os._exit(1)
 
     def abort_job(self, error: Exception, sigterm_received: Callable[[], bool]) -> NoReturn:
@@ -104,8 +104,7 @@ class ProcessExit:
         signal.set_wakeup_fd(-1)
         self.write_status(code)
         if self.launch.rank == 0 or self.rendezvous is None:  # without one, rank 0 may not know of the error
-            sys.stderr.write(f"error: {error}\n")
-            sys.stderr.flush()
+            write_stderr(f"error: {error}\n")
         if agent_pid:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
             os.kill(agent_pid, signal.SIGTERM)
@@ -127,6 +126,13 @@ class ProcessExit:
                     self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def write_stderr(text: str) -> None:
+    """Write to stderr, which may be on a full disk or gone: that must not change how a worker exits."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def first_line(error: BaseException) -> str:

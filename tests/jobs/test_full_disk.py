@@ -156,3 +156,19 @@ def test_a_run_folder_on_a_small_disk(
     assert final_hash(run_dir) == final_hash(undisturbed)
     assert read_metric(run_dir) == read_metric(undisturbed)
     assert json.loads((run_dir / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_errors_that_go_to_the_full_disk_too_burn_no_restarts(
+    start: Start, text: Path, small_disk: Callable[[str], Path]
+) -> None:
+    """One file of a run folder that holds a single snapshot gets all output."""
+    disk = small_disk("280k")
+    words = command(run_dir=disk / "run", data__path=text, trainer__workers=2, trainer__max_restarts=3)
+    job = start(["bash", "-c", f"exec {shlex.join(words)} > {disk}/output 2>&1"])
+    assert job.wait() == 1
+    assert snapshot_steps(disk / "run") == [5]
+    small_disk("20m")
+    (disk / "output").unlink()
+    assert start(words).wait() == 0
+    assert len(read_history(disk / "run")["generations"]) == 2
