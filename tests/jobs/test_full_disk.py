@@ -1,5 +1,6 @@
 """Jobs whose disk is full, or fails."""
 
+import errno
 import json
 import shlex
 import shutil
@@ -159,16 +160,13 @@ def test_a_run_folder_on_a_small_disk(
 
 
 @pytest.mark.slow
-def test_errors_that_go_to_the_full_disk_too_burn_no_restarts(
-    start: Start, text: Path, small_disk: Callable[[str], Path]
+def test_a_sentence_that_cannot_be_printed_either_burns_no_restarts(
+    start: Start, text: Path, tmp_path: Path
 ) -> None:
-    """One file of a run folder that holds a single snapshot gets all output."""
-    disk = small_disk("280k")
-    words = command(run_dir=disk / "run", data__path=text, trainer__workers=2, trainer__max_restarts=3)
-    job = start(["bash", "-c", f"exec {shlex.join(words)} > {disk}/output 2>&1"])
-    assert job.wait() == 1
-    assert snapshot_steps(disk / "run") == [5]
-    small_disk("20m")
-    (disk / "output").unlink()
-    assert start(words).wait() == 0
-    assert len(read_history(disk / "run")["generations"]) == 2
+    run_dir, marker = tmp_path / "run", tmp_path / "full"
+    program = failing_program(tmp_path, marker, (25, 30), errno.ENOSPC)
+    own: dict[str, Any] = {"trainer__workers": 2, "trainer__max_restarts": 3}
+    words = command(program=program, run_dir=run_dir, data__path=text, **own)
+    assert start(["bash", "-c", f"exec {shlex.join(words)} 2>/dev/full"]).wait() == 1
+    history = read_history(run_dir)
+    assert (history["status"], len(history["generations"])) == ("failed", 1)
