@@ -4,8 +4,8 @@
     python benchmarks/full_disk.py --stride 9     # every ninth fault only
     python benchmarks/full_disk.py --only tmpfs   # or eio
 
-- `tmpfs`: a disk of 0.5, 1 and 2 MB under run_dir, under snapshot.path and under the cache, which snapshots
-  and text overflow; one worker of plain python and two of torchrun.
+- `tmpfs`: a disk of 4 KB and of 0.5, 1 and 2 MB under run_dir, under snapshot.path and under the cache, which
+  snapshots and text overflow; one worker of plain python, two of torchrun, and two of which one is killed.
 - `eio`: one worker, of a fresh run and of one that was killed before. strace fails the first, the middle, the
   last, or every call of a kind on one file: metrics.jsonl, run.json, log.txt, loss.png, config.yaml, the
   cached text.
@@ -23,6 +23,7 @@ import http.server
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ from common import arguments_of, row, start_plain
 
 from mingpt.jobs import ROOT, Job, last_step, read_history, read_metric, tensor_hash, torchrun
 
-STEPS = 30
+STEPS, KILL_AT = 30, 12
 SETTINGS = {
     "data.block_size": 32, "data.val_fraction": 0.01,
     "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
@@ -133,11 +134,19 @@ class Faults:
         self.count += 1
         return (self.count - 1) % self.stride == 0
 
-    def train(self, output: Path, settings: Mapping[str, Any], workers: int) -> Job:
-        """A job that has ended: one worker of plain python, or several of torchrun."""
+    def train(
+        self, output: Path, settings: Mapping[str, Any], workers: int, kills_at: int | None = None
+    ) -> Job:
+        """A job that has ended: one worker of plain python, or several of torchrun.
+
+        With `kills_at`, the last worker is killed once this step is on record.
+        """
         launcher = torchrun(workers, restarts=2) if workers > 1 else [sys.executable]
         own = {**settings, "trainer.workers": workers}
         job = Job([*launcher, "train.py", *arguments_of(own)], output)
+        if kills_at is not None:
+            job.wait_until(lambda: last_step(settings["run_dir"]) >= kills_at)
+            os.kill(job.workers()[-1], signal.SIGKILL)
         job.wait(300)
         return job
 
@@ -182,14 +191,15 @@ class Faults:
         long_text = {"data.path": str(ROOT / "data" / "input.txt")}
         reference_of_long_text = self.undisturbed("undisturbed-long", SETTINGS | long_text)
         for where in ("run_dir", "snapshot.path", "cache"):
-            for size in ("500k", "1m", "2m"):
-                for workers in (1, 2):
-                    if self.is_turn():
+            for size in ("4k", "500k", "1m", "2m"):
+                for workers, is_killed in ((1, False), (2, False), (2, True)):
+                    records_show_steps = where != "run_dir" or size != "4k"
+                    if (records_show_steps or not is_killed) and self.is_turn():
                         expected = reference_of_long_text if where == "cache" else reference
-                        self.on_small_disk(where, size, workers, expected)
+                        self.on_small_disk(where, size, workers, is_killed, expected)
 
-    def on_small_disk(self, where: str, size: str, workers: int, expected: Outcome) -> None:
-        case = self.work / f"{where}-{size}-{workers}"
+    def on_small_disk(self, where: str, size: str, workers: int, is_killed: bool, expected: Outcome) -> None:
+        case = self.work / f"{where}-{size}-{workers}-{is_killed}"
         run_dir, settings, disk = case / "run", dict(self.settings), case / "disk"
         snapshots = None
         if where == "run_dir":
@@ -203,16 +213,16 @@ class Faults:
         output = case / "output"  # not on the full disk
         with small_disk(disk, size) as resize:
 
-            def train() -> Job:
+            def train(kills_at: int | None = None) -> Job:
                 own = {**settings, "run_dir": run_dir}
-                return self.train(output, own, workers)
+                return self.train(output, own, workers, kills_at)
 
-            job = train()
+            job = train(KILL_AT if is_killed else None)
             resize("40m")
             look = functools.partial(read_outcome, run_dir, snapshots)
             verdict = self.judge(job, train, look, expected, run_dir)
         os.environ["XDG_CACHE_HOME"] = str(self.work / "cache")
-        row(fault="tmpfs", where=where, size=size, workers=workers, **verdict)
+        row(fault="tmpfs", where=where, size=size, workers=workers, killed=is_killed, **verdict)
         shutil.rmtree(case)
 
     def with_failing_calls(self) -> None:

@@ -4,12 +4,11 @@ Rank 0 holds them for the whole job; see snapshot/claim.py.
 """
 
 import logging
-import sys
 import threading
 from pathlib import Path
 
 from mingpt.config import Config
-from mingpt.distributed import DistributedContext
+from mingpt.distributed import DistributedContext, write_stderr
 from mingpt.errors import SupersededError, UserError
 from mingpt.report import close_log_file
 from mingpt.snapshot import Claim, Holder, this_process
@@ -100,5 +99,4 @@ def acquire_all(claims: list[Claim], holder: Holder) -> Claims:
 
 def write_line(line: str) -> None:
     """To the terminal alone: log.txt belongs to the job that holds the folder."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    write_stderr(f"{line}\n")

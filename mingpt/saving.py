@@ -73,8 +73,14 @@ class Saving:
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
         if run_logger:
-            manifest = self.manifest() | {"metrics": dict(run_logger.last)}
-            self.saver.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
+            logger, manifest = run_logger, self.manifest() | {"metrics": dict(run_logger.last)}
+
+            def fields() -> dict[str, Any]:
+                # A step that has a snapshot is never computed again, so its records must be durable.
+                logger.flush()
+                return late_fields(chain, logger, manifest["step"])
+
+            self.saver.save(manifest, tensors, fields)
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def save_to_memory(self, run_logger: RunLogger | None) -> None:
@@ -141,11 +147,13 @@ class Saving:
         if self.store.is_local and not isinstance(error, (OSError, UserError)):
             raise error
         durable_step = max(self.durable_step, self.saver.newest_written)
-        stands = f"the run stands at step {durable_step} there" if durable_step else "there is none before it"
+        stands, goes_on = "there is none before it", ""
+        if durable_step:
+            stands, goes_on = f"the run stands at step {durable_step} there", ", which goes on from there"
         return (
             f"the snapshot of step {self.last_save_step} cannot be written to {self.store.url} "
-            f"({describe(error)}) and {stands}: make room or repair it, and start the same command again, "
-            "which goes on from there"
+            f"({describe(error)}) and {stands}: make room or repair it, "
+            f"and start the same command again{goes_on}"
         )
 
     def remove_memory_snapshots(self) -> None:
@@ -155,17 +163,12 @@ class Saving:
 
 
 def late_fields(chain: Callable[[], str], run_logger: RunLogger | None, step: int) -> dict[str, Any]:
-    """What the manifest gets in the background: the audit's chain, and records that are nowhere else.
+    """What the manifest gets in the background: the audit's chain, and records that cannot be written.
 
-    A step that has a snapshot is never computed again, so its records must be durable: those that cannot be
-    written travel in the snapshot. Raises SaveAborted if a rank that the chain needs is gone.
+    Raises SaveAborted if a rank that the chain needs is gone.
     """
-    fields: dict[str, Any] = {}
-    if run_logger:
-        run_logger.flush()
-        unwritten = run_logger.unwritten(step)
-        if unwritten:
-            fields["unwritten"] = unwritten
+    unwritten = run_logger.unwritten(step) if run_logger else []
+    fields: dict[str, Any] = {"unwritten": unwritten} if unwritten else {}
     try:
         return fields | {"audit": chain()}
     except RuntimeError as error:

@@ -76,8 +76,9 @@ class ProcessExit:
         if code == 0:
             self.release_claims()
         self.write_status(0)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk, or a pipe that is gone
+            sys.stdout.flush()
+        write_stderr("")
         os._exit(code)
 
     def exit_on_signal(self, number: signal.Signals, is_first: bool) -> NoReturn:
@@ -104,7 +105,6 @@ class ProcessExit:
             noting.start()
             noting.join(NOTE_FAILURE_S)
         self.report_lost_peer()
-        sys.stderr.flush()
         os._exit(1)
 
     def note_end_of_job(self, why: str) -> None:
@@ -124,18 +124,17 @@ class ProcessExit:
         else:
             self.record_exit_reason(describe_failure(error))
         if isinstance(error, ExpectedError):
-            sys.stderr.write(f"error: worker {self.launch.rank}: {error}\n")
+            write_stderr(f"error: worker {self.launch.rank}: {error}\n")
         elif is_lost_peer(error):
             self.report_lost_peer()
         else:
-            traceback.print_exception(error)
-        sys.stderr.flush()
+            write_stderr("".join(traceback.format_exception(error)))
         os._exit(1)
 
     def report_lost_peer(self) -> None:
         agent_reports = self.launch.status_file is not None  # that no restart is left; see mingpt.agent
         if not self.launch.has_restarts_left() and not agent_reports:
-            sys.stderr.write(
+            write_stderr(
                 f"worker {self.launch.rank} lost a peer after step {self.step}, "
                 "and no restart is left (torchrun --max-restarts)\n"
             )
@@ -145,8 +144,7 @@ class ProcessExit:
         self.exiting.acquire()
         if not self.launch.has_restarts_left():
             where = " and no restart is left (torchrun --max-restarts)" if self.launch.agent_pid else ""
-            sys.stderr.write(f"{error}{where}\n")
-        sys.stderr.flush()
+            write_stderr(f"{error}{where}\n")
         os._exit(1)
 
     def abort_job(
@@ -172,8 +170,7 @@ class ProcessExit:
         self.release_claims()
         self.write_status(code)
         if self.launch.rank == 0 or self.rendezvous is None:  # without one, rank 0 may not know of the error
-            sys.stderr.write(f"error: {error}\n")
-            sys.stderr.flush()
+            write_stderr(f"error: {error}\n")
         if agent_pid:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
             os.kill(agent_pid, signal.SIGTERM)
@@ -197,6 +194,13 @@ class ProcessExit:
             if self.rendezvous is not None and not are_frozen:
                 self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)
             peers.kill(pidfd)
+
+
+def write_stderr(text: str) -> None:
+    """Write to stderr, which may be on a full disk or gone: that must not change how a worker exits."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def first_line(error: BaseException) -> str:

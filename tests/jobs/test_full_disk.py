@@ -1,5 +1,6 @@
 """Jobs whose disk is full, or fails."""
 
+import errno
 import json
 import shlex
 import shutil
@@ -34,7 +35,9 @@ def failing_program(folder: Path, marker: Path, steps: tuple[int, ...], code: in
     ("code", "reason", "launcher", "kept"),
     [
         (28, "No space left on device", [sys.executable], [20]),  # the others made room, which did not help
-        (5, "Input/output error", torchrun(2, restarts=3), [5, 10, 15, 20]),
+        pytest.param(
+            5, "Input/output error", torchrun(2, restarts=3), [5, 10, 15, 20], marks=pytest.mark.slow
+        ),
     ],
     ids=["full", "broken"],
 )
@@ -154,3 +157,16 @@ def test_a_run_folder_on_a_small_disk(
     assert final_hash(run_dir) == final_hash(undisturbed)
     assert read_metric(run_dir) == read_metric(undisturbed)
     assert json.loads((run_dir / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_sentence_that_cannot_be_printed_either_burns_no_restarts(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    run_dir, marker = tmp_path / "run", tmp_path / "full"
+    program = failing_program(tmp_path, marker, (25, 30), errno.ENOSPC)
+    own: dict[str, Any] = {"trainer__workers": 2, "trainer__max_restarts": 3}
+    words = command(program=program, run_dir=run_dir, data__path=text, **own)
+    assert start(["bash", "-c", f"exec {shlex.join(words)} 2>/dev/full"]).wait() == 1
+    history = read_history(run_dir)
+    assert (history["status"], len(history["generations"])) == ("failed", 1)
