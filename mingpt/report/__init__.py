@@ -3,7 +3,7 @@
 Metrics are functions of a step's statistics; sinks are places that their values go to.
 """
 
-from mingpt.report.history import RunHistory, mark_failed, read_run_id
+from mingpt.report.history import RunHistory, mark_ended, read_run_id
 from mingpt.report.log import open_log
 from mingpt.report.metrics import METRICS, StepStats
 from mingpt.report.run_logger import SINKS, RunLogger
@@ -19,7 +19,7 @@ __all__ = [
     "Sink",
     "StepStats",
     "StepTimer",
-    "mark_failed",
+    "mark_ended",
     "open_log",
     "read_run_id",
 ]

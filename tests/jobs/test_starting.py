@@ -151,3 +151,37 @@ def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_hav
     assert not (tmp_path / "STOP").exists() and snapshot_steps(tmp_path) == []
     assert job.err().count("stopped by STOP before the first step") == 1
     wait_until(lambda: all_gone(descendants(job.pid)))
+
+
+DIES_THEN_LOADS_SLOWLY = """
+import os, time
+from pathlib import Path
+import mingpt.initialize
+if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
+    def read_slowly(config):
+        Path({mark!r}).touch()
+        time.sleep(60)
+    mingpt.initialize.read_bytes = read_slowly
+def die(step):
+    if step == 12 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+events.subscribe("step_start", die)
+"""
+
+
+@pytest.mark.slow
+def test_a_stop_while_a_restart_begins_is_noted_and_the_run_goes_on_later(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir, mark = tmp_path / "run", tmp_path / "mark"
+    program = changed_program(tmp_path, DIES_THEN_LOADS_SLOWLY.format(mark=str(mark)))
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text}
+    job = start(command(launcher=torchrun(2, restarts=3), program=program, **settings))
+    job.wait_until(mark.exists)
+    request("STOP", job, run_dir)
+    assert job.wait(30) == 0, job.err()
+    assert read_history(run_dir)["status"] == "stopped"
+    resumed = start(command(trainer__workers=1, **settings))
+    assert resumed.wait() == 0, resumed.err()
+    assert final_hash(run_dir) == final_hash(undisturbed)
+    assert read_history(run_dir)["status"] == "finished"

@@ -6,7 +6,7 @@ import pytest
 
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.generation import MAX_REPEATS
-from mingpt.report import RunHistory, read_run_id
+from mingpt.report import RunHistory, mark_ended, read_run_id
 
 RUN_ID = "abc123"
 
@@ -145,3 +145,19 @@ def test_the_id_of_a_run_is_read_if_it_is_one(content: str, run_id: str | None, 
     assert read_run_id(tmp_path) is None
     (tmp_path / "run.json").write_text(content)
     assert read_run_id(tmp_path) == run_id
+
+
+def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path: Path) -> None:
+    mark_ended(tmp_path, "failed", "failed: why")  # there is no run.json: nothing to note
+    assert not (tmp_path / "run.json").exists()
+    history = open_history(tmp_path)
+    history.start_generation(2, 0, None, False, [])
+    mark_ended(tmp_path, "stopped")
+    assert read(tmp_path)["status"] == "stopped" and read(tmp_path)["generations"][-1]["end"] == "running"
+    history.write()
+    mark_ended(tmp_path, "failed", "failed: why")
+    assert read(tmp_path)["status"] == "failed"
+    assert read(tmp_path)["generations"][-1]["end"] == "failed: why"
+    history.end("finished", 30, "finished")
+    mark_ended(tmp_path, "stopped", "failed: why")
+    assert read(tmp_path)["status"] == "finished" and read(tmp_path)["generations"][-1]["end"] == "finished"
