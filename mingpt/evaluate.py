@@ -90,7 +90,7 @@ def is_missing(config: Config, context: DistributedContext, run_dir: Path, start
     step = manifest["step"]
     is_on_record = manifest["metrics"].get("val", {}).get("step") == step
     if context.rank == 0 and not is_on_record:
-        records = itertools.chain(manifest.get("unwritten", ()), read_records(run_dir / "metrics.jsonl"))
+        records = itertools.chain(start.unwritten, read_records(run_dir / "metrics.jsonl"))
         is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
     is_on_record = context.broadcast_object(is_on_record, 0)
     is_past_end = step > config.trainer.max_steps

@@ -9,7 +9,7 @@ import torch
 
 from mingpt.distributed import DistributedContext
 from mingpt.errors import ExpectedError, NonRetryableError
-from mingpt.report import mark_failed
+from mingpt.report import mark_ended
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def raise_if_repeated(context: DistributedContext, run_dir: Path) -> None:
         log.warning("%s and was given up", context.rendezvous.not_come)
     if context.repeated_failure:
         if context.rank == 0:
-            mark_failed(run_dir, context.repeated_failure)
+            mark_ended(run_dir, "failed", f"failed: {context.repeated_failure}")
         raise NonRetryableError(context.repeated_failure)
 
 

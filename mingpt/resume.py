@@ -56,6 +56,11 @@ class StartPoint:
     durable_step: int
     changes: list[str]  # settings that differ from the snapshot's on purpose
 
+    @property
+    def unwritten(self) -> list[dict[str, Any]]:
+        """Records that the snapshot holds because metrics.jsonl could not be written."""
+        return self.snapshot.manifest.get("unwritten", []) if self.snapshot else []
+
 
 def find_start(config: Config, context: DistributedContext, run_dir: Path, corpus: Corpus) -> StartPoint:
     """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective."""

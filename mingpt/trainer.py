@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from mingpt import events
 from mingpt.audit import START, Audit
 from mingpt.claims import claim_places
 from mingpt.config import Config
-from mingpt.data import mix
+from mingpt.data import Corpus, mix
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
 from mingpt.errors import NonFiniteError, NonRetryableError
@@ -28,7 +28,7 @@ from mingpt.failures import not_finite, out_of_memory_explained, raise_if_repeat
 from mingpt.initialize import init_environment, init_state, load_corpus, make_run_dir
 from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer, is_reported, open_log
-from mingpt.resume import find_start
+from mingpt.resume import StartPoint, find_start
 from mingpt.saving import Saving
 
 log = logging.getLogger(__name__)
@@ -65,30 +65,36 @@ class Trainer:
         self.is_resumed = start.snapshot is not None
         # A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
         is_complete = self.is_resumed and self.state.step >= config.trainer.max_steps
-        unwritten = start.snapshot.manifest.get("unwritten", ()) if start.snapshot else ()
-        is_over = is_complete and context.rank == 0 and is_reported(self.run_dir, unwritten)
+        is_over = is_complete and context.rank == 0 and is_reported(self.run_dir, start.unwritten)
         is_over = context.broadcast_object(is_over, 0)
         self.evaluation_missing = is_missing(config, context, self.run_dir, start)
         self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
         if not config.trainer.eval_only:
             context.stop_signal.defer()
-        self.run_logger = None
-        if context.rank == 0 and not config.trainer.eval_only and not self.nothing_left:
-            self.run_logger = RunLogger(
-                config,
-                context,
-                corpus,
-                start.run_id,
-                self.state.step,
-                start.changes,
-                self.environment,
-                start.is_restart,
-                unwritten,
-                claims.check,
-            )
-            logger = self.run_logger
-            context.exit.note_failure = lambda why: logger.failed(self.state.step, why)
+        self.run_logger = self.open_run_logger(start, corpus, claims.check)
         context.exit.note_begun()
+
+    def open_run_logger(
+        self, start: StartPoint, corpus: Corpus, check_claim: Callable[[], None]
+    ) -> RunLogger | None:
+        """On rank 0, unless there is nothing to report."""
+        config, context = self.config, self.context
+        if context.rank or config.trainer.eval_only or self.nothing_left:
+            return None
+        logger = RunLogger(
+            config,
+            context,
+            corpus,
+            start.run_id,
+            self.state.step,
+            start.changes,
+            self.environment,
+            start.is_restart,
+            start.unwritten,
+            check_claim,
+        )
+        context.exit.note_failure = lambda why: logger.failed(self.state.step, why)
+        return logger
 
     def run(self) -> str | None:
         """Train up to max_steps, or until told to stop; then everything is durable, on all ranks.

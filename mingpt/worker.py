@@ -70,8 +70,19 @@ class Worker:
 
     def watch_stop_file(self, config: "Config") -> None:
         """A file STOP in run_dir is a request to stop; not for an evaluation beside a run that goes on."""
+        run_dir = Path(config.run_dir)
+
+        def note_stop() -> None:
+            from mingpt.report import mark_ended
+
+            mark_ended(run_dir, "stopped")
+
         if not config.trainer.eval_only:
-            self.stop_signal.watch_stop_file(Path(config.run_dir) / "STOP")
+            self.stop_signal.watch_stop_file(run_dir / "STOP")
+            if (
+                self.launch.restart_count
+            ):  # the generation before was training, and could not say how it ended
+                self.stop_signal.note_stop = note_stop
 
     def connect(self, config: "Config") -> "DistributedContext":
         """Meet the other workers of this generation."""

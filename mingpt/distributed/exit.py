@@ -88,6 +88,15 @@ class ProcessExit:
             self.write_status(0)
         os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
 
+    def exit_told(self, number: signal.Signals) -> None:
+        """For the thread that listens: the stop that a signal has asked for cannot be agreed on any more.
+
+        Does nothing if another thread is exiting.
+        """
+        is_first = self.exiting.acquire(blocking=False)
+        if is_first:
+            self.exit_on_signal(number, is_first=False)
+
     def how_peer_ended(self, rank: int) -> PeerEnd | None:
         """How a worker ended that has exited; None if the store does not answer."""
         return self.rendezvous.how_peer_ended(rank) if self.rendezvous else None
@@ -143,8 +152,9 @@ class ProcessExit:
         """Exit code 1 for a worker that waited in vain for others to come; the next generation says so."""
         self.exiting.acquire()
         if not self.launch.has_restarts_left():
-            where = " and no restart is left (torchrun --max-restarts)" if self.launch.agent_pid else ""
-            write_stderr(f"{error}{where}\n")
+            has_agent_of_torchrun = self.launch.agent_pid and self.launch.status_file is None
+            end = ", and no restart is left (torchrun --max-restarts)" if has_agent_of_torchrun else ""
+            write_stderr(f"{error}{end}\n")
         os._exit(1)
 
     def abort_job(

@@ -71,7 +71,7 @@ class Rendezvous:
                 timeout=timedelta(seconds=timeout_s),
             )
         except DistError:
-            if self.launch.agent_hosts_store or is_host or time.monotonic() < self._deadline:
+            if self.launch.agent_hosts_store or is_host or time.monotonic() < self._deadline - 1.0:
                 raise
             self._give_up([0], can_tell=False)
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -49,6 +50,7 @@ class StopSignal:
         self.reason: str | None = None
         self.deferred = False
         self.stop_file: Path | None = None
+        self.note_stop: Callable[[], None] | None = None  # for run.json, of a stop before the first step
         self.received_at = self.progress_at = float("-inf")
         self.exited_at: dict[int, float] = {}  # rank -> when it was seen to have exited
         self.ends: dict[int, PeerEnd] = {}  # rank -> how, once that is known
@@ -87,6 +89,8 @@ class StopSignal:
         """Exit for a request that all ranks know of; there is nothing to save."""
         if self.launch.rank == 0:
             self.remove_stop_file()
+            if self.note_stop is not None:
+                self.note_stop()
             sys.stderr.write(f"stopped by {reason} before the first step\n")
         self.exit.exit_process(reason)
 
@@ -170,11 +174,11 @@ class StopSignal:
             if end == PeerEnd.LOST:
                 self.exit.exit_without_peer(rank)
             elif end == PeerEnd.TOLD and is_told:
-                self.exit.exit_on_signal(signal.SIGTERM, is_first=False)
+                self.exit.exit_told(signal.SIGTERM)
 
     def check_progress(self) -> None:
         """End this process if nothing has moved for `timeout_s` after SIGTERM or SIGINT."""
         if self.deferred and self.launch.world_size > 1 and self.reason in ("SIGTERM", "SIGINT"):
             since = max(self.received_at, self.progress_at)
             if time.monotonic() - since > self.exit.timeout_s:
-                self.exit.exit_on_signal(signal.Signals[self.reason], is_first=False)
+                self.exit.exit_told(signal.Signals[self.reason])

@@ -4,7 +4,7 @@ Metrics are functions of a step's statistics; sinks are places that their values
 """
 
 from mingpt.report.files import describe
-from mingpt.report.history import RunHistory, mark_failed, read_run_id
+from mingpt.report.history import RunHistory, mark_ended, read_run_id
 from mingpt.report.log import close_log_file, open_log
 from mingpt.report.metrics import METRICS, StepStats
 from mingpt.report.run_logger import SINKS, RunLogger, is_reported
@@ -23,7 +23,7 @@ __all__ = [
     "close_log_file",
     "describe",
     "is_reported",
-    "mark_failed",
+    "mark_ended",
     "open_log",
     "read_run_id",
 ]

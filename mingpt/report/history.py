@@ -24,14 +24,18 @@ def read_run_id(run_dir: Path) -> str | None:
     return run_id if isinstance(run_id, str) and run_id.isalnum() else None
 
 
-def mark_failed(run_dir: Path, why: str) -> None:
-    """Note in an existing run.json that its job has ended before this generation could begin to train."""
+def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
+    """Note in an existing run.json that its job has ended before this generation could begin to train.
+
+    `end` is said of the last generation, if that could not say how it ended.
+    """
     path = run_dir / "run.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["status"] = "failed"
-        if content["generations"] and content["generations"][-1]["end"] == "running":
-            content["generations"][-1]["end"] = f"failed: {why}"
+        if content["status"] == "running":
+            content["status"] = status
+        if end and content["generations"] and content["generations"][-1]["end"] == "running":
+            content["generations"][-1]["end"] = end
         replace_file(path, json.dumps(content, indent=1) + "\n")
     except (OSError, ValueError, TypeError, KeyError):
         return  # there is no run yet, or its history is damaged, or cannot be written: the log says why

@@ -8,7 +8,7 @@ from support.faults import FaultyDisk
 
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.generation import MAX_REPEATS
-from mingpt.report import RunHistory, read_run_id
+from mingpt.report import RunHistory, mark_ended, read_run_id
 
 RUN_ID = "abc123"
 
@@ -183,3 +183,19 @@ def test_a_damaged_history_that_cannot_be_renamed_ends_no_run(
     FaultyDisk(monkeypatch, "replace", "run.json", errno.EIO)
     open_history(tmp_path).start_generation(1, 0, None, False, [])
     assert "is damaged and cannot be renamed (Input/output error)" in caplog.text
+
+
+def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path: Path) -> None:
+    mark_ended(tmp_path, "failed", "failed: why")  # there is no run.json: nothing to note
+    assert not (tmp_path / "run.json").exists()
+    history = open_history(tmp_path)
+    history.start_generation(2, 0, None, False, [])
+    mark_ended(tmp_path, "stopped")
+    assert read(tmp_path)["status"] == "stopped" and read(tmp_path)["generations"][-1]["end"] == "running"
+    history.file.write(history.encode())
+    mark_ended(tmp_path, "failed", "failed: why")
+    assert read(tmp_path)["status"] == "failed"
+    assert read(tmp_path)["generations"][-1]["end"] == "failed: why"
+    history.end("finished", 30, "finished")
+    mark_ended(tmp_path, "stopped", "failed: why")
+    assert read(tmp_path)["status"] == "finished" and read(tmp_path)["generations"][-1]["end"] == "finished"

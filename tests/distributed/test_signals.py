@@ -1,0 +1,136 @@
+"""Each test runs a process of its own, whose main thread sleeps: it is the listening thread that acts."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# Prints "ready" when it listens, and `reason` whenever that changes; ends by itself after 20 s.
+PROGRAM = """
+import os, subprocess, sys, threading, time
+from pathlib import Path
+from mingpt.distributed import Launch, ProcessExit, StopSignal, signals
+from mingpt.distributed.generation import PeerEnd
+
+class Exit(ProcessExit):
+    def how_peer_ended(self, rank):
+        return {end}
+
+signals.UNKNOWN_GRACE_S = 0.5
+launch = Launch(world_size={workers}, agent_pid={agent}, master_addr="localhost")
+listener = StopSignal(launch, Exit(launch))
+listener.exit.timeout_s = 0.5
+{code}
+print("ready", flush=True)
+reason = None
+for _ in range(2000):
+    if listener.reason != reason:
+        reason = listener.reason
+        print(reason, flush=True)
+    time.sleep(0.01)
+sys.exit(77)
+"""
+PEER = "listener.exit.local_peer_pidfds = {1: os.pidfd_open(subprocess.Popen(['sleep', '0.2']).pid)}"
+WATCH = "listener.watch_stop_file(Path(sys.argv[1]))"
+
+
+def listen(
+    code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None"
+) -> subprocess.Popen[str]:
+    """The process, once it listens."""
+    program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent)
+    words = [sys.executable, "-c", program, *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def code_of(process: subprocess.Popen[str], timeout_s: float = 10) -> int:
+    try:
+        return process.wait(timeout_s)
+    finally:
+        process.kill()
+
+
+def test_alone_a_stop_file_ends_a_process_that_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    process = listen(WATCH, str(tmp_path / "STOP"), workers=1)
+    assert code_of(process) == 0 and not (tmp_path / "STOP").exists()
+    assert process.stderr is not None and process.stderr.read() == "stopped by STOP before the first step\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "agent", "code"),
+    [
+        ("SIGUSR1", 1, "None", 0),
+        ("SIGUSR1", 1, "os.getppid()", 0),
+        ("SIGTERM", 1, "None", 0),
+        ("SIGTERM", 2, "os.getppid()", 143),
+    ],
+)
+def test_before_the_run_a_signal_ends_the_process_at_once(
+    kind: str, workers: int, agent: str, code: int
+) -> None:
+    process = listen(workers=workers, agent=agent)
+    process.send_signal(getattr(signal, kind))
+    assert code_of(process) == code
+
+
+@pytest.mark.parametrize(("kind", "code"), [("SIGUSR1", ""), ("SIGTERM", "listener.defer()")])
+def test_a_request_waits_for_an_agreement_and_a_second_one_does_not(kind: str, code: str) -> None:
+    process = listen(code + "\nlistener.exit.timeout_s = 60")
+    process.send_signal(getattr(signal, kind))
+    assert process.stdout is not None and process.stdout.readline() == f"{kind}\n"
+    time.sleep(1.2)  # sooner, both would count as one
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert code_of(process) == 130
+
+
+def test_without_progress_sigterm_ends_the_process_after_timeout_s() -> None:
+    process = listen("listener.defer()")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert code_of(process) == 143 and time.monotonic() - began > 0.5
+
+
+@pytest.mark.parametrize("end", ["PeerEnd.LOST", "None"])
+def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str) -> None:
+    """None: the store does not answer, for longer than an orderly end could take."""
+    process = listen(PEER, end=end)
+    assert code_of(process) == 1
+    assert process.stderr is not None and "lost a peer" in process.stderr.read()
+
+
+@pytest.mark.parametrize("end", ["PeerEnd.AGREED", "PeerEnd.TOLD"])
+def test_a_peer_that_left_in_order_does_not(end: str) -> None:
+    process = listen(PEER, end=end)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+def test_sigterm_is_obeyed_at_once_if_the_peer_was_told_to_stop_alone() -> None:
+    process = listen(PEER + "\nlistener.defer()\nlistener.exit.timeout_s = 60", end="PeerEnd.TOLD")
+    process.send_signal(signal.SIGTERM)
+    assert code_of(process) == 143
+
+
+def test_another_thread_that_is_exiting_is_not_disturbed() -> None:
+    process = listen(PEER + "\nlistener.exit.exiting.acquire()", end="PeerEnd.LOST")
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+def test_the_end_of_the_agent_ends_the_process() -> None:
+    orphaned = "Launch(world_size=2, agent_pid=os.getppid() + 1, master_addr='localhost')"
+    process = listen(f"threading.Timer(0.5, lambda: setattr(listener, 'launch', {orphaned})).start()")
+    assert code_of(process) == 1
