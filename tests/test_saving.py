@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from conftest import SMALL
 from support.single_process import SingleProcess
-from support.snapshots import TENSORS, make_store
+from support.snapshots import TENSORS, make_manifest, make_store
 
 from mingpt.audit import START, Audit
 from mingpt.cli import build
@@ -42,7 +42,9 @@ def saving(tmp_path: Path) -> Saving:
     start: Any = SimpleNamespace(store=make_store(tmp_path), memory=None, durable_step=0)
     state: Any = SimpleNamespace(step=10, windows_seen=80, full_state=lambda: TENSORS)
     corpus = make_corpus(TEXT, config.data)
-    return Saving(config, SingleProcess(), state, start, corpus, {"threads": 1}, Audit(START, 8))
+    return Saving(
+        config, SingleProcess(), state, start, corpus, make_manifest(10)["software"], Audit(START, 8)
+    )
 
 
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
