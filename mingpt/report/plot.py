@@ -121,10 +121,12 @@ class LossPlot(Sink):
         return picture.getvalue()
 
     def make_figure(self) -> tuple[Any, Any, dict[str, Any]]:
-        """The figure, its axes and a line for each curve. One for all drawings: it holds a large buffer."""
+        """The figure, its axes and a line for each curve; its canvas holds the pixels of all drawings."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 4.5), dpi=110)
+        FigureCanvasAgg(figure)  # without one, each drawing would allocate its own
         axes = figure.subplots()
         lines = {name: axes.plot([], [], label=name, **style)[0] for name, style in STYLES.items()}
         for number, step in enumerate(self.run.restarts):
