@@ -15,7 +15,7 @@ from mingpt.snapshot.reading import SourceFile
 from mingpt.snapshot.store import RETRIES_S, SnapshotStore, steps_in
 from mingpt.snapshot.tensors import Check, accept_all, check_finite, read_checked
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 16  # of config.yaml; a real one has 2,000
 log = logging.getLogger(__name__)
 
 
