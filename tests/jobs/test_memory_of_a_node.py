@@ -5,9 +5,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from conftest import Start, command, final_hash, reached, snapshot_steps
+from conftest import Start, changed_program, command, final_hash, reached, snapshot_steps
 
 from mingpt.jobs import read_history, torchrun
+
+SLOW_STEPS = """
+import time
+events.subscribe("step_end", lambda step: time.sleep(0.2))
+"""
 
 
 def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
@@ -25,9 +30,15 @@ def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
     job.wait_until(reached(run_dir, 14))
     job.kill()
     assert len(list(shm.iterdir())) == 1
-    # Seen before the first step or after it: what only memory held must go to disk.
+    # A request before the first step leaves what memory holds where it is; a later one puts it on disk.
     (run_dir / "STOP").touch()
-    stopped = start(command(launcher=torchrun(2), **settings))
+    left_alone = start(command(launcher=torchrun(2), **settings))
+    assert left_alone.wait() == 0 and "stopped by STOP before the first step" in left_alone.err()
+    assert len(list(shm.iterdir())) == 1 and snapshot_steps(run_dir) == []
+    program = changed_program(tmp_path, SLOW_STEPS)
+    stopped = start(command(launcher=torchrun(2), program=program, **settings))
+    stopped.wait_until(lambda: len(read_history(run_dir)["generations"]) > 2)
+    (run_dir / "STOP").touch()
     assert stopped.wait() == 0, stopped.err()
     assert list(shm.iterdir()) == []
     (stopped_at,) = snapshot_steps(run_dir)
