@@ -62,6 +62,7 @@ events.subscribe("write_end", on_write_end)
 """
 
 
+@pytest.mark.slow
 def test_a_restart_without_a_valid_snapshot_left_ends_the_job(
     start: Start, text: Path, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_snapshot_that_cannot_be_read_is_left_alone_and_the_one_before_it_used
     assert final_hash(run_dir) == final_hash(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace injects the faults")
 def test_a_folder_that_cannot_be_read_is_a_sentence_and_no_fresh_start(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path

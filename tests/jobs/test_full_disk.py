@@ -75,6 +75,7 @@ def test_a_last_snapshot_that_cannot_be_written_is_one_sentence_and_no_restart(
     assert read_metric(run_dir) == read_metric(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_run_whose_report_could_not_be_written_is_completed_by_the_same_command(
     start: Start, text: Path, tmp_path: Path, undisturbed: Path
 ) -> None:

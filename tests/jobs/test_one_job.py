@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import ROOT, Start, command, final_hash, reached, snapshot_steps
 
 from mingpt.jobs import Job, read_history, read_metric, torchrun
@@ -44,6 +45,7 @@ def test_of_two_jobs_started_together_one_trains_and_the_other_says_who(
     assert "not claimed" in doctor("--claim", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_job_at_the_same_snapshot_path_is_refused_and_one_whose_claim_is_dropped_ends(
     start: Start, text: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_restart_without_the_gpu_ends_the_job_in_one_sentence(
     assert len(read_history(tmp_path / "run")["generations"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"device_type": "cuda", "device": "NVIDIA H100"}, {"dtype": "bfloat16"}])
 def test_other_hardware_is_refused_unless_asked_for(
     fields: dict[str, str], start: Start, text: Path, undisturbed: Path, tmp_path: Path
@@ -84,6 +85,7 @@ def test_other_hardware_is_refused_unless_asked_for(
     assert "the bits may differ" in accepted.err()
 
 
+@pytest.mark.slow
 def test_another_model_of_cpu_goes_on_with_a_line(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ def test_another_model_of_cpu_goes_on_with_a_line(
     assert "the bits may differ" in job.err() and "AVX1024" in job.err()
 
 
+@pytest.mark.slow
 def test_workers_agree_on_a_type_that_all_of_them_have(start: Start, text: Path, tmp_path: Path) -> None:
     """dtype auto is float32 as soon as one worker has no native bfloat16."""
     settings: dict[str, Any] = {"data__path": text, "trainer__max_steps": 2}
