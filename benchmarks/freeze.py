@@ -120,7 +120,7 @@ def given_up(
     job.wait_until(lambda: not is_alive(victim), 120)
     gone_s = time.monotonic() - began
     codes = exit_codes([job], 300)
-    named = re.search(r"worker (\d) did not come within ([\d.]+) s and was given up", job.err())
+    named = re.search(r"worker (\d) did not reach the rendezvous within ([\d.]+) s", job.err())
     patience_s = float(named[2]) if named else 0.0
     is_named = named is not None and int(named[1]) == pids.index(victim)
     is_good = is_named and gone_s <= patience_s + start_s and patience_s <= max(timeout_s, 3 * start_s)

@@ -208,7 +208,7 @@ def link_to_zeros(path: Path) -> None:
 
 
 def huge_vocabulary(forgery: Forgery) -> None:
-    forgery.manifest["vocabulary"] = "a" * (7 * MB)
+    forgery.manifest["vocabulary"] = "a" * (7 * MB // 2)
 
 
 def wide_vocabulary(forgery: Forgery) -> None:
@@ -262,8 +262,8 @@ KINDS: dict[str, Kind] = {
     "manifest: nested 100,000 deep": manifest_file(
         lambda _: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     ),
-    "manifest: 8 MB of small values": manifest_file(lambda _: b'{"a": [' + b"[]," * 2_700_000 + b"0]}"),
-    "manifest: 8 MB of escaped quotes": manifest_file(lambda _: b'{"a": "' + b'\\"' * 4_000_000),
+    "manifest: 4 MB of small values": manifest_file(lambda _: b'{"a": [' + b"[]," * 1_300_000 + b"0]}"),
+    "manifest: 4 MB of escaped quotes": manifest_file(lambda _: b'{"a": "' + b'\\"' * 2_000_000),
     "manifest: 100 MB": manifest_file(lambda _: b" " * (100 * MB)),
     "manifest: a sparse file of 1 TB": grow_manifest,
     "manifest: a folder": placed(Path.mkdir, "json"),
@@ -302,7 +302,7 @@ KINDS: dict[str, Kind] = {
     "vocabulary: empty": manifest_field(vocabulary=""),
     "vocabulary: a character twice": manifest_field(vocabulary="aabc"),
     "vocabulary: half a character": manifest_field(vocabulary="\ud800"),
-    "vocabulary: 7 MB": huge_vocabulary,
+    "vocabulary: 3.5 MB": huge_vocabulary,
     "vocabulary: 600,000 characters": wide_vocabulary,
 }
 # Valid in itself: used or refused, but no allocation follows from it.

@@ -120,7 +120,7 @@ def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, 
     second.wait_until(lambda: len(read_history(run_dir)["generations"]) > claims)
     took_s = time.monotonic() - began
     code = second.wait(120)
-    waited = "for a sign of life" in second.err()
+    waited = "for it to be renewed" in second.err()
     same = short_hash(run_dir) == expected
     allowed_s = START_S + (LEASE_S if host == "another" else 0.0)
     is_good = code == 0 and same and took_s < allowed_s and waited == (host == "another")
@@ -141,10 +141,14 @@ def superseded(folder: Path, number: int, expected: str) -> dict[str, Any]:
     for pid in frozen:
         os.kill(pid, signal.SIGCONT)
     first_code = first.wait(60)
-    lines, unchanged = refusals(first), fingerprint(run_dir) == before
-    is_good = second_code == 0 and first_code == 1 and unchanged and short_hash(run_dir) == expected
+    after = fingerprint(run_dir)
+    lines, changed = (
+        refusals(first),
+        sorted(name for name in before | after if before.get(name) != after.get(name)),
+    )
+    is_good = second_code == 0 and first_code == 1 and not changed and short_hash(run_dir) == expected
     is_good = is_good and len(lines) == 1 and "no longer belongs to this job" in lines[0]
-    return {"second": second_code, "first": first_code, "unchanged": unchanged, "said": lines, "ok": is_good}
+    return {"second": second_code, "first": first_code, "changed": changed, "said": lines, "ok": is_good}
 
 
 def fingerprint(run_dir: Path) -> dict[str, str]:

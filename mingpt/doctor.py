@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from mingpt.errors import UserError
-from mingpt.snapshot.claim import LEASE_S, Claim, Holder
+from mingpt.snapshot import Claim, Holder
+from mingpt.snapshot.claim import LEASE_S
 from mingpt.snapshot.lookup import possible_places
 
 

@@ -26,7 +26,7 @@ class NonRetryableError(ExpectedError):
 
 
 class SupersededError(NonRetryableError):
-    """Another job has taken over the place that this one writes to."""
+    """Another job has taken over the place that this one writes to. Raised on rank 0, which alone writes."""
 
 
 class NonFiniteError(NonRetryableError):

@@ -1,6 +1,7 @@
 """Validation loss over the whole validation split, and a sample of text."""
 
 import itertools
+import logging
 import math
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
 from mingpt.model import GPT, generate
-from mingpt.report.files import read_records
+from mingpt.report.files import describe, read_records
 from mingpt.resume import StartPoint
 
+log = logging.getLogger(__name__)
 MIN_BATCH_TOKENS = 4096  # without a backward pass there is room, and small batches cost more
 
 
@@ -83,16 +85,24 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
 
 
 def is_missing(config: Config, context: DistributedContext, run_dir: Path, start: StartPoint) -> bool:
-    """Whether the evaluation that follows the step of the start was cut by a request to stop. Collective."""
+    """Whether the evaluation that follows the step of the start is to be done first. Collective.
+
+    So it is in a fresh run, and where a request to stop has cut it.
+    """
     if start.snapshot is None or config.trainer.eval_only:
         return not config.trainer.eval_only and is_due(config.trainer, 0)
     manifest = start.snapshot.manifest
     step = manifest["step"]
+    if step > config.trainer.max_steps or not is_due(config.trainer, step):
+        return False
+    if step == 0:
+        return True  # its records are dropped when a run begins there again
     is_on_record = manifest["metrics"].get("val", {}).get("step") == step
     if context.rank == 0 and not is_on_record:
         records = itertools.chain(start.unwritten, read_records(run_dir / "metrics.jsonl"))
-        is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
+        try:
+            is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
+        except OSError as error:
+            log.warning("metrics.jsonl cannot be read (%s): evaluating again", describe(error))
     is_on_record = context.broadcast_object(is_on_record, 0)
-    is_past_end = step > config.trainer.max_steps
-    # The records of step 0 are dropped when a run begins there again.
-    return is_due(config.trainer, step) and not is_past_end and (step == 0 or not is_on_record)
+    return not is_on_record

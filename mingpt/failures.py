@@ -14,15 +14,15 @@ from mingpt.report import mark_ended
 log = logging.getLogger(__name__)
 
 
-def raise_if_repeated(context: DistributedContext, run_dir: Path) -> None:
+def raise_if_repeated(context: DistributedContext, run_dir: Path, eval_only: bool) -> None:
     """Raises NonRetryableError on all ranks if generation after generation has failed to begin.
 
-    Also says who did not come to the last meeting.
+    Also says who did not come to the last rendezvous. An evaluation alone writes nothing.
     """
     if context.rendezvous and context.rendezvous.not_come:
-        log.warning("%s and was given up", context.rendezvous.not_come)
+        log.warning("%s", context.rendezvous.not_come)
     if context.repeated_failure:
-        if context.rank == 0:
+        if context.rank == 0 and not eval_only:
             mark_ended(run_dir, "failed", f"failed: {context.repeated_failure}")
         raise NonRetryableError(context.repeated_failure)
 

@@ -114,6 +114,8 @@ def run_worker(folder: Path, argv: list[str]) -> None:
     with Worker() as worker:
         config = build(dict(word.split("=", 1) for word in argv))
 
+        worker.watch_stop_file(config)
+
         from mingpt.trainer import Trainer
 
         worker.stopped_by = Trainer(config, worker.connect(config)).run()

@@ -10,7 +10,7 @@ from mingpt.audit import Audit
 from mingpt.config import Config, to_dict
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
-from mingpt.errors import NonRetryableError, SaveAborted, UserError
+from mingpt.errors import NonRetryableError, SaveAborted, SupersededError, UserError
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.snapshot import SnapshotSaver
@@ -67,6 +67,8 @@ class Saving:
     def save_to_disk(self, run_logger: RunLogger | None) -> None:
         """Copy the state; rank 0 writes it in the background."""
         events.emit("save_start", kind="disk", step=self.state.step)
+        if isinstance(self.saver.error, SupersededError):
+            raise self.saver.error
         if self.durable_step < self.last_save_step:
             self.wait_for_write_before()
         self.last_save_step = self.state.step
@@ -144,7 +146,8 @@ class Saving:
         error = self.saver.error
         if error is None:
             return None
-        if self.store.is_local and not isinstance(error, (OSError, UserError)):
+        is_of_the_disk = isinstance(error, (OSError, UserError)) or not self.store.is_local
+        if isinstance(error, SupersededError) or not is_of_the_disk:
             raise error
         durable_step = max(self.durable_step, self.saver.newest_written)
         stands, goes_on = "there is none before it", ""

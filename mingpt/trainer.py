@@ -10,14 +10,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from mingpt import events
 from mingpt.audit import START, Audit
-from mingpt.claims import claim_places
+from mingpt.claims import Claims, claim_places
 from mingpt.config import Config
 from mingpt.data import Corpus, mix
 from mingpt.distributed import DistributedContext
@@ -41,8 +41,8 @@ class Trainer:
         self.config, self.context = config, context
         self.run_dir = context.raise_on_all_ranks(lambda: make_run_dir(config))
         claims = claim_places(config, context)
-        open_log(context.rank, None if config.trainer.eval_only else self.run_dir)
-        raise_if_repeated(context, self.run_dir)
+        open_log(context.rank, None if config.trainer.eval_only else self.run_dir, claims.may_write)
+        raise_if_repeated(context, self.run_dir, config.trainer.eval_only)
         corpus = load_corpus(config, context)
         start = find_start(config, context, self.run_dir, corpus)
         start.store.check_claim = claims.check
@@ -71,12 +71,10 @@ class Trainer:
         self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
         if not config.trainer.eval_only:
             context.stop_signal.defer()
-        self.run_logger = self.open_run_logger(start, corpus, claims.check)
+        self.run_logger = self.open_run_logger(start, corpus, claims)
         context.exit.note_begun()
 
-    def open_run_logger(
-        self, start: StartPoint, corpus: Corpus, check_claim: Callable[[], None]
-    ) -> RunLogger | None:
+    def open_run_logger(self, start: StartPoint, corpus: Corpus, claims: Claims) -> RunLogger | None:
         """On rank 0, unless there is nothing to report."""
         config, context = self.config, self.context
         if context.rank or config.trainer.eval_only or self.nothing_left:
@@ -91,7 +89,8 @@ class Trainer:
             self.environment,
             start.is_restart,
             start.unwritten,
-            check_claim,
+            claims.check_run_dir,
+            claims.may_write,
         )
         context.exit.note_failure = lambda why: logger.failed(self.state.step, why)
         return logger

@@ -42,7 +42,6 @@ class Worker:
             sys.exit(2)
         self.exit = ProcessExit(self.launch)
         self.stop_signal = StopSignal(self.launch, self.exit)
-        self.context: DistributedContext | None = None
         self.stopped_by: str | None = None
         events.emit("worker_start", launch=self.launch)
 
@@ -79,20 +78,17 @@ class Worker:
 
         if not config.trainer.eval_only:
             self.stop_signal.watch_stop_file(run_dir / "STOP")
-            if (
-                self.launch.restart_count
-            ):  # the generation before was training, and could not say how it ended
+            # The generation before was training and could not say how it ended.
+            if self.launch.restart_count:
                 self.stop_signal.note_stop = note_stop
 
     def connect(self, config: "Config") -> "DistributedContext":
         """Meet the other workers of this generation."""
         from mingpt.distributed.context import DistributedContext
 
-        self.watch_stop_file(config)
         gc.enable()
         gc.freeze()  # what has been imported stays: no collection needs to look at it again
-        self.context = DistributedContext(self.launch, config.trainer, self.stop_signal, self.exit)
-        return self.context
+        return DistributedContext(self.launch, config.trainer, self.stop_signal, self.exit)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -43,7 +43,8 @@ class StepStatus(NamedTuple):
 class DistributedContext:
     """Rank, world size, device and collectives; constructing it meets the other workers.
 
-    Raises UserError if `trainer.device` is not there, TimeoutError if the other workers do not come.
+    Raises UserError if `trainer.device` is not there, PeersMissing if the other workers do not come, and
+    StopRequested.
     """
 
     def __init__(

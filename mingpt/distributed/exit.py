@@ -19,6 +19,7 @@ from mingpt.errors import ExpectedError, UserError
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
+RELEASE_S = 5.0
 LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
@@ -52,11 +53,13 @@ class ProcessExit:
         if self.rendezvous is not None:
             self.rendezvous.has_begun = True
 
-    def write_status(self, code: int) -> None:
-        """Tell `python train.py`, whose agent started us, the exit code of the job."""
-        if self.launch.rank == 0 and self.launch.status_file:
-            with contextlib.suppress(OSError):  # then the job's exit code is 1
-                self.launch.status_file.write_text(str(code))
+    def write_status(self, code: int, is_final: bool = False) -> None:
+        """Tell `python train.py`, whose agent started us, the exit code of the job; a final one stays."""
+        if self.launch.status_file and (is_final or self.launch.rank == 0):
+            mode = "w" if is_final else "x"
+            # Where it cannot be written it is 1, or another worker has ended the job.
+            with contextlib.suppress(OSError), self.launch.status_file.open(mode) as file:
+                file.write(str(code))
 
     def exit_process(self, stopped_by: str | None) -> NoReturn:
         """Exit at once, since a peer that dies during a clean-up would wait for this process.
@@ -109,7 +112,8 @@ class ProcessExit:
         self.leave_peers(f"{LOST_PEER} (worker {rank} has exited)", are_frozen=False)
         if not self.launch.has_restarts_left():
             # With a time limit: the main thread may be noting it, or the disk be the reason why it is stuck.
-            why = f"worker {rank} vanished"
+            reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
+            why = f"worker {rank} {reason['why']}" if reason else f"worker {rank} vanished"
             noting = threading.Thread(target=self.note_end_of_job, args=(why,), daemon=True)
             noting.start()
             noting.join(NOTE_FAILURE_S)
@@ -135,7 +139,8 @@ class ProcessExit:
         if isinstance(error, ExpectedError):
             write_stderr(f"error: worker {self.launch.rank}: {error}\n")
         elif is_lost_peer(error):
-            self.report_lost_peer()
+            if self.launch.rank == 0 or self.how_peer_ended(0) != PeerEnd.AGREED:
+                self.report_lost_peer()  # otherwise rank 0 has ended the job, and said why
         else:
             write_stderr("".join(traceback.format_exception(error)))
         os._exit(1)
@@ -177,10 +182,13 @@ class ProcessExit:
                 time.sleep(POLL_S)
             os._exit(code)
         signal.set_wakeup_fd(-1)
-        self.release_claims()
-        self.write_status(code)
+        self.write_status(code, is_final=True)
         if self.launch.rank == 0 or self.rendezvous is None:  # without one, rank 0 may not know of the error
             write_stderr(f"error: {error}\n")
+        # With a time limit: the storage may be what has failed.
+        releasing = threading.Thread(target=self.release_claims, daemon=True)
+        releasing.start()
+        releasing.join(RELEASE_S)
         if agent_pid:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
             os.kill(agent_pid, signal.SIGTERM)

@@ -128,11 +128,13 @@ class Rendezvous:
             is_there = self._store.check([key])
 
     def _give_up(self, missing: Sequence[int], can_tell: bool = True) -> NoReturn:
-        """Kill the missing workers of this node, as the agent would after 30 s, and leave word of them."""
+        """Kill the missing workers of this node, as the agent would after 30 s, and record who they are."""
         for rank, pidfd in peers.find_siblings(self.launch.agent_pid).items():
             if rank in missing:
                 peers.kill(pidfd)
-        sentence = f"{list_workers(missing)} did not come within {round(self.timeout_s, 1):g} s"
+        sentence = (
+            f"{list_workers(missing)} did not reach the rendezvous within {round(self.timeout_s, 1):g} s"
+        )
         if can_tell:
             self._store.compare_set("not_come", "", sentence)
         raise PeersMissing(sentence)

@@ -106,9 +106,9 @@ class StopSignal:
     def listen(self) -> None:
         while True:
             self.wait()
+            self.read_signals()  # also what came just before `close`
             if self.closed.is_set():
                 return
-            self.read_signals()
             if self.launch.agent_pid and os.getppid() != self.launch.agent_pid:
                 os._exit(1)
             self.check_stop_file()
@@ -129,12 +129,12 @@ class StopSignal:
         while wait_readable({READ_END: self.read_end}, 0.0):
             number = os.read(self.read_end, 1)[0]
             now = time.monotonic()
-            if number and not (self.reason and now - self.received_at < REPEAT_S):
+            if number in SIGNALS and not (self.reason and now - self.received_at < REPEAT_S):
                 self.receive(signal.Signals(number))
                 self.received_at = now
 
     def receive(self, number: signal.Signals) -> None:
-        if self.reason:
+        if self.reason and self.reason != "STOP":
             self.exit.exit_on_signal(number, is_first=False)
         if not self.deferred and number == signal.SIGUSR1:
             self.request(number.name)

@@ -5,7 +5,7 @@ Metrics are functions of a step's statistics; sinks are places that their values
 
 from mingpt.report.files import describe
 from mingpt.report.history import RunHistory, mark_ended, read_run_id
-from mingpt.report.log import close_log_file, open_log
+from mingpt.report.log import open_log
 from mingpt.report.metrics import METRICS, StepStats
 from mingpt.report.run_logger import SINKS, RunLogger, is_reported
 from mingpt.report.sink import RunInfo, Sink
@@ -20,7 +20,6 @@ __all__ = [
     "Sink",
     "StepStats",
     "StepTimer",
-    "close_log_file",
     "describe",
     "is_reported",
     "mark_ended",

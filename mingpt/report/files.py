@@ -67,7 +67,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                 values = json.loads(line)
                 if isinstance(values["step"], int):
                     record = values
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 pass  # said below
             if record is None:
                 log.warning("a line of %s that is not a record is ignored: %.60r", path, line)
@@ -94,11 +94,18 @@ class WriteStatus:
             self.report(f"{self.path} is written again")
 
 
+MayWrite = Callable[[], bool]  # asked before a file is touched: the folder may be another job's by now
+
+
+def always() -> bool:
+    return True
+
+
 class SmallFile:
     """A file that is written whole; the latest content is kept until it is on disk."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.status = path, WriteStatus(path)
+    def __init__(self, path: Path, may_write: MayWrite = always) -> None:
+        self.path, self.may_write, self.status = path, may_write, WriteStatus(path)
         self.unwritten: str | bytes | None = None
         self.lock = threading.Lock()
         self.wanted = threading.Event()
@@ -121,7 +128,7 @@ class SmallFile:
         """Write what is not on disk yet."""
         with self.lock:
             content = self.unwritten
-            if content is None:
+            if content is None or not self.may_write():
                 return
             try:
                 replace_file(self.path, content)
@@ -130,7 +137,7 @@ class SmallFile:
                 return
             if self.unwritten is content:
                 self.unwritten = None
-        self.status.worked()
+            self.status.worked()
 
     def _write_when_wanted(self) -> None:
         while True:
@@ -153,9 +160,11 @@ class LineFile:
         *,
         before: Callable[[], None] | None = None,
         max_pending: int | None = None,
+        may_write: MayWrite = always,
         report: Callable[[str], None] | None = None,
     ) -> None:
         self.path, self.before, self.status = path, before, WriteStatus(path, report)
+        self.may_write = may_write
         self.pending: deque[bytes] = deque(maxlen=max_pending)
         self.handle: int | None = None
         self.is_unsynced = False  # the last sync has failed
@@ -176,6 +185,8 @@ class LineFile:
     def retry(self, sync: bool = False) -> None:
         """Write the lines that wait, and with `sync` make all of them durable."""
         with self.lock:
+            if not self.may_write():
+                return
             try:
                 self._put_right()
                 while self.pending:

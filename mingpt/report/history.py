@@ -10,7 +10,7 @@ from typing import Any
 
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.generation import MAX_REPEATS, repeated_sentence
-from mingpt.report.files import SmallFile, describe, replace_file
+from mingpt.report.files import MayWrite, SmallFile, always, describe, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,17 @@ def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
         return  # there is no run yet, or its history is damaged, or cannot be written: the log says why
 
 
+def is_history(content: Any) -> bool:
+    """Whether this has what later generations read."""
+    if not isinstance(content, dict) or not isinstance(content.get("changes", []), list):
+        return False
+    generations = content.get("generations")
+    needed = {"end", "from_step", "to_step", "restart", "began", "seen"}
+    return isinstance(generations, list) and all(
+        isinstance(entry, dict) and needed <= entry.keys() for entry in generations
+    )
+
+
 class RunHistory:
     """Written by rank 0. `status` is running, finished, stopped or failed; times are seconds since 1970.
 
@@ -50,19 +61,21 @@ class RunHistory:
     the background.
     """
 
-    def __init__(self, run_dir: Path, run_id: str, versions: dict[str, str]) -> None:
+    def __init__(
+        self, run_dir: Path, run_id: str, versions: dict[str, str], may_write: MayWrite = always
+    ) -> None:
         self.path = run_dir / "run.json"
-        self.file = SmallFile(self.path)
+        self.file = SmallFile(self.path, may_write)
         self.content: dict[str, Any] = {"id": run_id, "status": "running", "generations": [], "changes": []}
         self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0}
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            if not isinstance(earlier, dict) or not isinstance(earlier.get("generations"), list):
+            if not is_history(earlier):
                 raise ValueError("not a history")
             self.content |= earlier
         except FileNotFoundError:
             pass  # a new run
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.set_aside(error)
         self.content["id"] = run_id
         self.content["versions"] = versions | {"python": platform.python_version()}
@@ -70,7 +83,7 @@ class RunHistory:
 
     def set_aside(self, error: Exception) -> None:
         """The file is damaged or cannot be read; what it held is kept if possible."""
-        what = "is damaged" if isinstance(error, ValueError) else f"cannot be read ({describe(error)})"
+        what = "is damaged" if not isinstance(error, OSError) else f"cannot be read ({describe(error)})"
         try:
             self.path.replace(self.path.with_name("damaged-run.json"))
             log.warning("%s %s and set aside as damaged-run.json", self.path, what)

@@ -22,7 +22,8 @@ class JsonlSink(Sink):
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
-        self.file = LineFile(self.path, before=self.keep_earlier_records if run.is_fresh else None)
+        before = self.keep_earlier_records if run.is_fresh else None
+        self.file = LineFile(self.path, before=before, may_write=run.may_write)
         self.file.retry()
 
     def keep_earlier_records(self) -> None:

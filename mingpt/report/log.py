@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mingpt.report.files import LineFile
+from mingpt.report.files import LineFile, MayWrite, always
 
 MAX_WAITING_LINES = 1000  # for a disk that is full; the terminal has them all
 
@@ -26,11 +26,11 @@ class ConsoleHandler(logging.Handler):
 class FileHandler(logging.Handler):
     """Writes lines to log.txt; the terminal alone is told that this does not work."""
 
-    def __init__(self, path: Path, console: ConsoleHandler) -> None:
+    def __init__(self, path: Path, console: ConsoleHandler, may_write: MayWrite) -> None:
         super().__init__()
         self.console = console
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        self.file = LineFile(path, max_pending=MAX_WAITING_LINES, report=self.report)
+        self.file = LineFile(path, max_pending=MAX_WAITING_LINES, may_write=may_write, report=self.report)
         self.file.retry()
 
     def report(self, sentence: str) -> None:
@@ -44,7 +44,7 @@ class FileHandler(logging.Handler):
         super().close()
 
 
-def open_log(rank: int, run_dir: Path | None) -> None:
+def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> None:
     """Send rank 0's log to the terminal, and to run_dir/log.txt if there is a run_dir.
 
     Of other ranks, warnings go to the terminal: what is wrong with a node is known there alone.
@@ -59,13 +59,4 @@ def open_log(rank: int, run_dir: Path | None) -> None:
     console.setFormatter(logging.Formatter(f"worker {rank}: %(message)s" if rank else "%(message)s"))
     logger.addHandler(console)
     if rank == 0 and run_dir is not None:
-        logger.addHandler(FileHandler(run_dir / "log.txt", console))
-
-
-def close_log_file() -> None:
-    """Write no more to log.txt: the run folder belongs to another job."""
-    logger = logging.getLogger("mingpt")
-    for handler in logger.handlers[:]:
-        if isinstance(handler, FileHandler):
-            logger.removeHandler(handler)
-            handler.close()
+        logger.addHandler(FileHandler(run_dir / "log.txt", console, may_write))

@@ -96,6 +96,8 @@ class LossPlot(Sink):
         except Exception as error:  # a library's own, and no reason to end a run
             self.status.failed(error)
             return
+        if not self.run.may_write():
+            return
         partial = self.run.run_dir / "loss.partial.png"
         try:
             with open(partial, "wb", buffering=0) as file:

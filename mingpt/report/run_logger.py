@@ -12,7 +12,7 @@ from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import usable_cores
 from mingpt.report.console import ConsoleSink
-from mingpt.report.files import SmallFile, describe, read_records
+from mingpt.report.files import MayWrite, SmallFile, always, describe, read_records
 from mingpt.report.history import RunHistory
 from mingpt.report.jsonl import JsonlSink
 from mingpt.report.metrics import StepStats, training_values
@@ -21,6 +21,7 @@ from mingpt.report.sink import RunInfo, Sink, Values
 
 log = logging.getLogger(__name__)
 
+MAX_UNWRITTEN = 5000  # for a manifest, whose size is limited
 SINKS: list[Callable[[RunInfo], Sink]] = [
     JsonlSink,
     ConsoleSink,
@@ -47,6 +48,7 @@ class RunLogger:
         is_restart: bool,
         unwritten: Sequence[Mapping[str, Any]] = (),
         check_claim: Callable[[], None] = lambda: None,
+        may_write: MayWrite = always,
     ) -> None:
         self.config, self.workers, self.corpus, self.environment = (
             config,
@@ -56,15 +58,23 @@ class RunLogger:
         )
         self.changes, self.is_restart, self.check_claim = changes, is_restart, check_claim
         run_dir = Path(config.run_dir)
-        self.config_file = SmallFile(run_dir / "config.yaml")
+        self.check_claim()
+        self.config_file = SmallFile(run_dir / "config.yaml", may_write)
         self.config_file.write(to_yaml(config))
-        self.history = RunHistory(run_dir, run_id, {"torch": environment["torch"]})
+        self.history = RunHistory(run_dir, run_id, {"torch": environment["torch"]}, may_write)
         previous = context.rendezvous.previous_generation if context.rendezvous else None
         self.previous_end = self.history.start_generation(self.workers, step, previous, is_restart, changes)
         is_fresh = step == 0 and not is_restart
         restarts, floor = self.history.restarts(), corpus.entropy_floor
         run = RunInfo(
-            run_dir, config.trainer.max_steps, step, is_fresh, restarts, floor, [*map(dict, unwritten)]
+            run_dir,
+            config.trainer.max_steps,
+            step,
+            is_fresh,
+            restarts,
+            floor,
+            [*map(dict, unwritten)] if step else [],  # the records of step 0 come again
+            may_write,
         )
         self.sinks = [make_sink(run) for make_sink in SINKS]
         self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
@@ -171,16 +181,17 @@ class RunLogger:
             sink.flush()
 
     def unwritten(self, step: int) -> list[dict[str, Any]]:
-        """The records up to `step` that could not be written so far."""
+        """The last records up to `step` that could not be written so far, MAX_UNWRITTEN at most."""
         waiting = [record for sink in self.sinks for record in sink.unwritten()]
-        return [record for record in waiting if record["step"] <= step]
+        return [record for record in waiting if record["step"] <= step][-MAX_UNWRITTEN:]
 
     def failed(self, step: int, why: str) -> None:
         self.history.end("failed", step, f"failed: {why}")
         self.close()
 
     def ended(self, step: int, stopped_by: str | None, snapshots: str) -> None:
-        """The run stands at `step`, durably."""
+        """The run stands at `step`, durably. Raises SupersededError."""
+        self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.end("stopped" if stopped_by else "finished", step, how)
         self.close()

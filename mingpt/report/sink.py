@@ -1,6 +1,6 @@
 """The interface of a place that metrics go to: a file, a terminal, a picture, a tracker."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ class RunInfo:
     restarts: list[int]  # steps at which later generations began
     entropy_floor: float | None  # nats per token of the validation part, where they are known
     unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
+    may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's
 
 
 class Sink:

@@ -4,7 +4,8 @@ A snapshot exists when its manifest does and its checksums hold. saver.py decide
 tensors by name; knows no model and no ranks.
 """
 
-from mingpt.snapshot.claim import Claim, Holder
+from mingpt.snapshot.claim import Claim
+from mingpt.snapshot.holder import Holder
 from mingpt.snapshot.lookup import names_a_snapshot, open_snapshot, read_safetensors
 from mingpt.snapshot.manifest import Snapshot, read_config
 from mingpt.snapshot.memory import MemorySnapshots

@@ -8,89 +8,27 @@ which shares an agent with the one before, takes over at once, and so does a job
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from mingpt.errors import SupersededError, UserError
-from mingpt.snapshot.process import Process, parse_process
-from mingpt.snapshot.store import SnapshotStore
+from mingpt.snapshot.holder import Holder, parse_holder
+from mingpt.snapshot.store import NO_ROOM, SnapshotStore
 
 LEASE_S = 20.0
 RENEW_S = 5.0
 SETTLE_S = 2.0
 POLL_S = 0.5
-FILE_NAME = re.compile(r"claim-(\d{6,18})\.json")
+FILE_NAME = re.compile(r"claim-([0-9]{6,})\.json")
 # Their drivers create an object only if it is absent; others look first and then write.
 CONDITIONAL_CREATE = {"s3", "s3a", "gs", "gcs", "abfs", "az", "memory"}
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A job that claims: its agents, the first of which it is named after."""
-
-    agents: tuple[Process, ...]
-    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # a random token, kept by later generations
-    since: float = field(default_factory=time.time)  # seconds since 1970
-    slurm_job: str | None = None
-    slurm_restarts: int = 0
-    released: bool = False
-    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this very claim
-
-    def to_json(self) -> str:
-        fields = vars(self) | {"agents": [agent.to_dict() for agent in self.agents]}
-        return json.dumps(fields, indent=1) + "\n"
-
-    def is_alive(self) -> bool | None:
-        """Whether an agent lives; None if that cannot be seen from this machine."""
-        states = [agent.is_alive() for agent in self.agents]
-        if True in states:
-            return True
-        return None if None in states or not states else False
-
-    def is_same_job(self, other: "Holder") -> bool:
-        """Whether `other` is an earlier generation of this job, or the same job before it was requeued."""
-        is_requeued = self.slurm_job is not None and self.slurm_job == other.slurm_job
-        is_requeued = is_requeued and self.slurm_restarts > other.slurm_restarts
-        return is_requeued or bool({*self.agents} & {*other.agents})
-
-    def sentence(self) -> str:
-        """Who it is, and since when."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
-        return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
-
-
-def parse_holder(content: bytes) -> Holder:
-    """The inverse of `to_json`; a holder without agents for anything else."""
-    unknown = Holder((), job="unknown", since=0.0, nonce="")
-    try:
-        fields = json.loads(content)
-        agents = tuple(parse_process(agent) for agent in fields["agents"])
-        texts = [fields["job"], fields["nonce"]]
-        numbers = [fields["since"], fields["slurm_restarts"]]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return unknown
-    is_sound = all(isinstance(text, str) for text in texts) and None not in agents
-    is_sound = is_sound and all(type(number) in (int, float) and 0 <= number < 2**33 for number in numbers)
-    if not is_sound:
-        return unknown
-    slurm_job = fields.get("slurm_job")
-    return Holder(
-        tuple(agent for agent in agents if agent),
-        job=fields["job"],
-        since=fields["since"],
-        slurm_job=slurm_job if isinstance(slurm_job, str) else None,
-        slurm_restarts=int(fields["slurm_restarts"]),
-        released=fields.get("released") is True,
-        nonce=fields["nonce"],
-    )
 
 
 class Claim:
@@ -100,6 +38,7 @@ class Claim:
         self.store, self.what, self.lease_s = SnapshotStore(url), what, lease_s
         self.number = 0  # of our own claim; 0 for none
         self.holder: Holder | None = None
+        self.lock = threading.Lock()  # of renewing and releasing
 
     def path(self, number: int) -> str:
         return self.store.path(f"claim-{number:06d}.json")
@@ -136,12 +75,14 @@ class Claim:
                 elif other.is_alive():
                     raise self.refusal(other)
                 elif other.is_alive() is None:
-                    self.wait_for_lease(newest, other, mark, on_wait)
+                    has_ended = self.wait_for_lease(newest, other, mark, on_wait)
+                    if not has_ended:
+                        continue  # it is another's by now, perhaps
             try:
                 self.store.files.makedirs(self.store.root, exist_ok=True)
                 self.create(newest + 1, holder)
             except OSError as error:
-                if not is_ours or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if not is_ours or error.errno not in NO_ROOM:
                     raise
                 self.number = newest  # no room for another file: the claim of the generation before serves
         self.holder = holder
@@ -154,21 +95,22 @@ class Claim:
 
     def wait_for_lease(
         self, number: int, other: Holder, mark: object, on_wait: Callable[[str], None]
-    ) -> None:
-        """Return when the lease of a claim has ended. Raises UserError if it is renewed."""
+    ) -> bool:
+        """Whether the lease of a claim ends; False if it is released. Raises UserError if it is renewed."""
         left_s = self.lease_s - self.age_s(number)
         if left_s > 0:
             on_wait(
-                f"{self.what} is claimed by {other.sentence()}: waiting {left_s:.0f} s for a sign of life"
+                f"{self.what} is claimed by {other.sentence()}: waiting {left_s:.0f} s for it to be renewed"
             )
         deadline = time.monotonic() + left_s
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
             _, now, mark_now = self.read_newest()
             if now is None or now.released:
-                return
+                return False
             if mark_now != mark:
                 raise self.refusal(now)
+        return True
 
     def age_s(self, number: int) -> float:
         """Seconds since a claim was renewed by the clock of the file system; 0 where that is not known."""
@@ -179,7 +121,7 @@ class Claim:
             with open(probe, "xb") as file:
                 now = os.fstat(file.fileno()).st_mtime
             os.unlink(probe)
-            return now - os.stat(self.path(number)).st_mtime
+            return max(0.0, now - os.stat(self.path(number)).st_mtime)
         except OSError:
             return 0.0  # no room for another file, or the claim has just been replaced
 
@@ -188,13 +130,14 @@ class Claim:
         try:
             self.create_file(self.path(number), holder.to_json().encode())
         except FileExistsError:
-            return  # another job was faster
+            time.sleep(POLL_S)  # another job was faster
+            return
         newest, winner, _ = self.read_newest()
         if newest == number and winner is not None and winner.nonce == holder.nonce:
             self.number = number
             self.remove_older()
         elif newest > number:
-            self.remove(number)  # made up for one that was removed because there are newer ones
+            self.remove(number)  # its number was free only because newer claims exist
 
     def create_file(self, path: str, content: bytes) -> None:
         """Create a file whole. Raises FileExistsError."""
@@ -209,7 +152,10 @@ class Claim:
                 os.link(temporary, path)
             except FileExistsError:
                 raise
-            except OSError:  # a file system without links: a reader may see the file before its content
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                # A file system without links: a reader may see the file before its content.
                 with open(path, "xb") as file:
                     file.write(content)
         finally:
@@ -226,12 +172,16 @@ class Claim:
                 raise FileExistsError(path) from None
             self.store.files.pipe_file(path, content)
         if not protocols & CONDITIONAL_CREATE:
-            time.sleep(SETTLE_S)  # the last of those that wrote at the same time has it
+            time.sleep(SETTLE_S)  # of simultaneous writers the last one wins
 
     def remove_older(self) -> None:
-        for number in self.numbers():
-            if number < self.number:
-                self.remove(number)
+        """Claims that no longer count; one that stays does no harm."""
+        try:
+            for number in self.numbers():
+                if number < self.number:
+                    self.remove(number)
+        except Exception as error:  # each driver raises exceptions of its own
+            log.info("an earlier claim to %s is left: %s", self.what, error)
 
     def remove(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -239,13 +189,14 @@ class Claim:
 
     def renew(self) -> None:
         """The job is alive. Needs no room on the disk. Raises OSError, or whatever the driver does."""
-        if self.holder is None or not self.holds():
-            return
-        if self.store.is_local:
-            os.utime(self.path(self.number))
-        else:
-            renewed = replace(self.holder, nonce=uuid.uuid4().hex)
-            self.store.files.pipe_file(self.path(self.number), renewed.to_json().encode())
+        with self.lock:
+            if self.holder is None or not self.holds():
+                return
+            if self.store.is_local:
+                os.utime(self.path(self.number))
+            else:
+                renewed = replace(self.holder, nonce=uuid.uuid4().hex)
+                self.store.files.pipe_file(self.path(self.number), renewed.to_json().encode())
 
     def holds(self) -> bool:
         """Whether no newer claim has replaced ours. Raises OSError, or whatever the driver does."""
@@ -265,17 +216,22 @@ class Claim:
 
     def release(self) -> None:
         """The job has ended: the next one need not ask whether it is alive. Needs no room on the disk."""
-        if self.number == 1 and self.holds():
+        with self.lock:
+            if self.holder is not None and self.holds():
+                self.mark_released(self.holder)
+            self.holder = None
+
+    def mark_released(self, holder: Holder) -> None:
+        if self.number == 1:
             self.remove(1)  # no earlier holder can take a later claim with this number for its own
-        elif self.number and self.holder and self.holds():
-            content = replace(self.holder, released=True).to_json().encode()
-            if self.store.is_local:
-                with open(self.path(self.number), "r+b") as file:
-                    file.write(content)
-                    file.truncate()
-            else:
-                self.store.files.pipe_file(self.path(self.number), content)
-        self.number = 0
+            return
+        content = replace(holder, released=True).to_json().encode()
+        if self.store.is_local:
+            with open(self.path(self.number), "r+b") as file:
+                file.write(content)
+                file.truncate()
+        else:
+            self.store.files.pipe_file(self.path(self.number), content)
 
     def drop(self) -> None:
         """Release whatever claim there is; its holder notices that before it writes again."""

@@ -21,7 +21,7 @@ from mingpt.snapshot.strict_json import parse_object
 from mingpt.snapshot.tensors import tensor_views
 
 SCHEMA = 1
-MAX_BYTES = 8 << 20  # of a manifest, which is held three times while it is checked
+MAX_BYTES = 4 << 20  # of a manifest, which is held three times while it is checked
 PIECE = 1 << 16  # characters
 FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors)")
 QUARANTINED = re.compile(r"damaged-[0-9]+-step_([0-9]{8,19})\.json")

@@ -28,6 +28,8 @@ class Process:
         except PermissionError:
             pass  # another user's
         state, start_time = read_stat(self.pid)
+        if state is None and self.start_time is not None:
+            return None  # /proc hides it
         return state != "Z" and start_time == self.start_time
 
     def to_dict(self) -> dict[str, Any]:

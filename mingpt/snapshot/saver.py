@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mingpt import events
-from mingpt.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
+from mingpt.errors import CorruptSnapshot, SaveAborted, SupersededError, UnreadableSnapshot, UserError
 from mingpt.snapshot.staging import StagingBuffer
 from mingpt.snapshot.store import NO_ROOM, Content, SnapshotStore
 
@@ -56,9 +56,9 @@ class SnapshotSaver:
         try:
             self.write_making_room(manifest | late_fields(), content)
             self.error, self.newest_written = None, step
-        except SaveAborted as error:
+        except (SaveAborted, SupersededError) as error:
             self.error = error
-            return  # the main thread loses the same peer, and reports it
+            return  # the main thread loses the same peer, or the same claim, and reports it
         except Exception as error:  # whatever the driver raises: training goes on, the failure is reported
             self.error = error
             log.warning("snapshot of step %d could not be written: %s: %s", step, type(error).__name__, error)

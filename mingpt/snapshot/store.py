@@ -167,6 +167,7 @@ class SnapshotStore:
 
     def write(self, manifest: dict[str, Any], content: Content) -> None:
         """Save the bytes of a safetensors file as the snapshot of `manifest["step"]`; durable on return."""
+        self.check_claim()
         step = manifest["step"]
         if not self.is_ready:
             self.make_ready()
@@ -185,6 +186,7 @@ class SnapshotStore:
 
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first."""
+        self.check_claim()
         for kind in ("json", "safetensors"):
             path = self.path(file_name(step, kind))
             is_there = self.files.exists(path)

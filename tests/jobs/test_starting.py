@@ -37,6 +37,7 @@ ENDS = "a restart would repeat it"
         (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "torchrun"),
         (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "python"),
         (FAILS_TO_IMPORT, "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer", "torchrun"),
+        (FAILS_TO_IMPORT, "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer", "python"),
     ],
 )
 def test_a_failure_that_repeats_before_the_first_step_ends_the_job(
@@ -80,7 +81,7 @@ def test_a_worker_frozen_before_the_meeting_is_given_up(
     job.wait_until(lambda: all_gone([int(pid)]))
     gone_s = time.monotonic() - began
     assert job.wait() == 0, job.err()
-    named = re.search(rf"worker {rank} did not come within ([\d.]+) s and was given up", job.err())
+    named = re.search(rf"worker {rank} did not reach the rendezvous within ([\d.]+) s", job.err())
     assert named, job.err()
     assert gone_s < float(named[1]) + 25, "30 s more is what the agent waits before SIGKILL"
     assert final_hash(tmp_path / "run") == final_hash(undisturbed)
@@ -151,10 +152,11 @@ def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_hav
 ) -> None:
     (tmp_path / "STOP").touch()
     job = start(command(launcher=torchrun(2), run_dir=tmp_path, data__path=text))
+    pids = job.wait_until(lambda: len(job.workers()) == 2 and descendants(job.pid))
     assert job.wait(30) == 0, job.err()
     assert not (tmp_path / "STOP").exists() and snapshot_steps(tmp_path) == []
     assert job.err().count("stopped by STOP before the first step") == 1
-    wait_until(lambda: all_gone(descendants(job.pid)))
+    wait_until(lambda: all_gone(pids))
 
 
 DIES_THEN_LOADS_SLOWLY = """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.faults import FaultyDisk
 
-from mingpt.report import close_log_file, open_log
+from mingpt.report import open_log
 
 log = logging.getLogger("mingpt.something")
 
@@ -103,9 +103,9 @@ def test_warnings_of_other_workers_are_heard_and_only_the_terminal_hears_them(
 def test_the_file_is_left_alone_once_it_belongs_to_another_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    open_log(0, tmp_path)
+    answers = [True, True, False]
+    open_log(0, tmp_path, lambda: answers.pop(0))
     log.info("first")
-    close_log_file()
     log.warning("second")
     assert written(tmp_path) == ["first"]
     assert capsys.readouterr().err == "first\nsecond\n"

@@ -16,7 +16,7 @@ import pytest
 
 from mingpt.errors import SupersededError, UserError
 from mingpt.snapshot import Claim, Holder, Process, this_process
-from mingpt.snapshot.claim import parse_holder
+from mingpt.snapshot.holder import parse_holder
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_holder_on_another_machine_that_renews_its_claim_is_alive(url: str) ->
     with pytest.raises(UserError, match="process 4242 on host node1"):
         claim(url, lease_s=60).acquire(elsewhere("node2"), waits.append)
     assert time.monotonic() - began < 30
-    assert len(waits) == 1 and "node1" in waits[0] and "for a sign of life" in waits[0]
+    assert len(waits) == 1 and "node1" in waits[0] and "for it to be renewed" in waits[0]
     timer.join()
 
 
