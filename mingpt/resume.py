@@ -76,7 +76,8 @@ def find_start(config: Config, context: DistributedContext, run_dir: Path, corpu
     latest = find_latest(store, memory, context, is_restart)
     if latest.snapshot is None:
         check_nothing_is_lost(latest, config, is_restart)
-    report_skipped(latest, store.url, config)
+    if context.rank == 0:
+        report_skipped(latest, store.url, config)
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, latest, is_restart)

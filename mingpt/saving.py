@@ -117,7 +117,7 @@ class Saving:
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
-        if waited_s > LONG_WAIT_S and not self.is_slow_disk_reported:
+        if waited_s > LONG_WAIT_S and not self.is_slow_disk_reported and self.context.rank == 0:
             self.is_slow_disk_reported = True
             log.warning(
                 "training waited %.1f s until the snapshot of step %d was written: raise snapshot.every "
