@@ -85,7 +85,7 @@ class Rendezvous:
         name = str(store.get(f"answer/{nonce}").decode())
         store.set(here_key(name, self.launch.rank), self._place())
         # Nobody goes on before all have come: who waits here can tell who is missing.
-        self._wait_for(f"{name}/met", lambda: self._missing(name) or [0])
+        self._wait_for(f"{name}/met", lambda: self._waited_for(name))
         return name
 
     def _answer_nonces(self) -> str:
@@ -118,6 +118,18 @@ class Rendezvous:
         """Ranks that have not confirmed the generation's name."""
         ranks = range(self.launch.world_size)
         return [rank for rank in ranks if not self._store.check([here_key(name, rank)])]
+
+    def _waited_for(self, name: str) -> list[int]:
+        """Who keeps the ranks from meeting: rank 0 if it leaves an offer unanswered, else who is missing."""
+        store, missing = self._store, self._missing(name)
+        for rank in missing:
+            has_offered = store.check([f"hello/{rank}"])
+            if has_offered:
+                nonce = store.get(f"hello/{rank}").decode()
+                is_answered = store.check([f"answer/{nonce}"])  # so is what a dead worker left
+                if not is_answered:
+                    return [0]
+        return missing or [0]
 
     def _wait_for(self, key: str, find_missing: Callable[[], Sequence[int]]) -> None:
         is_there = self._store.check([key])
