@@ -152,11 +152,11 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "step", "workers"),
     [
-        ("STOP", 30, 2),
+        ("STOP", 10, 1),
+        pytest.param("STOP", 30, 2, marks=pytest.mark.slow),
         pytest.param("SIGUSR1", 20, 2, marks=pytest.mark.slow),
         pytest.param("SIGINT", 0, 2, marks=pytest.mark.slow),
         pytest.param("SIGTERM", 30, 1, marks=pytest.mark.slow),
-        pytest.param("STOP", 10, 1, marks=pytest.mark.slow),
     ],
 )
 def test_an_evaluation_that_was_cut_is_done_first_on_resume(
