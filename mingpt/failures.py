@@ -19,8 +19,8 @@ def raise_if_repeated(context: DistributedContext, run_dir: Path, eval_only: boo
 
     Also says who did not come to the last rendezvous. An evaluation alone writes nothing.
     """
-    if context.rendezvous and context.rendezvous.not_come:
-        log.warning("%s", context.rendezvous.not_come)
+    if context.rendezvous and context.rendezvous.missing_workers:
+        log.warning("%s", context.rendezvous.missing_workers)
     if context.repeated_failure:
         if context.rank == 0 and not eval_only:
             mark_ended(run_dir, "failed", f"failed: {context.repeated_failure}")

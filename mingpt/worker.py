@@ -100,7 +100,7 @@ class Worker:
         if isinstance(error, (UserError, NonRetryableError)):
             self.exit.abort_job(error, self.sigterm_received)
         if isinstance(error, PeersMissing):
-            self.exit.exit_unmet(error)
+            self.exit.exit_without_rendezvous(error)
         if isinstance(error, Exception):
             if self.exit.rendezvous is not None:
                 self.exit.exit_with_error(error)

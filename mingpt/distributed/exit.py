@@ -91,7 +91,7 @@ class ProcessExit:
             self.write_status(0)
         os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
 
-    def exit_told(self, number: signal.Signals) -> None:
+    def exit_stopped(self, number: signal.Signals) -> None:
         """For the thread that listens: the stop that a signal has asked for cannot be agreed on any more.
 
         Does nothing if another thread is exiting.
@@ -153,7 +153,7 @@ class ProcessExit:
                 "and no restart is left (torchrun --max-restarts)\n"
             )
 
-    def exit_unmet(self, error: BaseException) -> NoReturn:
+    def exit_without_rendezvous(self, error: BaseException) -> NoReturn:
         """Exit code 1 for a worker that waited in vain for others to come; the next generation says so."""
         self.exiting.acquire()
         if not self.launch.has_restarts_left():

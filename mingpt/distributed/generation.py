@@ -16,7 +16,7 @@ class PeerEnd(Enum):
     """What the exit of a worker means for those of its generation that still run."""
 
     AGREED = "the job ends, or all workers leave for the same reason"
-    TOLD = "it was told to stop by a signal that could not wait for the others"
+    STOPPED = "it was told to stop by a signal that could not wait for the others"
     LOST = "it failed, or was killed"
 
     @classmethod
@@ -26,7 +26,7 @@ class PeerEnd(Enum):
             return cls.LOST
         if reason.get("agreed"):
             return cls.AGREED
-        return cls.TOLD if reason["why"].startswith(TOLD) else cls.LOST
+        return cls.STOPPED if reason["why"].startswith(TOLD) else cls.LOST
 
 
 @dataclass(frozen=True)

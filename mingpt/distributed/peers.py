@@ -30,7 +30,7 @@ def open_pidfd(pid: int, agent_pid: int | None) -> int | None:
     return None
 
 
-def find_siblings(agent_pid: int | None) -> dict[int, int]:
+def find_local_peers(agent_pid: int | None) -> dict[int, int]:
     """{rank: pidfd} of the agent's other children that have a rank."""
     found: dict[int, int] = {}
     if agent_pid is None:

@@ -47,7 +47,7 @@ class Rendezvous:
         self.launch, self.timeout_s = launch, timeout_s
         self.has_begun = False  # whether this worker has begun to train
         self.repeated_failure: str | None = None  # on rank 0: why another start would be of no use
-        self.not_come: str | None = None  # on rank 0: who did not come to the meeting before this one
+        self.missing_workers: str | None = None  # on rank 0: who did not reach the rendezvous before this one
         self._deadline = time.monotonic() + timeout_s
         self._store = self._connect(is_host=launch.rank == 0 and not launch.agent_hosts_store)
         self._exit_store = self._connect(is_host=False)  # a client of its own: the main thread may be waiting
@@ -83,15 +83,15 @@ class Rendezvous:
         store.set(f"hello/{self.launch.rank}", nonce)
         self._wait_for(f"answer/{nonce}", lambda: [0])
         name = str(store.get(f"answer/{nonce}").decode())
-        store.set(here_key(name, self.launch.rank), self._place())
+        store.set(member_key(name, self.launch.rank), self._location())
         # Nobody goes on before all have come: who waits here can tell who is missing.
-        self._wait_for(f"{name}/met", lambda: self._waited_for(name))
+        self._wait_for(f"{name}/complete", lambda: self._waited_for(name))
         return name
 
     def _answer_nonces(self) -> str:
         """On rank 0: answer every offer until all ranks have confirmed the generation's name."""
         store, name = self._store, uuid.uuid4().hex
-        store.set(here_key(name, 0), self._place())
+        store.set(member_key(name, 0), self._location())
         answered: dict[int, bytes] = {}
         missing = self._missing(name)
         while missing:
@@ -108,16 +108,16 @@ class Rendezvous:
             if missing and time.monotonic() > self._deadline:
                 self._give_up(missing)
             time.sleep(POLL_S if missing else 0)
-        store.set(f"{name}/met", "")
+        store.set(f"{name}/complete", "")
         return name
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         return json.dumps([self.launch.node_rank, os.getpid()])
 
     def _missing(self, name: str) -> list[int]:
         """Ranks that have not confirmed the generation's name."""
         ranks = range(self.launch.world_size)
-        return [rank for rank in ranks if not self._store.check([here_key(name, rank)])]
+        return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
         """Who keeps the ranks from meeting: rank 0 if it leaves an offer unanswered, else who is missing."""
@@ -141,14 +141,14 @@ class Rendezvous:
 
     def _give_up(self, missing: Sequence[int], can_tell: bool = True) -> NoReturn:
         """Kill the missing workers of this node, as the agent would after 30 s, and record who they are."""
-        for rank, pidfd in peers.find_siblings(self.launch.agent_pid).items():
+        for rank, pidfd in peers.find_local_peers(self.launch.agent_pid).items():
             if rank in missing:
                 peers.kill(pidfd)
         sentence = (
             f"{list_workers(missing)} did not reach the rendezvous within {round(self.timeout_s, 1):g} s"
         )
         if can_tell:
-            self._store.compare_set("not_come", "", sentence)
+            self._store.compare_set("missing_workers", "", sentence)
         raise PeersMissing(sentence)
 
     def _replace_generation(self) -> GenerationEnd | None:
@@ -166,10 +166,10 @@ class Rendezvous:
             previous = GenerationEnd(world_size, reasons)
             self.repeated_failure = repeated_failure(self._note_end(previous))
         store.set("generation", json.dumps([self.generation, self.launch.world_size]))
-        has_not_come = store.check(["not_come"])
-        if has_not_come:
-            self.not_come = store.get("not_come").decode()
-            store.delete_key("not_come")
+        has_missing = store.check(["missing_workers"])
+        if has_missing:
+            self.missing_workers = store.get("missing_workers").decode()
+            store.delete_key("missing_workers")
         return previous
 
     def _note_end(self, end: GenerationEnd) -> list[GenerationEnd]:
@@ -186,7 +186,7 @@ class Rendezvous:
         if self.launch.agent_pid is None:
             return found
         ranks = range(self.launch.world_size)
-        places = self._store.multi_get([here_key(self.generation, rank) for rank in ranks])
+        places = self._store.multi_get([member_key(self.generation, rank) for rank in ranks])
         for rank, place in enumerate(places):
             node_rank, pid = json.loads(place)
             if node_rank == self.launch.node_rank:
@@ -268,7 +268,7 @@ def exit_reason_key(generation: str, rank: int) -> str:
     return f"{generation}/exit_reason/{rank}"
 
 
-def here_key(generation: str, rank: int) -> str:
+def member_key(generation: str, rank: int) -> str:
     return f"{generation}/here/{rank}"
 
 

@@ -173,12 +173,12 @@ class StopSignal:
             end = self.ends.get(rank)
             if end == PeerEnd.LOST:
                 self.exit.exit_without_peer(rank)
-            elif end == PeerEnd.TOLD and is_told:
-                self.exit.exit_told(signal.SIGTERM)
+            elif end == PeerEnd.STOPPED and is_told:
+                self.exit.exit_stopped(signal.SIGTERM)
 
     def check_progress(self) -> None:
         """End this process if nothing has moved for `timeout_s` after SIGTERM or SIGINT."""
         if self.deferred and self.launch.world_size > 1 and self.reason in ("SIGTERM", "SIGINT"):
             since = max(self.received_at, self.progress_at)
             if time.monotonic() - since > self.exit.timeout_s:
-                self.exit.exit_told(signal.Signals[self.reason])
+                self.exit.exit_stopped(signal.Signals[self.reason])

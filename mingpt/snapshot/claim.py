@@ -199,8 +199,12 @@ class Claim:
                 self.store.files.pipe_file(self.path(self.number), renewed.to_json().encode())
 
     def holds(self) -> bool:
-        """Whether no newer claim has replaced ours. Raises OSError, or whatever the driver does."""
-        return max(self.numbers(), default=0) == self.number
+        """Whether the claim that counts is ours. Raises OSError, or whatever the driver does."""
+        number, newest, _ = self.read_newest()
+        if newest is None or self.holder is None:
+            return False
+        # A number may come again in a folder that was removed meanwhile.
+        return (number, newest.job) == (self.number, self.holder.job)
 
     def check(self) -> None:
         """Raises SupersededError if another job has taken over."""

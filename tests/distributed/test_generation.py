@@ -49,7 +49,7 @@ def test_the_end_of_a_generation_survives_the_store() -> None:
         (None, PeerEnd.LOST),
         ({"why": FAILED, "agreed": False}, PeerEnd.LOST),
         ({"why": LOST_PEER, "agreed": False}, PeerEnd.LOST),
-        ({"why": f"{TOLD} by SIGTERM", "agreed": False}, PeerEnd.TOLD),
+        ({"why": f"{TOLD} by SIGTERM", "agreed": False}, PeerEnd.STOPPED),
         ({"why": f"{TOLD} by SIGTERM", "agreed": True}, PeerEnd.AGREED),
         ({"why": "finished", "agreed": True}, PeerEnd.AGREED),
     ],

@@ -13,7 +13,7 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd() -> None:
     worker = subprocess.Popen(SLEEP, env=environment | {"RANK": "7"})
     other = subprocess.Popen(SLEEP, env=environment)  # a child of the agent that is no worker
     try:
-        found = peers.find_siblings(os.getpid())
+        found = peers.find_local_peers(os.getpid())
         assert list(found) == [7]
         assert peers.wait_readable(found, 0.0) == []
         peers.kill(found[7])
@@ -39,7 +39,7 @@ def test_only_a_child_of_the_agent_gets_a_pidfd() -> None:
         worker.kill()
         worker.wait()
     assert peers.open_pidfd(worker.pid, os.getpid()) is None
-    assert peers.find_siblings(None) == {}
+    assert peers.find_local_peers(None) == {}
 
 
 def test_waiting_ends_as_soon_as_one_has_exited() -> None:

@@ -107,7 +107,7 @@ def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str
     assert process.stderr is not None and "lost a peer" in process.stderr.read()
 
 
-@pytest.mark.parametrize("end", ["PeerEnd.AGREED", "PeerEnd.TOLD"])
+@pytest.mark.parametrize("end", ["PeerEnd.AGREED", "PeerEnd.STOPPED"])
 def test_a_peer_that_left_in_order_does_not(end: str) -> None:
     process = listen(PEER, end=end)
     time.sleep(1.5)
@@ -117,7 +117,7 @@ def test_a_peer_that_left_in_order_does_not(end: str) -> None:
 
 
 def test_sigterm_is_obeyed_at_once_if_the_peer_was_told_to_stop_alone() -> None:
-    process = listen(PEER + "\nlistener.defer()\nlistener.exit.timeout_s = 60", end="PeerEnd.TOLD")
+    process = listen(PEER + "\nlistener.defer()\nlistener.exit.timeout_s = 60", end="PeerEnd.STOPPED")
     process.send_signal(signal.SIGTERM)
     assert code_of(process) == 143
 

@@ -2,6 +2,7 @@ import dataclasses
 import errno
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -99,6 +100,20 @@ def test_an_earlier_generation_never_takes_a_later_claim_for_its_own(
     claim(url).acquire(holder_of(agents[1]))
     with pytest.raises(SupersededError):
         earlier.check()
+
+
+def test_another_job_in_a_folder_that_was_removed_and_made_again_is_noticed(
+    tmp_path: Path, agents: list[subprocess.Popen[bytes]]
+) -> None:
+    first, second = claim(str(tmp_path / "run")), claim(str(tmp_path / "run"))
+    first.acquire(holder_of(agents[0]))
+    shutil.rmtree(tmp_path / "run")
+    second.acquire(holder_of(agents[1]))
+    assert first.number == second.number
+    with pytest.raises(SupersededError, match=f"process {agents[1].pid} on host"):
+        first.check()
+    first.release()
+    second.check()
 
 
 def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
