@@ -1,16 +1,18 @@
-"""The claims of this job to its run folder and its snapshots, so that no other job writes there.
+"""The claims of this job to its run folders and its snapshots, so that no other job writes there.
 
-Rank 0 holds them for the whole job; see snapshot/claim.py.
+The rank that writes to a place holds the claim to it for the whole job; see snapshot/claim.py.
 """
 
 import logging
 import os
 import threading
 import time
+from dataclasses import replace
 
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext, write_stderr
-from mingpt.errors import SupersededError, UserError
+from mingpt.errors import ClaimLost, UserError
+from mingpt.run_folder import RunFolder
 from mingpt.snapshot import Claim, Holder, this_process
 from mingpt.snapshot.claim import RENEW_S
 
@@ -19,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Claims:
-    """The claims of this job, none on ranks other than 0; renewed in the background until `release`.
+    """The claims that this rank holds for its job, if any; renewed in the background until `release`.
 
     The first is to the run folder.
     """
@@ -43,7 +45,7 @@ class Claims:
                 is_failing = True
 
     def check(self) -> None:
-        """Raises SupersededError if another job has taken over one of the places."""
+        """Raises ClaimLost if a place is another job's by now, or a later generation's."""
         for claim in self.claims:
             claim.check()
 
@@ -57,10 +59,22 @@ class Claims:
         if self.is_held and time.monotonic() - self.checked_at > RECHECK_S:
             try:
                 self.check_run_dir()
-            except SupersededError:
+            except ClaimLost:
                 self.is_held = False
             self.checked_at = time.monotonic()
         return self.is_held
+
+    def was_started(self) -> bool:
+        """Whether an earlier generation of this job had passed its checks, as far as the places tell."""
+        return any(claim.was_started for claim in self.claims)
+
+    def mark_started(self) -> None:
+        """Tell later generations that the job has passed the checks of its start."""
+        for claim in self.claims:
+            try:
+                claim.mark_started()
+            except Exception as error:  # each driver raises exceptions of its own; the store tells it too
+                log.info("the claim to %s could not be marked: %s", claim.what, error)
 
     def release(self) -> None:
         """The job ends here."""
@@ -73,29 +87,29 @@ class Claims:
         self.claims = []
 
 
-def claim_places(config: Config, context: DistributedContext) -> Claims:
-    """Claim what this job is going to write to. Collective; raises UserError if another job holds it.
-
-    Ranks other than 0 hold no claims.
-    """
+def claim_places(config: Config, context: DistributedContext, folder: RunFolder) -> Claims:
+    """Claim what this rank is going to write to. Collective; raises UserError if another job holds it."""
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))
     holder = Holder(
-        tuple(dict.fromkeys(agents)), slurm_job=launch.slurm_job, slurm_restarts=launch.slurm_restarts
+        tuple(dict.fromkeys(agents)),
+        job=launch.job or "",
+        slurm_job=launch.slurm_job,
+        slurm_restarts=launch.slurm_restarts,
     )
-    places = places_of(config) if context.rank == 0 and not config.trainer.eval_only else []
+    places = places_of(config, folder)
     claims = context.run_with_heartbeat(lambda: acquire_all(places, holder))
     context.exit.release_claims = claims.release
     return claims
 
 
-def places_of(config: Config) -> list[Claim]:
+def places_of(config: Config, folder: RunFolder) -> list[Claim]:
     """The run folder, and `snapshot.path` where that is somewhere else and not this process's memory."""
-    claims = [Claim(config.run_dir, f"run_dir {config.run_dir}")]
-    if config.snapshot.path is not None:
+    claims = [Claim(config.run_dir, f"run_dir {config.run_dir}")] if folder.is_kept else []
+    if config.snapshot.path is not None and folder.keeps_snapshots:
         snapshots = Claim(config.snapshot.path, f"snapshot.path {config.snapshot.path}")
         roots = {os.path.realpath(claim.store.root) for claim in (*claims, snapshots)}
-        is_elsewhere = len(roots) == 2 or not snapshots.store.is_local
+        is_elsewhere = len(roots) > len(claims) or not snapshots.store.is_local
         if is_elsewhere and not snapshots.store.is_process_private:
             claims.append(snapshots)
     return claims
@@ -107,6 +121,8 @@ def acquire_all(places: list[Claim], holder: Holder) -> Claims:
     for claim in places:
         try:
             claim.acquire(holder, on_wait=write_line)
+            if claim.holder is not None:
+                holder = replace(holder, job=claim.holder.job)
         except UserError:
             claims.release()
             raise

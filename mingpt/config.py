@@ -144,6 +144,9 @@ class SnapshotConfig:
         5, "steps between snapshots in the node's memory, for killed workers; 0 for none", ge=0
     )
     memory_path: str = Field("/dev/shm", "folder in memory; where it is absent or too small, there are none")
+    local_every: Optional[typing.Annotated[int, pydantic.Field(ge=0)]] = Field(
+        None, "the same on each node's own disk where nodes share none; null: like every; 0: the last one"
+    )
     keep_last: int = Field(3, "number of newest snapshots kept", ge=1)
     keep_best: bool = Field(True, "also keep the snapshot with the lowest validation loss")
     path: Optional[str] = Field(None, "folder or fsspec URL for snapshots; null is run_dir/snapshots")

@@ -25,8 +25,20 @@ class NonRetryableError(ExpectedError):
     """A failure that would repeat, raised on all ranks. Ends the job with exit code 1, without restarts."""
 
 
-class SupersededError(NonRetryableError):
-    """Another job has taken over the place that this one writes to. Raised on rank 0, which alone writes."""
+class ClaimLost(ExpectedError):
+    """The place that this process writes to is no longer its own."""
+
+
+class SupersededError(ClaimLost, NonRetryableError):
+    """Another job has taken over the place that this one writes to. Raised on the rank that writes there."""
+
+
+class LaterGeneration(ClaimLost):
+    """A later generation of this job writes there: this worker was frozen, or cut off from the others."""
+
+
+class NodeRefused(UserError):
+    """This node cannot take part in a job that goes on without it. Raised on all ranks of the node alone."""
 
 
 class NonFiniteError(NonRetryableError):

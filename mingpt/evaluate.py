@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
     return step == trainer.max_steps or step % trainer.eval_every == 0
 
 
-def is_missing(config: Config, context: DistributedContext, run_dir: Path, start: StartPoint) -> bool:
+def is_missing(config: Config, context: DistributedContext, start: StartPoint) -> bool:
     """Whether the evaluation that follows the step of the start is to be done first. Collective.
 
     So it is in a fresh run, and where a request to stop has cut it.
@@ -99,7 +98,7 @@ def is_missing(config: Config, context: DistributedContext, run_dir: Path, start
         return True  # its records are dropped when a run begins there again
     is_on_record = manifest["metrics"].get("val", {}).get("step") == step
     if context.rank == 0 and not is_on_record:
-        records = itertools.chain(start.unwritten, read_records(run_dir / "metrics.jsonl"))
+        records = itertools.chain(start.unwritten, read_records(start.folder.path / "metrics.jsonl"))
         try:
             is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
         except OSError as error:

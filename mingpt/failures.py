@@ -3,18 +3,18 @@
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
 from mingpt.distributed import DistributedContext
 from mingpt.errors import ExpectedError, NonRetryableError
 from mingpt.report import mark_ended
+from mingpt.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
 
-def raise_if_repeated(context: DistributedContext, run_dir: Path, eval_only: bool) -> None:
+def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
     """Raises NonRetryableError on all ranks if generation after generation has failed to begin.
 
     Also says who did not come to the last rendezvous. An evaluation alone writes nothing.
@@ -22,8 +22,8 @@ def raise_if_repeated(context: DistributedContext, run_dir: Path, eval_only: boo
     if context.rendezvous and context.rendezvous.missing_workers:
         log.warning("%s", context.rendezvous.missing_workers)
     if context.repeated_failure:
-        if context.rank == 0 and not eval_only:
-            mark_ended(run_dir, "failed", f"failed: {context.repeated_failure}")
+        if folder.is_kept:
+            mark_ended(folder.path, "failed", f"failed: {context.repeated_failure}")
         raise NonRetryableError(context.repeated_failure)
 
 

@@ -1,8 +1,7 @@
 """Builds what is trained, from snapshot or seed: model, parallel strategy, optimizer and position."""
 
-import errno
 import functools
-from pathlib import Path
+import logging
 from typing import Any
 
 import torch
@@ -18,28 +17,32 @@ from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
 from mingpt.state import TrainState
 
-
-def make_run_dir(config: Config) -> Path:
-    """The run folder, which must be writable, but may have no room left. Raises UserError."""
-    run_dir = Path(config.run_dir)
-    if config.trainer.eval_only:
-        return run_dir  # nothing is written
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "log.txt").open("a").close()
-    except OSError as error:
-        may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        if may_pass and run_dir.is_dir():
-            return run_dir  # each file that cannot be written is reported, and tried again
-        raise UserError(f"run_dir {config.run_dir} cannot be written to: {error.strerror}") from None
-    return run_dir
+log = logging.getLogger(__name__)
 
 
 def load_corpus(config: Config, context: DistributedContext) -> Corpus:
-    """Rank 0 reads the text; all ranks get its bytes and encode them alike. Raises UserError."""
-    content = context.run_with_heartbeat(lambda: read_bytes(config.data) if context.rank == 0 else None)
-    text = context.broadcast_bytes(content, source=0)
-    return context.heartbeat_while(lambda: make_corpus(text, config.data))
+    """The first node that can read the text does; all ranks get its bytes and encode them alike.
+
+    Raises UserError if no node can.
+    """
+    local_ranks = context.all_gather_object(context.launch.local_rank)
+    errors: list[UserError] = []
+    for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
+        reads = context.rank == source
+        try:
+            content = context.run_with_heartbeat(functools.partial(read_text, config, reads))
+        except UserError as error:  # raised on all ranks
+            errors.append(error)
+            continue
+        if errors and context.rank == 0:
+            log.warning("%s; the text is read by worker %d", errors[0], source)
+        text = context.broadcast_bytes(content, source)
+        return context.heartbeat_while(functools.partial(make_corpus, text, config.data))
+    raise errors[0]
+
+
+def read_text(config: Config, reads: bool) -> bytes | None:
+    return read_bytes(config.data) if reads else None
 
 
 def init_environment(config: Config, context: DistributedContext, start: resume.StartPoint) -> dict[str, Any]:

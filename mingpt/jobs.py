@@ -25,6 +25,8 @@ def clean_environment(**more: str) -> dict[str, str]:
         "LOCAL_RANK",
         "MINGPT_STATUS_FILE",
         "MINGPT_AGENT_PID",
+        "MINGPT_JOB",
+        "MINGPT_ROUND",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     return {name: value for name, value in kept.items() if name not in dropped} | more

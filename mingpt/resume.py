@@ -1,47 +1,22 @@
 """What a generation starts from: found, agreed by all ranks, checked against the configuration, loaded."""
 
 import logging
-from dataclasses import dataclass, field
+import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
-from mingpt.errors import UnreadableSnapshot, UserError
-from mingpt.report import read_run_id
+from mingpt.errors import UserError
+from mingpt.latest import LatestSnapshot, find_latest, prepare_store, report_skipped
+from mingpt.report import GenerationStart, read_durable_step
+from mingpt.run_folder import RunFolder, agree_on_run_id, share_history
 from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore, this_process
-from mingpt.weights import check_model, snapshot_tokenizer
+from mingpt.weights import snapshot_tokenizer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StoreView:
-    """What one rank sees in the store."""
-
-    step: int = -1  # of the newest valid snapshot; -1 for none
-    corrupt: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
-    unreadable: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
-    folder_error: str | None = None  # why the folder cannot be read
-    completed_step: int = 0  # the newest with a manifest, valid or not; 0 for none
-    set_aside_step: int = 0  # the newest that was set aside with its manifest; 0 for none
-
-    @property
-    def newest(self) -> int:
-        """The newest step that is there, valid or not; -1 for none."""
-        return max([self.step, *self.corrupt, *self.unreadable])
-
-
-@dataclass(frozen=True)
-class LatestSnapshot:
-    """The newest valid snapshot that any rank can see, and what this rank found to be corrupt."""
-
-    snapshot: Snapshot | None
-    durable_step: int  # of the newest one that is not in memory only
-    corrupt: dict[int, str]  # step -> reason
-    where: str
-    views: list[StoreView]  # by rank
 
 
 @dataclass(frozen=True)
@@ -55,6 +30,8 @@ class StartPoint:
     snapshot: Snapshot | None
     durable_step: int
     changes: list[str]  # settings that differ from the snapshot's on purpose
+    folder: RunFolder
+    own_step: int  # of the newest snapshot on a disk that this rank reads; -1 for none
 
     @property
     def unwritten(self) -> list[dict[str, Any]]:
@@ -62,26 +39,74 @@ class StartPoint:
         return self.snapshot.manifest.get("unwritten", []) if self.snapshot else []
 
 
-def find_start(config: Config, context: DistributedContext, run_dir: Path, corpus: Corpus) -> StartPoint:
-    """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective."""
+def find_start(
+    config: Config, context: DistributedContext, folder: RunFolder, corpus: Corpus, was_started: bool
+) -> StartPoint:
+    """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective.
+
+    `was_started`: this rank knows that an earlier generation of the job had begun.
+    """
     store = context.raise_on_all_ranks(lambda: open_store(config, context))
-    is_restart = context.is_restart()
+    is_restart = context.is_restart(was_started)
     if not is_restart:
         check_workers(config, context.world_size)
-    run_ids = context.all_gather_object(read_run_id(run_dir))
-    known_ids = [run_id for run_id in run_ids if run_id]
-    run_id = known_ids[0] if known_ids else context.new_run_id()
+    check_same_settings(config, context)
+    run_id = agree_on_run_id(context, folder, was_started)
     agent = this_process(context.launch.agent_pid)
-    memory = MemorySnapshots(config.snapshot.memory_path, run_id, run_dir, context.launch.node_rank, agent)
+    memory = MemorySnapshots(
+        config.snapshot.memory_path, run_id, folder.path, context.launch.node_rank, agent
+    )
     latest = find_latest(store, memory, context, is_restart)
     if latest.snapshot is None:
-        check_nothing_is_lost(latest, config, is_restart)
+        durable_steps = context.all_gather_object(read_durable_step(folder.path, run_id))
+        check_nothing_is_lost(latest, config, is_restart, max(durable_steps))
     if context.rank == 0:
         report_skipped(latest, store.url, config)
     changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
     if not config.trainer.eval_only:
-        prepare_store(store, memory, context, latest, is_restart)
-    return StartPoint(run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, changes)
+        prepare_store(store, memory, context, latest, is_restart, folder)
+        step = latest.snapshot.manifest["step"] if latest.snapshot else 0
+        share_history(context, folder, step, config.trainer.log_every)
+    return StartPoint(
+        run_id,
+        is_restart,
+        store,
+        memory,
+        latest.snapshot,
+        latest.durable_step,
+        changes,
+        folder,
+        latest.views[context.rank].step,
+    )
+
+
+def describe_start(start: StartPoint, context: DistributedContext) -> GenerationStart:
+    """What run.json tells of the beginning of this generation. Collective."""
+    hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
+    return GenerationStart(
+        start.run_id,
+        start.snapshot.manifest["step"] if start.snapshot else 0,
+        context.world_size,
+        start.is_restart,
+        [host for _, host in sorted(set(hosts))],
+        context.previous_generation,
+        start.durable_step,
+        start.changes,
+        start.unwritten,
+    )
+
+
+def check_same_settings(config: Config, context: DistributedContext) -> None:
+    """Raises UserError if the workers were started with settings that compute something else. Collective."""
+    mine = (to_dict(config), platform.node())
+    (first, first_host), *others = context.all_gather_object(mine)
+    for settings, host in others:
+        changed = differences(first, settings)
+        if changed:
+            raise UserError(
+                f"the workers were started with different settings: those on {host} differ from those on "
+                f"{first_host} ({'; '.join(changed)})"
+            )
 
 
 def open_store(config: Config, context: DistributedContext) -> SnapshotStore:
@@ -95,60 +120,13 @@ def open_store(config: Config, context: DistributedContext) -> SnapshotStore:
     return store
 
 
-def find_latest(
-    store: SnapshotStore, memory: MemorySnapshots, context: DistributedContext, is_restart: bool
-) -> LatestSnapshot:
-    """Find the newest valid snapshot and hand it to all ranks. One worker per node reads the store.
+def check_nothing_is_lost(
+    latest: LatestSnapshot, config: Config, is_restart: bool, recorded_step: int = 0
+) -> None:
+    """Raises UserError if the run has, or may have, completed a snapshot past step 0. None is valid now.
 
-    In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user
-    who deletes snapshots wants to go back. In a restart, they may have been lost with their node.
+    `recorded_step`: of the newest snapshot on disk that any run.json tells of.
     """
-    reads_store = context.launch.local_rank == 0
-    found, view = context.run_with_heartbeat(
-        lambda: view_store(store) if reads_store else (None, StoreView())
-    )
-    views = context.all_gather_object(view)
-    saved_after = None if is_restart else max(0, *(view.newest for view in views))
-    in_memory = context.run_with_heartbeat(
-        lambda: memory.find_newest(view.step, saved_after, check_model) if reads_store else None
-    )
-    found = in_memory or found
-    durable_step = max(0, *(view.step for view in views))
-    unreadable = {step for view in views for step in view.unreadable}  # their files are left as they are
-    corrupt = {step: reason for step, reason in view.corrupt.items() if step not in unreadable}
-    steps = context.all_gather_object(found.manifest["step"] if found else -1)
-    if max(steps) < 0:
-        return LatestSnapshot(None, durable_step, corrupt, store.url, views)
-    source = steps.index(max(steps))
-    found = found if context.rank == source else None
-    manifest = context.broadcast_object(found.manifest if found else None, source)
-    content = context.broadcast_bytes(found.content if found else None, source)
-    where = store.url if manifest["step"] == durable_step else str(memory.root)
-    return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where, views)
-
-
-def view_store(store: SnapshotStore) -> tuple[Snapshot | None, StoreView]:
-    """The newest valid snapshot that this rank can read, and what it sees."""
-    try:
-        found, corrupt = store.find_newest(check_model)
-        step = found.manifest["step"] if found else -1
-        return found, StoreView(step, corrupt, store.unreadable, None, *store.completed_steps())
-    except UnreadableSnapshot as error:
-        return None, StoreView(folder_error=str(error))
-
-
-def report_skipped(latest: LatestSnapshot, url: str, config: Config) -> None:
-    """A line for each snapshot that is passed over and keeps its name."""
-    corrupt = latest.corrupt if config.trainer.eval_only else {}  # a run that trains sets them aside
-    unreadable = {step: reason for view in latest.views for step, reason in view.unreadable.items()}
-    for step, reason in sorted((corrupt | unreadable).items(), reverse=True):
-        log.warning("snapshot of step %d in %s skipped: %s", step, url, reason)
-    for reason in sorted({view.folder_error for view in latest.views if view.folder_error}):
-        log.warning("%s", reason)
-
-
-def check_nothing_is_lost(latest: LatestSnapshot, config: Config, is_restart: bool) -> None:
-    """Raises UserError if the run has, or may have, completed a snapshot past step 0. None is valid now."""
     errors = [view.folder_error for view in latest.views if view.folder_error]
     errors += [f"step {step}: {why}" for view in latest.views for step, why in view.unreadable.items()]
     if errors:
@@ -159,15 +137,19 @@ def check_nothing_is_lost(latest: LatestSnapshot, config: Config, is_restart: bo
     completed = max(view.completed_step for view in latest.views)
     set_aside = max(view.set_aside_step for view in latest.views)
     # What a job that was told to begin anew finds set aside may be older than the job.
-    begins_anew = config.snapshot.resume == "never" and (not is_restart or completed == 0)
-    if max(completed, set_aside) == 0 or begins_anew or config.trainer.eval_only:
+    is_first = not is_restart or max(completed, recorded_step) == 0
+    begins_anew = config.snapshot.resume == "never" and is_first
+    newest = max(completed, set_aside, recorded_step)
+    if newest == 0 or begins_anew or config.trainer.eval_only:
         return
     reasons = [f"step {step}: {why}" for view in latest.views for step, why in view.corrupt.items()]
     if set_aside:
         reasons.append(f"damaged-*-step_{set_aside:08d}.json was set aside")
+    if recorded_step > max(completed, set_aside):
+        reasons.append(f"run.json tells of one of step {recorded_step}, which no node has")
     raise UserError(
         f"no valid snapshot is left in {latest.where} ({shorten(reasons)}), where one of step "
-        f"{max(completed, set_aside)} was written: choose another run_dir, or begin anew by "
+        f"{newest} was written: choose another run_dir, or begin anew by "
         "snapshot.resume=never"
     )
 
@@ -176,39 +158,6 @@ def shorten(reasons: list[str]) -> str:
     """The first three, in one line."""
     more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
     return "; ".join([*dict.fromkeys(reasons[:3]), *more])
-
-
-def prepare_store(
-    store: SnapshotStore,
-    memory: MemorySnapshots,
-    context: DistributedContext,
-    latest: LatestSnapshot,
-    is_restart: bool,
-) -> None:
-    """Quarantine corrupt snapshots and prepare the folder. Raises UserError if it cannot be written to."""
-
-    def prepare() -> None:
-        for step, reason in latest.corrupt.items():
-            quarantine(store, step, reason)
-        if context.launch.local_rank == 0:
-            memory.remove_leftovers()
-        if not is_restart and context.launch.local_rank == 0:
-            memory.remove_newer(latest.snapshot.manifest["step"] if latest.snapshot else -1)
-        if context.rank == 0:
-            store.prepare()
-
-    context.run_with_heartbeat(prepare)
-
-
-def quarantine(store: SnapshotStore, step: int, reason: str) -> None:
-    """Set a corrupt snapshot aside. Raises UserError if that fails."""
-    try:
-        store.quarantine(step, reason)
-    except Exception as error:  # each driver raises exceptions of its own
-        raise UserError(
-            f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "
-            f"{type(error).__name__}: {error}"
-        ) from None
 
 
 def check_snapshot(

@@ -10,7 +10,7 @@ from mingpt.audit import Audit
 from mingpt.config import Config, to_dict
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
-from mingpt.errors import NonRetryableError, SaveAborted, SupersededError, UserError
+from mingpt.errors import ClaimLost, NonRetryableError, SaveAborted, UserError
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.snapshot import SnapshotSaver
@@ -23,7 +23,8 @@ LONG_WAIT_S = 5.0
 class Saving:
     """The snapshots of this generation. Methods are collective unless they say otherwise.
 
-    Rank 0 writes to disk; the first worker of each node writes to its memory.
+    Rank 0 writes to disk, and the first worker of each node to its memory; where nodes share no disk, to its
+    own disk too.
     """
 
     def __init__(
@@ -38,50 +39,73 @@ class Saving:
     ) -> None:
         self.config, self.context, self.state, self.audit = config, context, state, audit
         self.corpus, self.environment = corpus, environment
-        self.memory, self.store = start.memory, start.store
+        self.memory, self.store, self.is_resumed = start.memory, start.store, start.snapshot is not None
+        self.writes_to_disk = start.folder.keeps_snapshots
+        local_every = config.snapshot.local_every
+        self.local_every = config.snapshot.every if local_every is None else local_every
         self.saver = SnapshotSaver(start.store, config.snapshot.keep_last, config.snapshot.keep_best)
         self.last_save_step = start.durable_step  # of the last save to disk that was begun
+        self.own_step = start.own_step  # of the last save of this rank that was begun
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
 
     @property
     def newest_written(self) -> int:
-        """Step of the last snapshot that this rank has written to disk; 0 if none. Not collective."""
-        return self.saver.newest_written
+        """On rank 0, the step of the last snapshot that it has written to disk; else 0. Not collective."""
+        return self.saver.newest_written if self.context.rank == 0 else 0
 
     def allocate(self) -> None:
         """Allocate staging buffers before the first step, so that no save has to."""
         tensors = self.state.full_state()
-        if self.context.rank == 0:
+        if self.writes_to_disk:
             self.saver.allocate(tensors)
         if self.config.snapshot.memory_every and self.context.launch.local_rank == 0:
             self.memory.allocate(tensors)
 
-    def note_written(self, step: int) -> None:
+    def note_written(self, step: int, run_logger: RunLogger | None) -> None:
         """All ranks have learned that the snapshot of this step is on disk."""
         if step > self.durable_step:
             self.durable_step = step
+            if run_logger:
+                run_logger.note_durable(step)
             if self.context.launch.local_rank == 0:
                 self.memory.remove_outdated(step)
 
-    def save_to_disk(self, run_logger: RunLogger | None) -> None:
-        """Copy the state; rank 0 writes it in the background."""
+    def is_missing(self) -> bool:
+        """Whether the present state is on no disk, or not on that of every node that has its own."""
+        never_saved = self.state.step == 0 and not self.is_resumed
+        is_missing_here = self.writes_to_disk and self.own_step < self.state.step
+        is_missing_there = any(self.context.all_gather_object(is_missing_here))
+        return self.state.step > self.last_save_step or never_saved or is_missing_there
+
+    def is_due_here(self, is_last: bool) -> bool:
+        """Whether this rank, which keeps snapshots, writes the one that is due. Not collective."""
+        if is_last:
+            return self.own_step < self.state.step or self.state.step == 0
+        is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
+        return self.context.rank == 0 or is_local_due
+
+    def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
+        """Copy the state; whoever keeps snapshots writes it in the background."""
         events.emit("save_start", kind="disk", step=self.state.step)
-        if isinstance(self.saver.error, SupersededError):
+        if isinstance(self.saver.error, ClaimLost):
             raise self.saver.error
         if self.durable_step < self.last_save_step:
             self.wait_for_write_before()
         self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
-        if run_logger:
-            logger, manifest = run_logger, self.manifest() | {"metrics": dict(run_logger.last)}
+        if self.writes_to_disk and self.is_due_here(is_last):
+            metrics = dict(run_logger.last) if run_logger else {}
+            manifest = self.manifest() | {"metrics": metrics}
 
             def fields() -> dict[str, Any]:
                 # A step that has a snapshot is never computed again, so its records must be durable.
-                logger.flush()
-                return late_fields(chain, logger, manifest["step"])
+                if run_logger:
+                    run_logger.flush()
+                return late_fields(chain, run_logger, manifest["step"])
 
+            self.own_step = self.state.step
             self.saver.save(manifest, tensors, fields)
         events.emit("save_end", kind="disk", step=self.state.step)
 
@@ -107,10 +131,11 @@ class Saving:
         }
 
     def wait(self) -> None:
-        """Until rank 0's write is over; asks once a second, so that a long upload causes no timeout."""
+        """Until all writes are over; asks once a second, so that a long upload causes no timeout."""
         done = False
         while not done:
-            done = self.context.broadcast_object(self.saver.wait(timeout_s=1.0), 0)
+            is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
+            done = all(is_over)
 
     def wait_for_write_before(self) -> None:
         """`wait`, and one line if that takes long: training stands still meanwhile."""
@@ -147,7 +172,7 @@ class Saving:
         if error is None:
             return None
         is_of_the_disk = isinstance(error, (OSError, UserError)) or not self.store.is_local
-        if isinstance(error, SupersededError) or not is_of_the_disk:
+        if isinstance(error, ClaimLost) or not is_of_the_disk:
             raise error
         durable_step = max(self.durable_step, self.saver.newest_written)
         stands, goes_on = "there is none before it", ""

@@ -25,10 +25,11 @@ from mingpt.distributed.device import autocast
 from mingpt.errors import NonFiniteError, NonRetryableError
 from mingpt.evaluate import Evaluator, is_due, is_missing
 from mingpt.failures import not_finite, out_of_memory_explained, raise_if_repeated
-from mingpt.initialize import init_environment, init_state, load_corpus, make_run_dir
+from mingpt.initialize import init_environment, init_state, load_corpus
 from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer, is_reported, open_log
-from mingpt.resume import StartPoint, find_start
+from mingpt.resume import StartPoint, describe_start, find_start
+from mingpt.run_folder import open_run_folder
 from mingpt.saving import Saving
 
 log = logging.getLogger(__name__)
@@ -39,12 +40,12 @@ class Trainer:
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.config, self.context = config, context
-        self.run_dir = context.raise_on_all_ranks(lambda: make_run_dir(config))
-        claims = claim_places(config, context)
-        open_log(context.rank, None if config.trainer.eval_only else self.run_dir, claims.may_write)
-        raise_if_repeated(context, self.run_dir, config.trainer.eval_only)
+        folder = open_run_folder(config, context)
+        claims = claim_places(config, context, folder)
+        open_log(context.rank, folder.path if folder.is_kept else None, claims.may_write)
+        raise_if_repeated(context, folder)
         corpus = load_corpus(config, context)
-        start = find_start(config, context, self.run_dir, corpus)
+        start = find_start(config, context, folder, corpus, claims.was_started())
         start.store.check_claim = claims.check
         self.environment = init_environment(config, context, start)
         with out_of_memory_explained():
@@ -52,6 +53,7 @@ class Trainer:
         self.strategy = self.state.strategy
         if context.rank == 0:
             context.mark_started()
+        claims.mark_started()
         micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
         self.audit = Audit(start.snapshot.manifest["audit"] if start.snapshot else START, micro_batches)
         self.losses = torch.zeros(micro_batches, device=context.device)  # zero for those of other ranks
@@ -62,12 +64,11 @@ class Trainer:
         self.evaluator = Evaluator(config, context, self.state.model, corpus, self.dtype)
         self.batches = corpus.train.batches(self.sampler, config.trainer.micro_batch_size, context.device)
         self.saving = Saving(config, context, self.state, start, corpus, self.environment, self.audit)
-        self.is_resumed = start.snapshot is not None
         # A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
-        is_complete = self.is_resumed and self.state.step >= config.trainer.max_steps
-        is_over = is_complete and context.rank == 0 and is_reported(self.run_dir, start.unwritten)
+        is_complete = self.saving.is_resumed and self.state.step >= config.trainer.max_steps
+        is_over = is_complete and context.rank == 0 and is_reported(folder.path, start.unwritten)
         is_over = context.broadcast_object(is_over, 0)
-        self.evaluation_missing = is_missing(config, context, self.run_dir, start)
+        self.evaluation_missing = is_missing(config, context, start)
         self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
         if not config.trainer.eval_only:
             context.stop_signal.defer()
@@ -75,22 +76,19 @@ class Trainer:
         context.exit.note_begun()
 
     def open_run_logger(self, start: StartPoint, corpus: Corpus, claims: Claims) -> RunLogger | None:
-        """On rank 0, unless there is nothing to report."""
-        config, context = self.config, self.context
-        if context.rank or config.trainer.eval_only or self.nothing_left:
+        """On the ranks that keep a run folder, unless there is nothing to report. Collective."""
+        context = self.context
+        generation = describe_start(start, context)
+        if not start.folder.is_kept or self.nothing_left:
             return None
         logger = RunLogger(
-            config,
-            context,
+            self.config,
             corpus,
-            start.run_id,
-            self.state.step,
-            start.changes,
+            generation,
             self.environment,
-            start.is_restart,
-            start.unwritten,
             claims.check_run_dir,
             claims.may_write,
+            is_main=context.rank == 0,
         )
         context.exit.note_failure = lambda why: logger.failed(self.state.step, why)
         return logger
@@ -145,7 +143,7 @@ class Trainer:
             # A GPU is waited for only here, after it has been given all the work of the step.
             self.step_losses, newest_written, stop = status()
             grad_norm = float(grad_norm_tensor)
-        self.saving.note_written(newest_written)
+        self.saving.note_written(newest_written, self.run_logger)
         self.raise_if_not_finite(grad_norm)
         self.audit.end_step(self.context)
         state.advance(config.trainer.batch_size)
@@ -179,7 +177,8 @@ class Trainer:
         if self.evaluation_missing and not stop:
             stop = self.timer.exclude(self.evaluate)
         if is_last or stop or step % config.snapshot.every == 0:
-            self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger))
+            is_end = is_last or bool(stop)
+            self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_end))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
             self.timer.exclude(lambda: self.saving.save_to_memory(self.run_logger))
         return stop
@@ -219,9 +218,8 @@ class Trainer:
 
     def end_run(self, stopped_by: str | None) -> None:
         """Return when the last snapshot is on disk, on all ranks."""
-        never_saved = self.state.step == 0 and not self.is_resumed
-        if self.state.step > self.saving.last_save_step or never_saved:
-            self.saving.save_to_disk(self.run_logger)
+        if self.saving.is_missing():
+            self.saving.save_to_disk(self.run_logger, is_last=True)
         self.saving.finish(self.run_logger)
         events.emit("run_end", state=self.state)
 

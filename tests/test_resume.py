@@ -10,7 +10,8 @@ from support.snapshots import CONTENT, make_manifest
 
 from mingpt.config import Config, SnapshotConfig, TrainerConfig
 from mingpt.errors import UnreadableSnapshot, UserError
-from mingpt.resume import LatestSnapshot, StoreView, check_nothing_is_lost, find_latest, report_skipped
+from mingpt.latest import LatestSnapshot, StoreView, find_latest, report_skipped
+from mingpt.resume import check_nothing_is_lost
 from mingpt.snapshot import MemorySnapshots, SnapshotStore
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
@@ -58,6 +59,16 @@ def test_a_job_that_has_completed_a_snapshot_never_starts_again_at_0_by_itself(
 @pytest.mark.parametrize("view", [NOTHING, FIRST_SAVE, AT_THE_START])
 def test_a_job_that_died_before_its_first_snapshot_starts_at_0(view: StoreView, is_restart: bool) -> None:
     check_nothing_is_lost(latest(view), AUTO, is_restart)
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_snapshot_that_only_run_json_tells_of_is_evidence_too(is_restart: bool) -> None:
+    """It lay on the disk of a node that is gone."""
+    with pytest.raises(UserError, match=r"run\.json tells of one of step 40, which no node has"):
+        check_nothing_is_lost(latest(NOTHING), AUTO, is_restart, recorded_step=40)
+    check_nothing_is_lost(latest(NOTHING), NEVER, is_restart=False, recorded_step=40)
+    with pytest.raises(UserError, match="no valid snapshot is left"):
+        check_nothing_is_lost(latest(NOTHING), NEVER, is_restart=True, recorded_step=40)
 
 
 def test_a_job_that_is_told_to_begin_anew_does_so() -> None:

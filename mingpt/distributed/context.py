@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from mingpt.distributed import heartbeat
 from mingpt.distributed.device import check_device_types, find_device, tune_malloc
 from mingpt.distributed.exit import ProcessExit
+from mingpt.distributed.generation import GenerationEnd
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
@@ -58,6 +59,7 @@ class DistributedContext:
         torch.set_num_threads(self.threads)
         self.agreed_stop: str | None = None  # the request to stop that all ranks know of
         self.repeated_failure: str | None = None  # why another start would be of no use, on all ranks
+        self.previous_generation: GenerationEnd | None = None  # how it ended, as far as the store tells
         self.rendezvous: Rendezvous | None = None
         process_exit.timeout_s = config.timeout_s
         if launch.is_distributed:
@@ -72,7 +74,8 @@ class DistributedContext:
                 timeout=timedelta(seconds=config.timeout_s),
             )
             heartbeat.exchange_heartbeat(self, is_busy=False)  # a request may have come during the imports
-            self.repeated_failure = self.broadcast_object(self.rendezvous.repeated_failure, 0)
+            told = (self.rendezvous.repeated_failure, self.rendezvous.previous_generation)
+            self.repeated_failure, self.previous_generation = self.broadcast_object(told, 0)
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
         if self.device.type == "cpu":
@@ -93,9 +96,12 @@ class DistributedContext:
             self.threads = recorded
             torch.set_num_threads(recorded)
 
-    def is_restart(self) -> bool:
-        """Whether an earlier generation of this job has passed the checks of its start."""
-        was_started = self.rendezvous is not None and self.rendezvous.was_started()
+    def is_restart(self, was_started: bool) -> bool:
+        """Whether an earlier generation of this job has passed the checks of its start.
+
+        `was_started`: this rank knows that from elsewhere; the store may have died with its host. Collective.
+        """
+        was_started = was_started or (self.rendezvous is not None and self.rendezvous.was_started())
         return any(self.all_gather_object(was_started))
 
     def mark_started(self) -> None:

@@ -14,7 +14,7 @@ from mingpt.distributed import peers
 from mingpt.distributed.generation import FAILED, LOST_PEER, TIMED_OUT, TOLD, PeerEnd
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
-from mingpt.errors import ExpectedError, UserError
+from mingpt.errors import ExpectedError, NodeRefused, UserError
 
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
@@ -183,7 +183,8 @@ class ProcessExit:
             os._exit(code)
         signal.set_wakeup_fd(-1)
         self.write_status(code, is_final=True)
-        if self.launch.rank == 0 or self.rendezvous is None:  # without one, rank 0 may not know of the error
+        is_first = self.launch.rank == 0 or (isinstance(error, NodeRefused) and self.launch.local_rank == 0)
+        if is_first or self.rendezvous is None:  # without one, rank 0 may not know of the error
             write_stderr(f"error: {error}\n")
         # With a time limit: the storage may be what has failed.
         releasing = threading.Thread(target=self.release_claims, daemon=True)

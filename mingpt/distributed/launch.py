@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # importing pydantic would delay the moment from which signal
 # Set by mingpt.agent for its workers.
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before a worker asks
 STATUS_FILE = "MINGPT_STATUS_FILE"
+JOB = "MINGPT_JOB"  # set by mingpt.elastic, the same on all nodes whatever happens to any of them
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Launch:
     restart_count: int = 0
     max_restarts: int = 0
     omp_threads: int | None = None
+    job: str | None = None  # a random token, where the launcher gives one
     slurm_job: str | None = None
     slurm_restarts: int = 0  # how often Slurm has requeued that job
     slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
@@ -68,10 +70,15 @@ class Launch:
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
             omp_threads=omp_threads,
+            job=env.get(JOB),
             slurm_job=slurm_job,
             slurm_restarts=slurm_restarts,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
         )
+
+    @property
+    def has_several_nodes(self) -> bool:
+        return self.world_size > self.local_world_size
 
     @property
     def is_distributed(self) -> bool:

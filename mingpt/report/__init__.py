@@ -1,10 +1,19 @@
-"""What a person sees of a run: log lines, metrics.jsonl, loss.png, run.json. Only rank 0 reports.
+"""What a person sees of a run: log lines, metrics.jsonl, loss.png, run.json.
+
+Rank 0 reports; where nodes share no disk, so does the first worker of each, to its own disk.
 
 Metrics are functions of a step's statistics; sinks are places that their values go to.
 """
 
-from mingpt.report.files import describe
-from mingpt.report.history import RunHistory, mark_ended, read_run_id
+from mingpt.report.files import describe, read_records, replace_file
+from mingpt.report.history import (
+    GenerationStart,
+    RunHistory,
+    load_history,
+    mark_ended,
+    read_durable_step,
+    read_run_id,
+)
 from mingpt.report.log import open_log
 from mingpt.report.metrics import METRICS, StepStats
 from mingpt.report.run_logger import SINKS, RunLogger, is_reported
@@ -14,6 +23,7 @@ from mingpt.report.step_timer import StepTimer
 __all__ = [
     "METRICS",
     "SINKS",
+    "GenerationStart",
     "RunHistory",
     "RunInfo",
     "RunLogger",
@@ -22,7 +32,11 @@ __all__ = [
     "StepTimer",
     "describe",
     "is_reported",
+    "load_history",
     "mark_ended",
     "open_log",
+    "read_durable_step",
+    "read_records",
     "read_run_id",
+    "replace_file",
 ]

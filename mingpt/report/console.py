@@ -16,7 +16,7 @@ class ConsoleSink(Sink):
     def __init__(self, run: RunInfo) -> None:
         self.max_steps = run.max_steps
         self.bar = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and run.is_main:
             self.bar = tqdm(
                 total=run.max_steps, initial=run.first_step, unit="step", file=sys.stderr, dynamic_ncols=True
             )

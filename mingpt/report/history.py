@@ -4,6 +4,7 @@ import json
 import logging
 import platform
 import time
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,22 @@ def read_run_id(run_dir: Path) -> str | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None  # there is no file yet, or it is damaged, which RunHistory reports
     return run_id if isinstance(run_id, str) and run_id.isalnum() else None
+
+
+def read_durable_step(run_dir: Path, run_id: str) -> int:
+    """Of the newest snapshot on disk that a run has completed, as far as its run.json tells; 0 for none."""
+    history = load_history(run_dir)
+    step = history.get("durable_step") if history and history.get("id") == run_id else 0
+    return step if isinstance(step, int) else 0
+
+
+def load_history(run_dir: Path) -> dict[str, Any] | None:
+    """run.json, where there is one in order."""
+    try:
+        content = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # RunHistory reports one that is damaged
+    return content if is_history(content) else None
 
 
 def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
@@ -52,13 +69,39 @@ def is_history(content: Any) -> bool:
     )
 
 
-class RunHistory:
-    """Written by rank 0. `status` is running, finished, stopped or failed; times are seconds since 1970.
+@dataclass(frozen=True)
+class GenerationStart:
+    """What a generation begins with."""
 
-    A generation is the workers between two restarts: how many, the steps from which and to which they came,
-    and how they ended. `exact` says that `to_step` was reported by one of them and is not only the last step
-    on record. `restart` is false for a job's first generation. While a run goes on, the file is written in
-    the background.
+    run_id: str
+    step: int
+    workers: int
+    is_restart: bool  # false in a job's first generation
+    hosts: list[str] = field(default_factory=list)  # of the nodes, by their rank
+    previous: GenerationEnd | None = None  # how the one before ended; None: nobody knows
+    durable_step: int = 0  # of the newest snapshot on disk
+    changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
+    unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
+
+
+def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
+    """How a generation ended whose store is gone."""
+    hosts = [host for host in last.get("hosts", []) if host not in start.hosts]
+    if hosts and start.is_restart:
+        return f"{', '.join(hosts)} vanished"
+    if start.is_restart and start.hosts:
+        return "worker 0 vanished, or the store that tells how the workers ended"
+    return "all workers vanished"
+
+
+class RunHistory:
+    """Written by the rank that keeps the run folder. Times are seconds since 1970.
+
+    `status` is running, finished, stopped or failed. `durable_step` is that of the newest snapshot on disk. A
+    generation is the workers between two restarts: how many, on which hosts, the steps from which and to
+    which they came, and how they ended. `exact` says that `to_step` was reported by one of them and is not
+    only the last step on record. `restart` is false for a job's first generation. While a run goes on, the
+    file is written in the background.
     """
 
     def __init__(
@@ -67,7 +110,7 @@ class RunHistory:
         self.path = run_dir / "run.json"
         self.file = SmallFile(self.path, may_write)
         self.content: dict[str, Any] = {"id": run_id, "status": "running", "generations": [], "changes": []}
-        self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0}
+        self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0, "durable_step": 0}
         try:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
             if not is_history(earlier):
@@ -92,47 +135,45 @@ class RunHistory:
                 "%s %s and cannot be renamed (%s): a new one replaces it", self.path, what, describe(again)
             )
 
-    def start_generation(
-        self, workers: int, step: int, previous: GenerationEnd | None, is_restart: bool, changes: list[str]
-    ) -> str | None:
-        """A generation starts at `step`. Returns one line on the one before, if that did not end in order."""
+    def start_generation(self, start: GenerationStart) -> str | None:
+        """A generation starts. Returns one line on the one before, if that did not end in order."""
         sentence = None
-        if changes:
-            self.content["changes"].append({"step": step, "settings": changes})
+        if start.changes:
+            self.content["changes"].append({"step": start.step, "settings": start.changes})
         if self.generations and self.generations[-1]["end"] == "running":
             last = self.generations[-1]
-            self.close_generation(last, step, previous, is_restart)
-            plural = "s" if workers > 1 else ""
+            self.close_generation(last, start)
+            plural = "s" if start.workers > 1 else ""
             sentence = (
-                f"{last['end']} at step {last['to_step']}; resumed from {step} with {workers} worker{plural}"
+                f"{last['end']} at step {last['to_step']}; "
+                f"resumed from {start.step} with {start.workers} worker{plural}"
             )
         now = time.time()
         entry = {
-            "workers": workers,
-            "from_step": step,
-            "to_step": step,
+            "workers": start.workers,
+            "hosts": start.hosts,
+            "from_step": start.step,
+            "to_step": start.step,
             "exact": False,
-            "restart": is_restart,
+            "restart": start.is_restart,
         }
         self.generations.append(entry | {"began": now, "seen": now, "end": "running"})
-        self.content["status"] = "running"
+        self.content |= {"status": "running", "durable_step": start.durable_step}
         self.file.write(self.encode())
         return sentence
 
-    def close_generation(
-        self, last: dict[str, Any], step: int, previous: GenerationEnd | None, is_restart: bool
-    ) -> None:
-        """Record how a generation ended that could not do so itself, and what was lost back to `step`."""
-        reported = previous.step() if previous else None
+    def close_generation(self, last: dict[str, Any], start: GenerationStart) -> None:
+        """Record how a generation ended that could not do so itself, and what was lost."""
+        reported = start.previous.step() if start.previous else None
         recorded = last["to_step"]
         last["exact"] = reported is not None and reported >= recorded
-        last["to_step"] = max(recorded, reported or 0, step)
-        last["end"] = previous.sentence() if previous else "all workers vanished"
-        self.content["steps_lost"] += last["to_step"] - step
+        last["to_step"] = max(recorded, reported or 0, start.step)
+        last["end"] = start.previous.sentence() if start.previous else unknown_end(last, start)
+        self.content["steps_lost"] += last["to_step"] - start.step
         # From the last record until now, unless the whole job had ended; and the recorded steps to be done
         # again.
-        waited = time.time() - last["seen"] if is_restart else 0.0
-        repeated = max(0, recorded - step) * last.get("step_s", 0.0)
+        waited = time.time() - last["seen"] if start.is_restart else 0.0
+        repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
 
     def repeated_failure(self) -> str | None:
@@ -145,6 +186,11 @@ class RunHistory:
             return None
         step, end = ended[0]["to_step"] + 1, ended[-1]["end"]
         return repeated_sentence(f"at step {step}", end)
+
+    def note_durable(self, step: int) -> None:
+        """The snapshot of this step is on disk."""
+        self.content["durable_step"] = step
+        self.file.write_in_background(self.encode())
 
     def note_step(self, step: int, step_s: float | None) -> None:
         """The current generation has completed `step`, at so many seconds per step."""

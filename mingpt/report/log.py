@@ -45,18 +45,20 @@ class FileHandler(logging.Handler):
 
 
 def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> None:
-    """Send rank 0's log to the terminal, and to run_dir/log.txt if there is a run_dir.
+    """Send the log to the terminal, and to run_dir/log.txt if this rank keeps the run folder.
 
-    Of other ranks, warnings go to the terminal: what is wrong with a node is known there alone.
+    Of ranks other than 0, warnings go to the terminal: what is wrong with a node is known there alone.
     """
     logger = logging.getLogger("mingpt")
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = False
-    logger.setLevel(logging.WARNING if rank else logging.INFO)
+    level = logging.WARNING if rank else logging.INFO
+    logger.setLevel(logging.INFO if run_dir else level)
     console = ConsoleHandler()
     console.setFormatter(logging.Formatter(f"worker {rank}: %(message)s" if rank else "%(message)s"))
+    console.setLevel(level)
     logger.addHandler(console)
-    if rank == 0 and run_dir is not None:
+    if run_dir is not None:
         logger.addHandler(FileHandler(run_dir / "log.txt", console, may_write))

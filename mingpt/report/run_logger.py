@@ -1,4 +1,4 @@
-"""What rank 0 reports of a run: the plan, the metrics, how it ended."""
+"""What is reported of a run: the plan, the metrics, how it ended."""
 
 import itertools
 import json
@@ -9,11 +9,10 @@ from typing import Any
 
 from mingpt.config import Config, to_yaml
 from mingpt.data import Corpus
-from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import usable_cores
 from mingpt.report.console import ConsoleSink
 from mingpt.report.files import MayWrite, SmallFile, always, describe, read_records
-from mingpt.report.history import RunHistory
+from mingpt.report.history import GenerationStart, RunHistory
 from mingpt.report.jsonl import JsonlSink
 from mingpt.report.metrics import StepStats, training_values
 from mingpt.report.plot import LossPlot
@@ -32,55 +31,44 @@ SINKS: list[Callable[[RunInfo], Sink]] = [
 class RunLogger:
     """Opened once the run is known to go on from `step`; drops what earlier generations recorded past it.
 
-    `unwritten` are records that the snapshot holds because they could not be written. No file that cannot be
-    written ends the run: one line says so, and its content is kept and tried again.
+    `is_main` is true on rank 0 alone, for what is reported once and not in every run folder. No file that
+    cannot be written ends the run: one line says so, and its content is kept and tried again.
     """
 
     def __init__(
         self,
         config: Config,
-        context: DistributedContext,
         corpus: Corpus,
-        run_id: str,
-        step: int,
-        changes: list[str],
+        start: GenerationStart,
         environment: dict[str, Any],
-        is_restart: bool,
-        unwritten: Sequence[Mapping[str, Any]] = (),
         check_claim: Callable[[], None] = lambda: None,
         may_write: MayWrite = always,
+        is_main: bool = True,
     ) -> None:
-        self.config, self.workers, self.corpus, self.environment = (
-            config,
-            context.world_size,
-            corpus,
-            environment,
-        )
-        self.changes, self.is_restart, self.check_claim = changes, is_restart, check_claim
+        self.config, self.corpus, self.start, self.environment = config, corpus, start, environment
+        self.check_claim, self.is_main = check_claim, is_main
         run_dir = Path(config.run_dir)
         self.check_claim()
         self.config_file = SmallFile(run_dir / "config.yaml", may_write)
         self.config_file.write(to_yaml(config))
-        self.history = RunHistory(run_dir, run_id, {"torch": environment["torch"]}, may_write)
-        previous = context.rendezvous.previous_generation if context.rendezvous else None
-        self.previous_end = self.history.start_generation(self.workers, step, previous, is_restart, changes)
-        is_fresh = step == 0 and not is_restart
-        restarts, floor = self.history.restarts(), corpus.entropy_floor
+        self.history = RunHistory(run_dir, start.run_id, {"torch": environment["torch"]}, may_write)
+        self.previous_end = self.history.start_generation(start)
         run = RunInfo(
             run_dir,
             config.trainer.max_steps,
-            step,
-            is_fresh,
-            restarts,
-            floor,
-            [*map(dict, unwritten)] if step else [],  # the records of step 0 come again
-            may_write,
+            start.step,
+            is_fresh=start.step == 0 and not start.is_restart,
+            restarts=self.history.restarts(),
+            entropy_floor=corpus.entropy_floor,
+            unwritten=start.unwritten if start.step else [],  # the records of step 0 come again
+            may_write=may_write,
+            is_main=is_main,
         )
         self.sinks = [make_sink(run) for make_sink in SINKS]
         self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
         for sink in self.sinks:
-            sink.rewind(step)
-        self.replay(run_dir / "metrics.jsonl", step)
+            sink.rewind(start.step)
+        self.replay(run_dir / "metrics.jsonl", start.step)
 
     def replay(self, path: Path, step: int) -> None:
         """Tell the sinks what earlier generations recorded up to `step`."""
@@ -114,8 +102,8 @@ class RunLogger:
     ) -> None:
         """What is going to happen; in a restart only what happened to the generation before."""
         if self.previous_end:
-            log.warning("%s", self.previous_end)
-        if self.is_restart:
+            log.log(logging.WARNING if self.is_main else logging.INFO, "%s", self.previous_end)
+        if self.start.is_restart:
             return
         config, environment, threads = self.config, self.environment, self.environment["threads"]
         log.info(
@@ -123,7 +111,7 @@ class RunLogger:
             config.model.arch,
             f"{parameters:,}",
             environment["dtype"],
-            plural(self.workers, "worker"),
+            plural(self.start.workers, "worker"),
             environment["device"],
             plural(threads, "CPU thread"),
         )
@@ -137,7 +125,7 @@ class RunLogger:
             config.trainer.max_steps,
         )
         idle = usable_cores() - threads
-        if self.workers == 1 and environment["device"].startswith("cpu") and idle > 0:
+        if self.start.workers == 1 and environment["device"].startswith("cpu") and idle > 0:
             log.info(
                 "idle: %s; start more workers, which does not change the result, "
                 "or raise trainer.threads, which does",
@@ -148,7 +136,7 @@ class RunLogger:
         log.info("micro-batches of %s in a step: %s", windows, ", ".join(reads))
         origin = f"resumed from step {step}" if step else "a fresh run"
         log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, origin)
-        for change in self.changes:
+        for change in self.start.changes:
             log.info("changed on purpose: %s", change)
 
     def on_step(self, step: int) -> None:
@@ -164,6 +152,9 @@ class RunLogger:
         self.remember({"step": step, **values})
         for sink in self.sinks:
             sink.log(step, values)
+
+    def note_durable(self, step: int) -> None:
+        self.history.note_durable(step)
 
     def log_training(self, stats: StepStats) -> None:
         self.log_values(stats.step, training_values(stats))
@@ -193,6 +184,7 @@ class RunLogger:
         """The run stands at `step`, durably. Raises SupersededError."""
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
+        self.history.content["durable_step"] = step
         self.history.end("stopped" if stopped_by else "finished", step, how)
         self.close()
         log.info("%s at step %d: %s", how, step, self.history.summary())

@@ -20,6 +20,7 @@ class RunInfo:
     entropy_floor: float | None  # nats per token of the validation part, where they are known
     unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
     may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's
+    is_main: bool = True  # false where it is reported to a second run folder, on another node's disk
 
 
 class Sink:

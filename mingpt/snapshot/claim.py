@@ -4,6 +4,7 @@ A job claims a place by creating `claim-<number>.json` there, with the number af
 jobs that try, one succeeds. The newest claim counts. It holds until it is released, while one of the job's
 agents lives on this machine, or for LEASE_S after it was last renewed. A later generation of the same job,
 which shares an agent with the one before, takes over at once, and so does a job that Slurm has requeued.
+Where a job falls into parts that do not reach each other, the part that claims the place goes on.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
-from mingpt.errors import SupersededError, UserError
+from mingpt.errors import LaterGeneration, SupersededError, UserError
 from mingpt.snapshot.holder import Holder, parse_holder
 from mingpt.snapshot.store import NO_ROOM, SnapshotStore
 
@@ -38,6 +39,7 @@ class Claim:
         self.store, self.what, self.lease_s = SnapshotStore(url), what, lease_s
         self.number = 0  # of our own claim; 0 for none
         self.holder: Holder | None = None
+        self.was_started = False  # by an earlier generation of this job
         self.lock = threading.Lock()  # of renewing and releasing
 
     def path(self, number: int) -> str:
@@ -68,24 +70,26 @@ class Claim:
         """
         while not self.number:
             newest, other, mark = self.read_newest()
-            is_ours = other is not None and not other.released and holder.is_same_job(other)
+            is_ours = other is not None and not other.released and holder.succeeds(other)
             if other is not None and not other.released:
                 if is_ours:
-                    holder = replace(holder, job=other.job, since=other.since)
-                elif other.is_alive():
+                    holder = replace(holder, job=holder.job or other.job, since=other.since)
+                    self.was_started = other.started and holder.shares_agent(other)
+                elif other.is_alive() and not holder.is_part_of(other.job):
                     raise self.refusal(other)
-                elif other.is_alive() is None:
-                    has_ended = self.wait_for_lease(newest, other, mark, on_wait)
+                elif other.is_alive() is not False:
+                    has_ended = self.wait_for_lease(newest, other, mark, holder, on_wait)
                     if not has_ended:
                         continue  # it is another's by now, perhaps
+            named = replace(holder, job=holder.job or uuid.uuid4().hex)
             try:
                 self.store.files.makedirs(self.store.root, exist_ok=True)
-                self.create(newest + 1, holder)
+                self.create(newest + 1, named)
             except OSError as error:
                 if not is_ours or error.errno not in NO_ROOM:
                     raise
                 self.number = newest  # no room for another file: the claim of the generation before serves
-        self.holder = holder
+        self.holder = named
 
     def refusal(self, other: Holder) -> UserError:
         return UserError(
@@ -94,22 +98,37 @@ class Claim:
         )
 
     def wait_for_lease(
-        self, number: int, other: Holder, mark: object, on_wait: Callable[[str], None]
+        self,
+        number: int,
+        other: Holder,
+        mark: object,
+        holder: Holder,
+        on_wait: Callable[[str], None],
     ) -> bool:
-        """Whether the lease of a claim ends; False if it is released. Raises UserError if it is renewed."""
+        """Whether the lease of a claim ends; False if it is released or changes hands.
+
+        Raises UserError if another job renews it. Another part of this job may renew it again and again.
+        """
+        is_this_job = holder.is_part_of(other.job)
         left_s = self.lease_s - self.age_s(number)
-        if left_s > 0:
+        if is_this_job:
+            on_wait(
+                f"another part of this job goes on in {self.what}: waiting until it ends or can be reached"
+            )
+        elif left_s > 0:
             on_wait(
                 f"{self.what} is claimed by {other.sentence()}: waiting {left_s:.0f} s for it to be renewed"
             )
         deadline = time.monotonic() + left_s
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
-            _, now, mark_now = self.read_newest()
-            if now is None or now.released:
+            number_now, now, mark_now = self.read_newest()
+            if now is None or now.released or (is_this_job and number_now != number):
                 return False
-            if mark_now != mark:
+            if mark_now != mark and not is_this_job:
                 raise self.refusal(now)
+            if mark_now != mark:
+                mark, deadline = mark_now, time.monotonic() + self.lease_s
         return True
 
     def age_s(self, number: int) -> float:
@@ -207,7 +226,8 @@ class Claim:
         return (number, newest.job) == (self.number, self.holder.job)
 
     def check(self) -> None:
-        """Raises SupersededError if another job has taken over."""
+        """Raises SupersededError if another job has taken over, LaterGeneration if this one has."""
+        holder = self.holder
         try:
             if self.holds():
                 return
@@ -215,8 +235,17 @@ class Claim:
         except Exception as error:  # each driver raises exceptions of its own
             log.info("the claim to %s cannot be read (%s): going on", self.what, error)
             return
+        if other is not None and holder is not None and not other.released and other.job == holder.job:
+            raise LaterGeneration(f"the job goes on without this worker, which writes no more to {self.what}")
         who = "its claim was removed" if other is None else f"{other.sentence()} has taken over"
         raise SupersededError(f"{self.what} no longer belongs to this job, {who}: nothing more is written")
+
+    def mark_started(self) -> None:
+        """The job has passed the checks of its start. Raises OSError, or whatever the driver does."""
+        with self.lock:
+            if self.holder is not None and not self.holder.started and self.holds():
+                self.holder = replace(self.holder, started=True)
+                self.rewrite(self.holder)
 
     def release(self) -> None:
         """The job has ended: the next one need not ask whether it is alive. Needs no room on the disk."""
@@ -229,7 +258,11 @@ class Claim:
         if self.number == 1:
             self.remove(1)  # no earlier holder can take a later claim with this number for its own
             return
-        content = replace(holder, released=True).to_json().encode()
+        self.rewrite(replace(holder, released=True))
+
+    def rewrite(self, holder: Holder) -> None:
+        """Write another content into the claim, in place."""
+        content = holder.to_json().encode()
         if self.store.is_local:
             with open(self.path(self.number), "r+b") as file:
                 file.write(content)

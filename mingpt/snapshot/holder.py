@@ -13,10 +13,11 @@ class Holder:
     """A job that claims: its agents, the first of which it is named after."""
 
     agents: tuple[Process, ...]
-    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # a random token, kept by later generations
+    job: str = ""  # a random token, kept by later generations; empty until the first one claims a place
     since: float = field(default_factory=time.time)  # seconds since 1970
     slurm_job: str | None = None
     slurm_restarts: int = 0
+    started: bool = False  # the job has passed the checks of its start
     released: bool = False
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this very claim
 
@@ -31,11 +32,18 @@ class Holder:
             return True
         return None if None in states or not states else False
 
-    def is_same_job(self, other: "Holder") -> bool:
+    def shares_agent(self, other: "Holder") -> bool:
+        """Whether `other` is an earlier generation of this job: no agent takes part in two at once."""
+        return bool({*self.agents} & {*other.agents})
+
+    def is_part_of(self, job: str) -> bool:
+        """Whether this is a part of the job with this token, one that the launcher gave."""
+        return bool(self.job) and self.job == job
+
+    def succeeds(self, other: "Holder") -> bool:
         """Whether `other` is an earlier generation of this job, or the same job before it was requeued."""
         is_requeued = self.slurm_job is not None and self.slurm_job == other.slurm_job
-        is_requeued = is_requeued and self.slurm_restarts > other.slurm_restarts
-        return is_requeued or bool({*self.agents} & {*other.agents})
+        return self.shares_agent(other) or (is_requeued and self.slurm_restarts > other.slurm_restarts)
 
     def sentence(self) -> str:
         """Who it is, and since when."""
@@ -65,6 +73,7 @@ def parse_holder(content: bytes) -> Holder:
         since=fields["since"],
         slurm_job=slurm_job if isinstance(slurm_job, str) else None,
         slurm_restarts=int(fields["slurm_restarts"]),
+        started=fields.get("started") is True,
         released=fields.get("released") is True,
         nonce=fields["nonce"],
     )

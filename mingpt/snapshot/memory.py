@@ -114,6 +114,7 @@ class MemorySnapshots:
         """Map two files; what an earlier generation left is reused, its newest last. Raises OSError."""
         self.root.mkdir(mode=0o700, exist_ok=True)
         folder = Path(self.own.root)
+        self.adopt_folder()
         folder.mkdir(exist_ok=True)
         owner_file(folder).write_text(json.dumps(self.owner.to_dict()))
         newest = max(self.own.steps(), default=None)  # kept until there is a newer one
@@ -129,6 +130,13 @@ class MemorySnapshots:
                 self.own.remove(newest)
         second = StagingBuffer(tensors, lambda size: map_file(folder / self.names[1], size))
         self.buffers = [first, second]
+
+    def adopt_folder(self) -> None:
+        """Go on with the folder that this agent had when its node had another rank. Raises OSError."""
+        for path in self.root.glob("node-*"):
+            if not Path(self.own.root).exists() and read_owner(path) == self.owner:
+                path.rename(self.own.root)
+                owner_file(path).unlink()
 
     def invalidate_next_slot(self) -> None:
         """Remove the older snapshot's manifest before its file is overwritten."""

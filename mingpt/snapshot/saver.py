@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mingpt import events
-from mingpt.errors import CorruptSnapshot, SaveAborted, SupersededError, UnreadableSnapshot, UserError
+from mingpt.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.snapshot.staging import StagingBuffer
 from mingpt.snapshot.store import NO_ROOM, Content, SnapshotStore
 
@@ -56,7 +56,7 @@ class SnapshotSaver:
         try:
             self.write_making_room(manifest | late_fields(), content)
             self.error, self.newest_written = None, step
-        except (SaveAborted, SupersededError) as error:
+        except (SaveAborted, ClaimLost) as error:
             self.error = error
             return  # the main thread loses the same peer, or the same claim, and reports it
         except Exception as error:  # whatever the driver raises: training goes on, the failure is reported

@@ -20,7 +20,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt import events
-from mingpt.errors import CorruptSnapshot, SupersededError, UnreadableSnapshot, UserError
+from mingpt.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     QUARANTINED,
@@ -57,7 +57,7 @@ class SnapshotStore:
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_ready = True  # false where there was no room to make it so
         self.is_process_private = self.files.protocol == "memory"
-        # Called before a file gets its name; raises SupersededError if the place belongs to another job.
+        # Called before a file gets its name; raises ClaimLost if the place is no longer ours.
         self.check_claim: Callable[[], None] = lambda: None
 
     def path(self, name: str) -> str:
@@ -133,7 +133,7 @@ class SnapshotStore:
                 os.fsync(file.fileno())
             self.check_claim()
             os.replace(partial, final)
-        except (OSError, SupersededError):
+        except (OSError, ClaimLost):
             with contextlib.suppress(OSError):
                 os.unlink(partial)  # on a full disk it would take the next snapshot's room
             raise

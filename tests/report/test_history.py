@@ -8,13 +8,29 @@ from support.faults import FaultyDisk
 
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.generation import MAX_REPEATS
-from mingpt.report import RunHistory, mark_ended, read_run_id
+from mingpt.report import GenerationStart, RunHistory, mark_ended, read_durable_step, read_run_id
 
 RUN_ID = "abc123"
 
 
 def open_history(run_dir: Path) -> RunHistory:
     return RunHistory(run_dir, RUN_ID, {"torch": "2"})
+
+
+def begin(
+    history: RunHistory,
+    workers: int,
+    step: int,
+    previous: GenerationEnd | None,
+    is_restart: bool,
+    changes: list[str],
+    hosts: tuple[str, ...] = (),
+) -> str | None:
+    """Start a generation, after another one perhaps."""
+    start = GenerationStart(
+        RUN_ID, step, workers, is_restart, previous=previous, changes=changes, hosts=[*hosts]
+    )
+    return history.start_generation(start)
 
 
 def read(run_dir: Path) -> dict[str, Any]:
@@ -28,7 +44,7 @@ def failed_end(step: int) -> GenerationEnd:
 
 def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    assert history.start_generation(2, 0, None, False, []) is None
+    assert begin(history, 2, 0, None, False, []) is None
     assert read(tmp_path)["status"] == "running"
     history.note_step(10, 0.25)
     history.end("finished", 30, "finished")
@@ -44,12 +60,12 @@ def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
 
 def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    history.start_generation(3, 0, None, False, [])
+    begin(history, 3, 0, None, False, [])
     history.note_step(12, 0.5)
     history.file.retry()  # otherwise it is written a moment later
     end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
     later = open_history(tmp_path)
-    sentence = later.start_generation(2, 10, end, True, [])
+    sentence = begin(later, 2, 10, end, True, [])
     assert sentence == "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
     content = read(tmp_path)
     first, second = content["generations"]
@@ -61,11 +77,11 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
 
 
 def test_a_generation_that_left_nothing_in_the_store_ends_at_its_last_record(tmp_path: Path) -> None:
-    open_history(tmp_path).start_generation(1, 0, None, False, [])
+    begin(open_history(tmp_path), 1, 0, None, False, [])
     history = open_history(tmp_path)
     history.note_step(7, None)
     history.file.retry()
-    sentence = open_history(tmp_path).start_generation(1, 5, None, False, [])
+    sentence = begin(open_history(tmp_path), 1, 5, None, False, [])
     assert sentence == "all workers vanished at step 7; resumed from 5 with 1 worker"
     first = read(tmp_path)["generations"][0]
     assert (first["to_step"], first["exact"]) == (7, False)
@@ -73,10 +89,10 @@ def test_a_generation_that_left_nothing_in_the_store_ends_at_its_last_record(tmp
 
 def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    history.start_generation(1, 0, None, False, [])
+    begin(history, 1, 0, None, False, [])
     history.end("stopped", 12, "stopped by SIGTERM")
     later = open_history(tmp_path)
-    assert later.start_generation(4, 12, None, False, []) is None
+    assert begin(later, 4, 12, None, False, []) is None
     content = read(tmp_path)
     assert (content["status"], content["steps_lost"], content["seconds_lost"]) == ("running", 0, 0.0)
     assert [entry["end"] for entry in content["generations"]] == ["stopped by SIGTERM", "running"]
@@ -84,7 +100,7 @@ def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
 
 def test_settings_that_were_changed_are_recorded_with_their_step(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    history.start_generation(1, 20, None, False, ["model.dropout: 0.0 -> 0.1"])
+    begin(history, 1, 20, None, False, ["model.dropout: 0.0 -> 0.1"])
     assert read(tmp_path)["changes"] == [{"step": 20, "settings": ["model.dropout: 0.0 -> 0.1"]}]
 
 
@@ -93,7 +109,7 @@ def fail_repeatedly(run_dir: Path, steps: list[int], first_is_restart: bool = Fa
     history = open_history(run_dir)
     previous = None
     for number, step in enumerate([*steps, 0]):
-        history.start_generation(1, 0, previous, number > 0 or first_is_restart, [])
+        begin(history, 1, 0, previous, number > 0 or first_is_restart, [])
         previous = failed_end(step)
     return history
 
@@ -114,21 +130,21 @@ def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int], tmp_
 def test_a_job_that_a_user_starts_again_is_tried_again(tmp_path: Path) -> None:
     fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
     history = open_history(tmp_path)
-    history.start_generation(1, 0, failed_end(4), False, [])
+    begin(history, 1, 0, failed_end(4), False, [])
     assert history.repeated_failure() is None
 
 
 def test_generations_that_were_killed_without_a_report_do_not_end_the_job(tmp_path: Path) -> None:
     history = open_history(tmp_path)
     for number in range(MAX_REPEATS + 1):
-        history.start_generation(1, 0, GenerationEnd(1, {}) if number else None, number > 0, [])
+        begin(history, 1, 0, GenerationEnd(1, {}) if number else None, number > 0, [])
     assert history.repeated_failure() is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"id": "abc123"}', '{"generations": 3}'])
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(content)
-    open_history(tmp_path).start_generation(1, 0, None, False, [])
+    begin(open_history(tmp_path), 1, 0, None, False, [])
     assert (tmp_path / "damaged-run.json").read_text() == content
     assert "is damaged and set aside as damaged-run.json" in caplog.text
     assert len(read(tmp_path)["generations"]) == 1
@@ -153,7 +169,7 @@ def test_the_id_of_a_run_is_read_if_it_is_one(content: str, run_id: str | None, 
 
 def test_the_end_is_on_disk_whatever_was_being_written(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    history.start_generation(2, 0, None, False, [])
+    begin(history, 2, 0, None, False, [])
     for step in range(200):
         history.note_step(step, 0.1)
     history.end("finished", 200, "finished")
@@ -181,7 +197,7 @@ def test_a_damaged_history_that_cannot_be_renamed_ends_no_run(
 ) -> None:
     (tmp_path / "run.json").write_text("{")
     FaultyDisk(monkeypatch, "replace", "run.json", errno.EIO)
-    open_history(tmp_path).start_generation(1, 0, None, False, [])
+    begin(open_history(tmp_path), 1, 0, None, False, [])
     assert "is damaged and cannot be renamed (Input/output error)" in caplog.text
 
 
@@ -189,7 +205,7 @@ def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path:
     mark_ended(tmp_path, "failed", "failed: why")  # there is no run.json: nothing to note
     assert not (tmp_path / "run.json").exists()
     history = open_history(tmp_path)
-    history.start_generation(2, 0, None, False, [])
+    begin(history, 2, 0, None, False, [])
     mark_ended(tmp_path, "stopped")
     assert read(tmp_path)["status"] == "stopped" and read(tmp_path)["generations"][-1]["end"] == "running"
     history.file.write(history.encode())
@@ -199,3 +215,25 @@ def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path:
     history.end("finished", 30, "finished")
     mark_ended(tmp_path, "stopped", "failed: why")
     assert read(tmp_path)["status"] == "finished" and read(tmp_path)["generations"][-1]["end"] == "finished"
+
+
+def test_a_generation_whose_store_is_gone_is_told_by_the_hosts_that_are_missing(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    begin(history, 3, 0, None, False, [], hosts=("node1", "node2", "node3"))
+    history.note_step(12, 0.5)
+    history.file.retry()
+    sentence = begin(open_history(tmp_path), 2, 10, None, True, [], hosts=("node2", "node3"))
+    assert sentence == "node1 vanished at step 12; resumed from 10 with 2 workers"
+    assert read(tmp_path)["generations"][1]["hosts"] == ["node2", "node3"]
+
+
+def test_the_newest_snapshot_on_disk_is_on_record_until_the_run_begins_anew(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    begin(history, 1, 0, None, False, [])
+    assert read_durable_step(tmp_path, RUN_ID) == 0
+    history.note_durable(20)
+    history.file.retry()
+    assert read_durable_step(tmp_path, RUN_ID) == 20
+    assert read_durable_step(tmp_path, "another run") == 0
+    begin(open_history(tmp_path), 1, 0, None, False, [])
+    assert read_durable_step(tmp_path, RUN_ID) == 0

@@ -8,12 +8,11 @@ import yaml
 from conftest import SMALL
 from support.faults import FaultyDisk
 from support.runs import STATS
-from support.single_process import SingleProcess
 
 from mingpt.cli import build
 from mingpt.config import to_dict
 from mingpt.data import make_corpus
-from mingpt.report import SINKS, RunInfo, RunLogger, Sink, is_reported
+from mingpt.report import SINKS, GenerationStart, RunInfo, RunLogger, Sink, is_reported
 from mingpt.report.sink import Values
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
@@ -68,10 +67,8 @@ def make_logger(
 ) -> RunLogger:
     config = build(SMALL | {"run_dir": str(run_dir)})
     corpus = make_corpus(TEXT, config.data)
-    changed, context = changes or [], SingleProcess()
-    return RunLogger(
-        config, context, corpus, "abc123", step, changed, ENVIRONMENT, is_restart, unwritten or []
-    )
+    start = GenerationStart("abc123", step, 1, is_restart, changes=changes or [], unwritten=unwritten or [])
+    return RunLogger(config, corpus, start, ENVIRONMENT)
 
 
 def status(run_dir: Path) -> str:

@@ -1,0 +1,52 @@
+"""Several ranks in one process, as threads that exchange objects."""
+
+import platform
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mingpt.distributed import DistributedContext, Launch
+
+T = TypeVar("T")
+
+
+class ThreadContext(DistributedContext):
+    """One rank of several; each is alone on its node."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any]) -> None:
+        self.launch = Launch(rank=rank, world_size=world_size, node_rank=rank)
+        self.rank, self.world_size = rank, world_size
+        self.barrier, self.board = barrier, board
+
+    def all_gather_object(self, value: T) -> list[T]:
+        self.board[self.rank] = value
+        self.barrier.wait()
+        values = list(self.board)
+        self.barrier.wait()
+        return values
+
+    def broadcast_object(self, value: T | None, source: int) -> T:
+        received: Any = self.all_gather_object(value)[source]
+        return received  # type: ignore[no-any-return]
+
+
+def run_ranks(world_size: int, work: Callable[[DistributedContext], T]) -> list[T | Exception]:
+    """What `work` returns, or raises, on each rank."""
+    barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadContext(rank, world_size, barrier, board))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+HOST = platform.node()
