@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mingpt.errors import SupersededError, UserError
+from mingpt.errors import LaterGeneration, SupersededError, UserError
 from mingpt.snapshot import Claim, Holder, Process, this_process
 from mingpt.snapshot.holder import parse_holder
 
@@ -124,7 +124,7 @@ def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
     earlier.acquire(Holder((this_process(agents[0].pid), this_process(agents[1].pid))))
     later.acquire(Holder((this_process(agents[2].pid), this_process(agents[1].pid))))
     later.check()
-    with pytest.raises(SupersededError, match="no longer belongs to this job"):
+    with pytest.raises(LaterGeneration, match="the job goes on without this worker"):
         earlier.check()
     assert later.holder and earlier.holder
     assert (later.holder.job, later.holder.since) == (earlier.holder.job, earlier.holder.since)
@@ -133,6 +133,48 @@ def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
     later.check()
     with pytest.raises(UserError):
         claim(url).acquire(holder_of(agents[0]))
+
+
+def test_a_generation_knows_that_an_earlier_one_of_its_job_had_begun(
+    url: str, agents: list[subprocess.Popen[bytes]]
+) -> None:
+    first, second, third = claim(url), claim(url), claim(url)
+    first.acquire(holder_of(agents[0]))
+    second.acquire(holder_of(agents[0]))
+    assert not second.was_started
+    second.mark_started()
+    second.check()
+    third.acquire(holder_of(agents[0]))
+    assert third.was_started
+    third.release()
+    another = claim(url)
+    another.acquire(holder_of(agents[1]))
+    assert not another.was_started
+
+
+def test_of_two_parts_of_a_job_one_goes_on_and_the_other_waits_until_it_is_gone(url: str) -> None:
+    """The launcher gives the token; the parts share no agent, and neither sees whether the other lives."""
+    first, second, together = claim(url), claim(url), claim(url)
+    first.acquire(elsewhere("node1", job="abc"))
+    waits: list[str] = []
+    waiting = threading.Thread(
+        target=lambda: second.acquire(elsewhere("node2", job="abc"), waits.append), daemon=True
+    )
+    waiting.start()
+    deadline = time.monotonic() + 2 * first.lease_s
+    while time.monotonic() < deadline:
+        first.renew()
+        time.sleep(0.3)
+    assert waiting.is_alive() and second.number == 0
+    assert len(waits) == 1 and "another part of this job goes on in run_dir" in waits[0]
+    first.check()
+    waiting.join(timeout=4 * first.lease_s)
+    assert not waiting.is_alive() and second.number
+    with pytest.raises(LaterGeneration):
+        first.check()
+    agents_of_both = (*elsewhere("node1").agents, *elsewhere("node2").agents)
+    together.acquire(Holder(agents_of_both, job="abc"), waits.append)
+    assert len(waits) == 1, "a generation of both takes over at once"
 
 
 def test_a_requeued_job_takes_over_and_another_step_of_the_same_slurm_job_does_not(url: str) -> None:
