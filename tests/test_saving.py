@@ -12,6 +12,7 @@ from mingpt.audit import START, Audit
 from mingpt.cli import build
 from mingpt.data import make_corpus
 from mingpt.errors import NonRetryableError
+from mingpt.run_folder import RunFolder
 from mingpt.saving import Saving
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
@@ -37,9 +38,16 @@ class RecordingLogger:
 
 @pytest.fixture
 def saving(tmp_path: Path) -> Saving:
+    return make_saving(tmp_path, {})
+
+
+def make_saving(tmp_path: Path, settings: dict[str, Any]) -> Saving:
     """Of a run at step 10 that has no snapshot yet."""
-    config = build(SMALL | {"run_dir": str(tmp_path)})
-    start: Any = SimpleNamespace(store=make_store(tmp_path), memory=None, durable_step=0)
+    config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
+    folder = RunFolder(tmp_path, is_kept=True, keeps_snapshots=True, is_shared=True)
+    start: Any = SimpleNamespace(
+        store=make_store(tmp_path), memory=None, durable_step=0, folder=folder, own_step=-1, snapshot=None
+    )
     state: Any = SimpleNamespace(step=10, windows_seen=80, full_state=lambda: TENSORS)
     corpus = make_corpus(TEXT, config.data)
     return Saving(
@@ -134,3 +142,22 @@ def test_waiting_long_for_the_write_before_is_said_once(
     saving.finish(logger)
     (line,) = caplog.messages
     assert line.startswith("training waited 0.0 s until the snapshot of step 10 was written: raise snapshot.")
+
+
+@pytest.mark.parametrize(("local_every", "expected"), [(None, [5, 10, 15, 18]), (0, [18]), (10, [10, 18])])
+def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
+    local_every: int | None, expected: list[int], tmp_path: Path
+) -> None:
+    """As its first worker saves them, which is not rank 0; the last one is always kept."""
+    saving = make_saving(tmp_path, {"snapshot.local_every": local_every})
+    saving.context.rank = 1
+    for step in (5, 10, 15, 18):
+        saving.state.step = step
+        saving.save_to_disk(None, is_last=step == 18)
+        saving.wait()
+    assert sorted(saving.store.steps()) == expected
+    assert saving.newest_written == 0, "what counts for the job is on rank 0's disk"
+    assert not saving.is_missing()
+    saving.save_to_disk(None, is_last=True)
+    saving.state.step = 19
+    assert saving.is_missing()

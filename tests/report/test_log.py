@@ -91,13 +91,22 @@ def test_without_a_terminal_the_file_goes_on(
 
 
 def test_warnings_of_other_workers_are_heard_and_only_the_terminal_hears_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    open_log(3, None)
+    log.info("the plan")
+    log.warning("no snapshots in memory")
+    assert capsys.readouterr().err == "worker 3: no snapshots in memory\n"
+
+
+def test_a_worker_that_keeps_a_run_folder_writes_all_lines_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     open_log(3, tmp_path)
     log.info("the plan")
     log.warning("no snapshots in memory")
     assert capsys.readouterr().err == "worker 3: no snapshots in memory\n"
-    assert list(tmp_path.iterdir()) == []
+    assert written(tmp_path) == ["the plan", "no snapshots in memory"]
 
 
 def test_the_file_is_left_alone_once_it_belongs_to_another_job(

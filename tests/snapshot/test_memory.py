@@ -30,8 +30,9 @@ def memory(tmp_path: Path) -> MemorySnapshots:
 
 
 def reopen(memory: MemorySnapshots, run_id: str = "abc", node_rank: int = 0) -> MemorySnapshots:
-    """As a later generation does."""
-    return MemorySnapshots(str(memory.root.parent), run_id, memory.root.parent, node_rank)
+    """As a later generation does, on the same node or another one."""
+    agent = this_process() if node_rank == 0 else this_process(os.getppid())
+    return MemorySnapshots(str(memory.root.parent), run_id, memory.root.parent, node_rank, agent)
 
 
 def newest_step(memory: MemorySnapshots, newer_than: int = -1, saved_after: int | None = None) -> int | None:
@@ -100,6 +101,17 @@ def test_one_that_is_being_overwritten_is_none_and_the_other_is_valid(memory: Me
     later = reopen(memory)
     save(later, 15)
     assert newest_step(later) == 15
+
+
+def test_a_node_whose_rank_changes_goes_on_with_its_folder(memory: MemorySnapshots) -> None:
+    """And leaves that of another node alone."""
+    for step in (5, 10):
+        save(memory, step)
+    save(reopen(memory, node_rank=1), 10)
+    later = MemorySnapshots(str(memory.root.parent), "abc", memory.root.parent, 2, this_process())
+    save(later, 15)
+    assert later.own.steps() == [15, 10]
+    assert sorted(path.name for path in memory.root.glob("node-*")) == ["node-1", "node-2"]
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
