@@ -1,0 +1,12 @@
+#!/bin/bash
+# torchrun for a cluster of which any node may die, joined or left by nodes in mid-run. Run it on every node:
+#
+#   launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A -- train.py ...
+#
+# --help explains the options. It prints the torchrun command and its environment, and becomes that command.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$(command -v python || command -v python3)}
+# torchrun finds the rendezvous among the entry points on this path, so nothing has to be installed.
+export PYTHONPATH="$root:$root/launch/plugin${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -P -m mingpt.elastic.launch "$@"

@@ -1,0 +1,152 @@
+"""Where agents see each other: a folder that all share, or the memory of hosts that they reach.
+
+A board holds each agent's latest entry and nothing else. It is soft state: what is lost is posted again.
+"""
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from mingpt.elastic.decisions import Entry
+from mingpt.elastic.wire import Message, Server, request
+
+FORGET_S = 60.0
+POST_TIMEOUT_S = 1.0
+
+
+class Board(Protocol):
+    name: str  # as it is called in messages
+
+    def exchange(self, mine: Entry) -> list[Entry]:
+        """Post `mine` and return all entries. Raises OSError; may hang where storage does."""
+
+    def remove(self, mine: Entry) -> None:
+        """Raises OSError."""
+
+
+class FolderBoard:
+    """A file for each agent, replaced by rename: needs no locks, does not grow, and works on NFS."""
+
+    def __init__(self, path: Path, rdzv_id: str) -> None:
+        self.name = str(path)
+        self._folder = path / quote(rdzv_id, safe="")
+        self._unchanged: dict[str, tuple[bytes, float]] = {}
+
+    def exchange(self, mine: Entry) -> list[Entry]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = self._folder / f"{mine.id}.partial"
+        partial.write_text(json.dumps(mine.to_json()))
+        partial.replace(self._folder / f"{mine.id}.json")
+        found = []
+        for path in self._folder.glob("*.json"):
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                continue  # its agent has just ended
+            self._clean(path, content)
+            found += parse_entries([content])
+        return found
+
+    def _clean(self, path: Path, content: bytes) -> None:
+        """Remove what an agent left that was killed."""
+        before, since = self._unchanged.get(path.name, (b"", 0.0))
+        if before != content:
+            self._unchanged[path.name] = (content, time.monotonic())
+        elif time.monotonic() - since > FORGET_S:
+            path.unlink(missing_ok=True)
+            del self._unchanged[path.name]
+
+    def remove(self, mine: Entry) -> None:
+        (self._folder / f"{mine.id}.json").unlink(missing_ok=True)
+
+
+class HostBoard:
+    """The memory of a host's server, be it an agent's or `python -m mingpt.elastic --serve`."""
+
+    def __init__(self, host: str, port: int, rdzv_id: str) -> None:
+        self.name = f"{host}:{port}"
+        self._host, self._port, self._rdzv_id = host, port, rdzv_id
+
+    def exchange(self, mine: Entry) -> list[Entry]:
+        message = {"op": "post", "rdzv_id": self._rdzv_id, "entry": mine.to_json()}
+        answer = request(self._host, self._port, message, POST_TIMEOUT_S)
+        return parse_entries(json.dumps(content).encode() for content in answer.get("entries", []))
+
+    def remove(self, mine: Entry) -> None:
+        message = {"op": "remove", "rdzv_id": self._rdzv_id, "id": mine.id}
+        request(self._host, self._port, message, POST_TIMEOUT_S)
+
+
+def parse_entries(contents: Any) -> list[Entry]:
+    """What is not an entry, of a later version of this program say, is left out."""
+    found = []
+    for content in contents:
+        try:
+            found.append(Entry.from_json(json.loads(content)))
+        except ValueError:
+            continue
+    return found
+
+
+class BoardMemory:
+    """What a host board's server remembers: the operations `post` and `remove`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, str], tuple[Any, float]] = {}
+
+    def operations(self) -> dict[str, Callable[[Message], Message]]:
+        return {"post": self._post, "remove": self._remove}
+
+    def _post(self, message: Message) -> Message:
+        now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
+        with self._lock:
+            self._entries[rdzv_id, str(entry["id"])] = (entry, now)
+            kept = {key: value for key, value in self._entries.items() if now - value[1] < FORGET_S}
+            self._entries = kept
+            return {"entries": [entry for (name, _), (entry, _) in kept.items() if name == rdzv_id]}
+
+    def _remove(self, message: Message) -> Message:
+        with self._lock:
+            self._entries.pop((str(message["rdzv_id"]), str(message["id"])), None)
+        return {}
+
+
+def serve(address: str, port: int) -> None:
+    """Hold a board for agents elsewhere, until this process is ended. Raises OSError if the port is taken."""
+    operations = BoardMemory().operations() | {"ping": lambda message: {"id": "board"}}
+    Server(address, port, operations).serve_forever()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def parse_rdzv(text: str) -> Path | list[Endpoint]:
+    """A folder, or HOST:PORT[,HOST:PORT...]. Raises ValueError, in one sentence."""
+    endpoints = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s\[\]]+)):(\d{1,5})", part.strip())
+        if not match or not 0 < int(match[3]) < 65536:
+            break
+        endpoints.append(Endpoint(match[1] or match[2], int(match[3])))
+    else:
+        return endpoints
+    if "/" not in text or "\n" in text:
+        raise ValueError(
+            "--rdzv is HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
+            f" as ./rendezvous; got {text!r}"
+        )
+    return Path(os.path.abspath(text))

@@ -1,0 +1,249 @@
+"""torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for another one.
+
+A round is what its leader, the agent with the smallest address, proposes to agents that all reach each other
+and that all accept. Its members' ranks follow their addresses. The leader's agent hosts the workers' store.
+Workers find the job's token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
+"""
+
+import atexit
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from mingpt.elastic import decisions
+from mingpt.elastic.boards import Board, BoardMemory, Endpoint, FolderBoard, HostBoard, parse_rdzv
+from mingpt.elastic.decisions import FINISHED, LEFT, WAITING, Entry
+from mingpt.elastic.meeting import Meeting
+from mingpt.elastic.node import Node
+from mingpt.elastic.store import KeyMemory, RoundStore
+from mingpt.elastic.wire import Message, Server, is_ipv6, request
+
+JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
+PROPOSAL_TIMEOUT_S = 2.0
+STORE_TIMEOUT_S = 10.0
+LINGER_S = 2.0  # for others to read that the job is finished
+NOTICE_S = 0.3  # for others to read that this agent has left
+EXIT_S = 1.0
+POLL_S = 0.05
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """Raises ValueError, in one sentence, if the endpoint is neither a folder nor a list of HOST:PORT."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
+        self._address = params.local_addr or socket.gethostbyname(platform.node())
+        rdzv = parse_rdzv(params.endpoint)
+        endpoints = rdzv if isinstance(rdzv, list) else []
+        self._node = Node(platform.node(), self._address, count_workers(params.get("nproc")))
+        self._round: Message | None = None
+        self._tcp_store: TCPStore | None = None
+        self._store_port = 0
+        self._restart_since: float | None = None
+        self._has_ended = False
+        operations = self._node.operations() | BoardMemory().operations() | KeyMemory().operations()
+        port = own_port(endpoints, self._address)
+        try:
+            server = Server(self._address, port, operations)
+        except OSError as error:
+            if not port:
+                raise
+            self._say(f"port {port} is taken ({error.strerror}); this agent hosts no board")
+            server = Server(self._address, 0, operations)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        boards: list[Board] = [HostBoard(end.host, end.port, self._run_id) for end in endpoints]
+        if not isinstance(rdzv, list):
+            boards = [FolderBoard(rdzv, self._run_id)]
+        self._node.start(server.port, boards)
+        atexit.register(self._leave)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
+        sys.stderr.flush()
+
+    def get_backend(self) -> str:
+        return "mingpt"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait to be taken into a round, for as long as it takes. Ends the agent if the job is finished."""
+        self._node.wait_for_round()
+        self._restart_since = None
+        meeting = Meeting(self._min, self._max, began=time.monotonic())
+        while True:
+            round = self._node.entered_round()
+            if round is not None:
+                return self._start(round)
+            view, now = self._node.view(), time.monotonic()
+            if view.finished:
+                self._say("the job is finished")
+                raise SystemExit(0)
+            group = meeting.group_to_propose(view, now)
+            if group is not None:
+                self._propose(group)
+                continue
+            line = meeting.line_to_say(view, now)
+            if line is not None:
+                self._say(line)
+            time.sleep(POLL_S)
+
+    def _propose(self, group: Sequence[Entry]) -> None:
+        """Start a round if all accept; else somebody is cut off, or has promised itself to another leader."""
+        job, number = decisions.job_of(group)
+        round = {
+            "id": uuid.uuid4().hex,
+            "number": number + 1,
+            "job": job or uuid.uuid4().hex,
+            "members": [
+                {name: getattr(entry, name) for name in ("id", "host", "address", "port", "nproc")}
+                for entry in group
+            ],
+            "store_port": self._host_store(),
+        }
+        has_promised = self._node.promise(round)
+        if not has_promised:
+            return
+        answers = self._ask_all(group[1:], {"op": "propose", "round": round})
+        refusals = [str(entry) for entry, is_ok in zip(group[1:], answers, strict=True) if not is_ok]
+        if refusals:
+            self._say(f"not accepted by {', '.join(refusals)}; trying again")
+            return
+        self._ask_all(group[1:], {"op": "go", "round": round})
+        # Whoever has not heard it waits on, which the others see.
+        self._node.enter(round)
+
+    def _ask_all(self, others: Sequence[Entry], message: Message) -> list[bool]:
+        def ask(entry: Entry) -> bool:
+            try:
+                return request(entry.address, entry.port, message, PROPOSAL_TIMEOUT_S).get("ok") is True
+            except OSError:
+                return False
+
+        with ThreadPoolExecutor(max(1, len(others))) as threads:
+            return list(threads.map(ask, others))
+
+    def _host_store(self) -> int:
+        """The port of the workers' store, which lives as long as this agent."""
+        if self._tcp_store is None:
+            family = socket.AF_INET6 if is_ipv6(self._address) else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.bind((self._address, 0))  # TCPStore by itself listens on every address
+            listener.listen(1024)
+            self._store_port = listener.getsockname()[1]
+            self._tcp_store = TCPStore(
+                self._address,
+                self._store_port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                master_listen_fd=listener.detach(),
+            )
+        return self._store_port
+
+    def _start(self, round: Message) -> RendezvousInfo:
+        members = round["members"]
+        self._round, leader = round, members[0]
+        os.environ[JOB], os.environ[ROUND] = round["job"], str(round["number"])
+        # With equal nodes torchrun need not ask the others for ranks, one of which may have died since.
+        is_identical = len({member["nproc"] for member in members}) == 1 and leader["nproc"] > 0
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = str(int(is_identical))
+        names = ", ".join(f"{member['host']} ({member['address']})" for member in members)
+        self._say(f"round {round['number']}: {names}")
+        store: Any = RoundStore(leader["address"], leader["port"], round["id"], self._is_round_over)
+        rank = [member["id"] for member in members].index(self._node.id)
+        return RendezvousInfo(
+            store, rank, len(members), RendezvousStoreInfo(leader["address"], round["store_port"])
+        )
+
+    def _is_round_over(self) -> bool:
+        """Whether a member of the round will not do its part any more."""
+        view = self._node.view()
+        assert self._round is not None
+        return decisions.has_lost_member(view.me, view.alive, view.gone)
+
+    def num_nodes_waiting(self) -> int:
+        """1 if the round has to end, else 0."""
+        view, now = self._node.view(), time.monotonic()
+        restart = decisions.must_restart(view.me, view.alive, self._max) if view.is_fresh else None
+        if restart is None:
+            self._restart_since = None
+            return 0
+        if self._restart_since is None:
+            self._restart_since = now
+        if now - self._restart_since < restart.hold_s:
+            return 0
+        self._say(f"the round ends: {restart.reason}")
+        return 1
+
+    def is_closed(self) -> bool:
+        return self._node.view().finished
+
+    def set_closed(self) -> None:
+        self._node.end(FINISHED, EXIT_S)
+
+    def shutdown(self) -> bool:
+        """At the job's end. torchrun calls it with an exception in flight if it was no orderly one."""
+        if sys.exc_info()[0] is None:
+            self._has_ended = True
+            self._node.end(FINISHED, EXIT_S)
+            deadline = time.monotonic() + LINGER_S
+            while self._has_waiting_others() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        return True
+
+    def _has_waiting_others(self) -> bool:
+        return any(entry.state == WAITING for entry in self._node.view().alive)
+
+    def _leave(self) -> None:
+        if not self._has_ended:
+            self._node.end(LEFT, EXIT_S)
+            time.sleep(NOTICE_S)
+        self._node.remove(EXIT_S)
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    return ElasticRendezvous(params)
+
+
+def count_workers(nproc: str | None) -> int:
+    """As torchrun reads --nproc_per_node; 0 if it is not known."""
+    from torch.distributed.run import determine_local_world_size
+
+    return determine_local_world_size(nproc) if nproc else 0
+
+
+def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
+    """The port that the list gives this node, or 0."""
+    for endpoint in endpoints:
+        if endpoint.host == address or endpoint.host.split(".")[0] == platform.node().split(".")[0]:
+            return endpoint.port
+    for endpoint in endpoints:
+        try:
+            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        except OSError:
+            continue  # a name that does not resolve yet is another node's
+        if address in {str(info[4][0]) for info in found}:
+            return endpoint.port
+    return 0

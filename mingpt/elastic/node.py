@@ -1,0 +1,235 @@
+"""One agent among others: it posts what it is, reads what the others are, and pings them, in the background.
+
+No method here waits for the network or for storage, so an agent whose storage hangs still obeys a signal.
+"""
+
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mingpt.elastic.boards import Board
+from mingpt.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Liveness
+from mingpt.elastic.wire import Message, request
+
+DEAD_S = 4.0  # without a new post
+FRESH_S = 2.0  # a view that is older decides nothing
+REACH_S = 4.0  # since the last ping that was answered
+PROMISE_S = 5.0
+POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
+PING_S, PING_TIMEOUT_S = 0.5, 1.5
+FORGET_S = 60.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What this agent sees at a moment; `is_fresh` is false if no board has answered lately."""
+
+    me: Entry
+    alive: tuple[Entry, ...]  # me included
+    gone: frozenset[str]  # ids of agents that have ended, or were silent for long
+    finished: bool  # an agent of this job that was seen alive has finished it
+    is_fresh: bool
+    silent: tuple[str, ...]  # what does not answer
+
+
+class Node:
+    """This agent's entry, its view of the others, and its side of the agreement on a round."""
+
+    def __init__(self, host: str, address: str, nproc: int) -> None:
+        self._lock = threading.Lock()
+        self._entry = Entry(id=uuid.uuid4().hex, host=host, address=address, port=0, nproc=nproc)
+        self._entries: dict[str, Entry] = {}
+        self._liveness = Liveness(DEAD_S)
+        self._read_at: dict[str, float] = {}  # by a board's name
+        self._answered: dict[str, float] = {}  # by an agent's id
+        self._gone: set[str] = set()
+        self._pinging: set[str] = set()
+        self._changed = threading.Condition(self._lock)
+        self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, until when
+        self._round: dict[str, Any] | None = None
+        self._posted: dict[str, str] = {}  # the state that a board has seen
+
+    def operations(self) -> dict[str, Any]:
+        return {"ping": self._on_ping, "propose": self._on_propose, "go": self._on_go}
+
+    def start(self, port: int, boards: Sequence[Board]) -> None:
+        """Begin to post and to ping; the server listens on `port`."""
+        self._entry = dataclasses.replace(self._entry, port=port)
+        self._boards = boards
+        for board in boards:
+            threading.Thread(target=self._follow, args=(board,), daemon=True).start()
+
+    @property
+    def id(self) -> str:
+        return self._entry.id
+
+    def _follow(self, board: Board) -> None:
+        while True:
+            with self._lock:
+                mine = self._next_entry()
+            try:
+                entries = board.exchange(mine)
+            except OSError:
+                entries = None  # seen as a board that does not answer; it is asked again
+            with self._changed:
+                if entries is not None:
+                    self._posted[board.name] = mine.state
+                    self._take_in(board, entries)
+                if self._entry.state == mine.state:
+                    self._changed.wait(POLL_S[mine.state])
+
+    def _next_entry(self) -> Entry:
+        now = time.monotonic()
+        reach = tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
+        self._entry = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
+        return self._entry
+
+    def _take_in(self, board: Board, entries: Sequence[Entry]) -> None:
+        now = time.monotonic()
+        self._read_at[board.name] = now
+        for entry in entries:
+            known = self._entries.get(entry.id)
+            if entry.id != self.id and (known is None or entry.counter > known.counter):
+                self._entries[entry.id] = entry
+        self._liveness.observe(self._entries.values(), now)
+        for id, entry in list(self._entries.items()):
+            if self._liveness.silent_for(id, now) > FORGET_S:
+                del self._entries[id]
+                self._liveness.forget(id)
+                self._gone.discard(id)
+                self._answered.pop(id, None)
+            elif id not in self._pinging:
+                self._pinging.add(id)
+                threading.Thread(target=self._ping, args=(entry,), daemon=True).start()
+
+    def _ping(self, entry: Entry) -> None:
+        """Note whether an agent answers, until it is forgotten."""
+        while True:
+            is_gone, started = False, time.monotonic()
+            try:
+                answer = request(entry.address, entry.port, {"op": "ping"}, PING_TIMEOUT_S)
+                is_gone = answer.get("id") != entry.id
+            except ConnectionRefusedError:
+                is_gone = True
+            except OSError:
+                pass  # silent: it is out of reach once REACH_S are over
+            else:
+                if not is_gone:
+                    with self._lock:
+                        self._answered[entry.id] = started
+            with self._lock:
+                (self._gone.add if is_gone else self._gone.discard)(entry.id)
+                if is_gone:
+                    self._answered.pop(entry.id, None)
+                if entry.id not in self._entries:
+                    self._pinging.discard(entry.id)
+                    return
+            time.sleep(PING_S)
+
+    def view(self) -> View:
+        with self._lock:
+            now = time.monotonic()
+            read_at = max(self._read_at.values(), default=0.0)
+            entries, liveness = self._entries, self._liveness
+            alive = [entry for entry in entries.values() if liveness.is_alive(entry.id, read_at)]
+            ended = {entry.id for entry in alive if entry.state in (FINISHED, LEFT)}
+            lapsed = {id for id in entries if liveness.was_alive(id) and not liveness.is_alive(id, read_at)}
+            silent = [
+                f"{entry.address}:{entry.port}"
+                for entry in alive
+                if entry.id not in ended and now - self._answered.get(entry.id, 0.0) > REACH_S
+            ]
+            silent += [
+                board.name for board in self._boards if now - self._read_at.get(board.name, 0.0) > FRESH_S
+            ]
+            reach = tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
+            me = dataclasses.replace(self._entry, reach=reach)
+            return View(
+                me=me,
+                alive=(me, *(entry for entry in alive if entry.id not in ended | self._gone)),
+                gone=frozenset(self._gone | ended | lapsed),
+                finished=any(entry.state == FINISHED and self._is_of_my_job(entry) for entry in alive),
+                is_fresh=now - read_at < FRESH_S,
+                silent=tuple(sorted(set(silent))),
+            )
+
+    def _is_of_my_job(self, entry: Entry) -> bool:
+        return not self._entry.job or entry.job == self._entry.job
+
+    def wait_for_round(self) -> None:
+        """Post that this agent waits."""
+        with self._changed:
+            self._round, self._promise = None, ("", "", 0.0)
+            self._set_state(WAITING)
+
+    def end(self, state: str, within_s: float) -> None:
+        """Post that the job is FINISHED, or that this agent has LEFT; waits for a board at most `within_s`."""
+        with self._changed:
+            self._set_state(state)
+        deadline = time.monotonic() + within_s
+        while state not in self._posted.values() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def remove(self, within_s: float) -> None:
+        """Take this agent's entry from the boards; gives up after `within_s`."""
+
+        def work() -> None:
+            for board in self._boards:
+                try:
+                    board.remove(self._entry)
+                except OSError:
+                    continue  # it is seen as dead in DEAD_S
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(within_s)
+
+    def _set_state(self, state: str) -> None:
+        self._entry = dataclasses.replace(self._entry, state=state)
+        self._changed.notify_all()
+
+    def entered_round(self) -> dict[str, Any] | None:
+        """The round that this agent has been taken into since `wait_for_round`, if any."""
+        with self._lock:
+            return self._round
+
+    def _on_ping(self, message: Message) -> Message:
+        return {"id": self._entry.id, "host": self._entry.host, "state": self._entry.state}
+
+    def _on_propose(self, message: Message) -> Message:
+        return {"ok": self.promise(message["round"])}
+
+    def promise(self, round: dict[str, Any]) -> bool:
+        """Whether this agent waits, and has promised itself to no other leader."""
+        leader = round["members"][0]["id"]
+        with self._lock:
+            promised_to, _, until = self._promise
+            is_free = promised_to in ("", leader) or time.monotonic() > until
+            if self._entry.state != WAITING or self._round is not None or not is_free:
+                return False
+            self._promise = (leader, round["id"], time.monotonic() + PROMISE_S)
+            return True
+
+    def _on_go(self, message: Message) -> Message:
+        return {"ok": self.enter(message["round"])}
+
+    def enter(self, round: dict[str, Any]) -> bool:
+        """Take part in a round, if this agent has promised to and it is not too late."""
+        with self._changed:
+            _, promised, until = self._promise
+            if self._entry.state != WAITING or promised != round["id"] or time.monotonic() > until:
+                return False
+            self._entry = dataclasses.replace(
+                self._entry,
+                round=round["id"],
+                number=round["number"],
+                members=tuple(member["id"] for member in round["members"]),
+                job=round["job"],
+            )
+            self._round, self._promise = round, ("", "", 0.0)
+            self._set_state(RUNNING)
+            return True
