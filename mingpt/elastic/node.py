@@ -43,7 +43,8 @@ class Node:
         self._lock = threading.Lock()
         self._entry = Entry(id=uuid.uuid4().hex, host=host, address=address, port=0, nproc=nproc)
         self._entries: dict[str, Entry] = {}
-        self._liveness = Liveness(DEAD_S)
+        # By a board's name: two boards may hold an entry at different ages, which is no sign of life.
+        self._liveness: dict[str, Liveness] = {}
         self._read_at: dict[str, float] = {}  # by a board's name
         self._answered: dict[str, float] = {}  # by an agent's id
         self._gone: set[str] = set()
@@ -91,15 +92,14 @@ class Node:
     def _take_in(self, board: Board, entries: Sequence[Entry]) -> None:
         now = time.monotonic()
         self._read_at[board.name] = now
+        self._liveness.setdefault(board.name, Liveness(DEAD_S)).observe(entries, now)
         for entry in entries:
             known = self._entries.get(entry.id)
             if entry.id != self.id and (known is None or entry.counter > known.counter):
                 self._entries[entry.id] = entry
-        self._liveness.observe(self._entries.values(), now)
         for id, entry in list(self._entries.items()):
-            if self._liveness.silent_for(id, now) > FORGET_S:
+            if all(liveness.silent_for(id, now) > FORGET_S for liveness in self._liveness.values()):
                 del self._entries[id]
-                self._liveness.forget(id)
                 self._gone.discard(id)
                 self._answered.pop(id, None)
             elif id not in self._pinging:
@@ -133,15 +133,21 @@ class Node:
     def view(self) -> View:
         with self._lock:
             now = time.monotonic()
-            read_at = max(self._read_at.values(), default=0.0)
-            entries, liveness = self._entries, self._liveness
-            alive = [entry for entry in entries.values() if liveness.is_alive(entry.id, read_at)]
+            fresh = {name: at for name, at in self._read_at.items() if now - at < FRESH_S}
+            alive = [
+                entry
+                for entry in self._entries.values()
+                if any(self._liveness[name].is_alive(entry.id, at) for name, at in fresh.items())
+            ]
             ended = {entry.id for entry in alive if entry.state in (FINISHED, LEFT)}
-            lapsed = {id for id in entries if liveness.was_alive(id) and not liveness.is_alive(id, read_at)}
+            known = {
+                id for id in self._entries if any(live.was_alive(id) for live in self._liveness.values())
+            }
+            lapsed = known - {entry.id for entry in alive}
             silent = [
                 f"{entry.address}:{entry.port}"
                 for entry in alive
-                if entry.id not in ended and now - self._answered.get(entry.id, 0.0) > REACH_S
+                if entry.id not in ended | self._gone and now - self._answered.get(entry.id, 0.0) > REACH_S
             ]
             silent += [
                 board.name for board in self._boards if now - self._read_at.get(board.name, 0.0) > FRESH_S
@@ -153,7 +159,7 @@ class Node:
                 alive=(me, *(entry for entry in alive if entry.id not in ended | self._gone)),
                 gone=frozenset(self._gone | ended | lapsed),
                 finished=any(entry.state == FINISHED and self._is_of_my_job(entry) for entry in alive),
-                is_fresh=now - read_at < FRESH_S,
+                is_fresh=bool(fresh),
                 silent=tuple(sorted(set(silent))),
             )
 
@@ -167,7 +173,7 @@ class Node:
             self._set_state(WAITING)
 
     def end(self, state: str, within_s: float) -> None:
-        """Post that the job is FINISHED, or that this agent has LEFT; waits for a board at most `within_s`."""
+        """Post that the job is FINISHED, or that this agent LEFT; waits for a board, at most `within_s`."""
         with self._changed:
             self._set_state(state)
         deadline = time.monotonic() + within_s
