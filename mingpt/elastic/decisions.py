@@ -4,6 +4,7 @@ No clock, no network, no torch: what is seen goes in, what to do comes out.
 """
 
 import ipaddress
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -87,11 +88,8 @@ class Liveness:
         return id in self._seen and self._seen[id][2]
 
     def silent_for(self, id: str, now: float) -> float:
-        """Seconds since its counter changed, or since it was first seen."""
-        return now - self._seen[id][1] if id in self._seen else 0.0
-
-    def forget(self, id: str) -> None:
-        self._seen.pop(id, None)
+        """Seconds since its counter changed, or since it was first seen; infinite if it never was."""
+        return now - self._seen[id][1] if id in self._seen else math.inf
 
 
 def is_linked(one: Entry, other: Entry) -> bool:
@@ -197,7 +195,7 @@ def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart
     mine = (-len(running), me.round)
     for name, members in active_rounds(alive).items():
         if name != me.round and (-len(members), name) < mine:
-            return Restart(f"{', '.join(map(str, members))} go on as a larger group", JOIN_HOLD_S)
+            return Restart(f"{list_nodes(members)} go on as a larger group", JOIN_HOLD_S)
     return None
 
 
@@ -212,14 +210,19 @@ def has_lost_member(me: Entry, alive: Collection[Entry], gone: Collection[str]) 
     return not members.isdisjoint(left | set(gone))
 
 
+def list_nodes(entries: Iterable[Entry]) -> str:
+    return ", ".join(str(entry) for entry in sorted(entries, key=lambda entry: entry.key))
+
+
 def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, silent: Sequence[str]) -> str:
     """One line: who is here, how many are needed, and who does not answer."""
-    here = sorted((entry for entry in alive if entry.state == WAITING), key=lambda entry: entry.key)
-    linked = [entry for entry in here if is_linked(me, entry)]
-    others = [entry for entry in alive if entry.state == RUNNING]
-    names = ", ".join(map(str, linked))
-    if others:
-        text = f"waiting for {', '.join(map(str, sorted(others, key=lambda entry: entry.key)))}: here {names}"
+    linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
+    names = list_nodes(linked)
+    going_on, leaving = busy(alive)
+    if going_on:
+        text = f"waiting to join {list_nodes(going_on)}: here {names}"
+    elif leaving:
+        text = f"waiting for {list_nodes(leaving)} to end the round: here {names}"
     elif len(linked) < min_nodes:
         missing = min_nodes - len(linked)
         nodes = f"{missing} more node{'s' if missing > 1 else ''}"

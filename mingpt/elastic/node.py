@@ -149,9 +149,7 @@ class Node:
                 for entry in alive
                 if entry.id not in ended | self._gone and now - self._answered.get(entry.id, 0.0) > REACH_S
             ]
-            silent += [
-                board.name for board in self._boards if now - self._read_at.get(board.name, 0.0) > FRESH_S
-            ]
+            silent += [board.name for board in self._boards if board.name not in fresh]
             reach = tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
             me = dataclasses.replace(self._entry, reach=reach)
             return View(
