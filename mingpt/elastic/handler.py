@@ -237,13 +237,15 @@ def count_workers(nproc: str | None) -> int:
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
     """The port that the list gives this node, or 0."""
     for endpoint in endpoints:
-        if endpoint.host == address or endpoint.host.split(".")[0] == platform.node().split(".")[0]:
+        if endpoint.host == address:
             return endpoint.port
     for endpoint in endpoints:
         try:
             found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-        except OSError:
-            continue  # a name that does not resolve yet is another node's
+        except OSError:  # of a node that has not started, or our own before its cluster has named it
+            if endpoint.host.split(".")[0] == platform.node().split(".")[0]:
+                return endpoint.port
+            continue
         if address in {str(info[4][0]) for info in found}:
             return endpoint.port
     return 0

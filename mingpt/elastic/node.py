@@ -31,7 +31,7 @@ class View:
     me: Entry
     alive: tuple[Entry, ...]  # me included
     gone: frozenset[str]  # ids of agents that have ended, or were silent for long
-    finished: bool  # an agent of this job that was seen alive has finished it
+    finished: bool  # an agent that was seen running has finished the job; else it was an earlier job's
     is_fresh: bool
     silent: tuple[str, ...]  # what does not answer
 
@@ -48,6 +48,7 @@ class Node:
         self._read_at: dict[str, float] = {}  # by a board's name
         self._answered: dict[str, float] = {}  # by an agent's id
         self._gone: set[str] = set()
+        self._seen_running: set[str] = set()
         self._pinging: set[str] = set()
         self._changed = threading.Condition(self._lock)
         self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, until when
@@ -92,11 +93,14 @@ class Node:
     def _take_in(self, board: Board, entries: Sequence[Entry]) -> None:
         now = time.monotonic()
         self._read_at[board.name] = now
-        self._liveness.setdefault(board.name, Liveness(DEAD_S)).observe(entries, now)
+        liveness = self._liveness.setdefault(board.name, Liveness(DEAD_S))
+        liveness.observe(entries, now)
         for entry in entries:
             known = self._entries.get(entry.id)
             if entry.id != self.id and (known is None or entry.counter > known.counter):
                 self._entries[entry.id] = entry
+            if entry.state == RUNNING and liveness.is_alive(entry.id, now):
+                self._seen_running.add(entry.id)
         for id, entry in list(self._entries.items()):
             if all(liveness.silent_for(id, now) > FORGET_S for liveness in self._liveness.values()):
                 del self._entries[id]
@@ -156,13 +160,10 @@ class Node:
                 me=me,
                 alive=(me, *(entry for entry in alive if entry.id not in ended | self._gone)),
                 gone=frozenset(self._gone | ended | lapsed),
-                finished=any(entry.state == FINISHED and self._is_of_my_job(entry) for entry in alive),
+                finished=any(entry.state == FINISHED and entry.id in self._seen_running for entry in alive),
                 is_fresh=bool(fresh),
                 silent=tuple(sorted(set(silent))),
             )
-
-    def _is_of_my_job(self, entry: Entry) -> bool:
-        return not self._entry.job or entry.job == self._entry.job
 
     def wait_for_round(self) -> None:
         """Post that this agent waits."""

@@ -224,4 +224,4 @@ def test_who_waits_says_for_whom() -> None:
     assert describe_wait(entry("c", round="r"), [others[0], entry("c", round="r")], 1, []) == (
         "waiting for node2 (10.0.0.2) to end the round: here node3 (10.0.0.3)"
     )
-    assert WAITING == a.state
+    assert a.state == WAITING
