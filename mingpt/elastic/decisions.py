@@ -214,8 +214,8 @@ def list_nodes(entries: Iterable[Entry]) -> str:
     return ", ".join(str(entry) for entry in sorted(entries, key=lambda entry: entry.key))
 
 
-def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, silent: Sequence[str]) -> str:
-    """One line: who is here, how many are needed, and who does not answer."""
+def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
+    """One line: who is here, how many are needed, and what is in the way."""
     linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
     names = list_nodes(linked)
     going_on, leaving = busy(alive)
@@ -229,7 +229,4 @@ def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, silent: S
         text = f"waiting for {nodes} of at least {min_nodes}: here {names}"
     else:
         text = f"waiting for others to come: here {names}"
-    if silent:
-        verb = "does" if len(silent) == 1 else "do"
-        text += f"; {', '.join(silent)} {verb} not answer"
-    return text
+    return "; ".join([text, *troubles])

@@ -1,6 +1,7 @@
 """What `launch/elastic.sh` does: options to a torchrun command that makes a cluster elastic."""
 
 import argparse
+import errno
 import os
 import re
 import shlex
@@ -78,6 +79,16 @@ def check_local_addr(text: str) -> tuple[str, str]:
     return address, interface
 
 
+def make_folder(path: Path) -> None:
+    """Create the folder where agents meet, for this user alone. Raises UserError if that is impossible."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(f"--rdzv {path} cannot be created as a folder: {error.strerror}") from None
+        # Storage that fails for a while is waited for by the agent, which says so.
+
+
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(what to add to the environment, the command). Raises UserError."""
     options, program = parse(words)
@@ -88,6 +99,8 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         raise UserError(str(error)) from None
     if not options.rdzv_id:
         raise UserError("--rdzv_id is a name for this job; got an empty one")
+    if isinstance(rdzv, Path):
+        make_folder(rdzv)
     address, interface = check_local_addr(options.local_addr)
     variables = {name: interface for name in INTERFACE_VARIABLES if not os.environ.get(name)}
     if not os.environ.get("OMP_NUM_THREADS"):

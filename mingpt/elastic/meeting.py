@@ -57,7 +57,7 @@ class Meeting:
         """What a person should know: once when it changes, and again every SAY_EVERY_S."""
         if now - self.began < SAY_AFTER_S:
             return None
-        line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.silent)
+        line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)
         if line == self._said and now - self._said_at < SAY_EVERY_S:
             return None
         self._said, self._said_at = line, now

@@ -33,7 +33,7 @@ class View:
     gone: frozenset[str]  # ids of agents that have ended, or were silent for long
     finished: bool  # an agent that was seen running has finished the job; else it was an earlier job's
     is_fresh: bool
-    silent: tuple[str, ...]  # what does not answer
+    troubles: tuple[str, ...]  # what does not answer, or why it cannot be used
 
 
 class Node:
@@ -45,7 +45,8 @@ class Node:
         self._entries: dict[str, Entry] = {}
         # By a board's name: two boards may hold an entry at different ages, which is no sign of life.
         self._liveness: dict[str, Liveness] = {}
-        self._read_at: dict[str, float] = {}  # by a board's name
+        self._read_at: dict[str, float] = {}  # by a board's name, as are these
+        self._trouble: dict[str, str] = {}
         self._answered: dict[str, float] = {}  # by an agent's id
         self._gone: set[str] = set()
         self._seen_running: set[str] = set()
@@ -75,10 +76,12 @@ class Node:
                 mine = self._next_entry()
             try:
                 entries = board.exchange(mine)
-            except OSError:
-                entries = None  # seen as a board that does not answer; it is asked again
+                trouble = ""
+            except OSError as error:  # it is asked again
+                entries, trouble = [], describe_trouble(board.name, error)
             with self._changed:
-                if entries is not None:
+                self._trouble[board.name] = trouble
+                if not trouble:
                     self._posted[board.name] = mine.state
                     self._take_in(board, entries)
                 if self._entry.state == mine.state:
@@ -148,12 +151,16 @@ class Node:
                 id for id in self._entries if any(live.was_alive(id) for live in self._liveness.values())
             }
             lapsed = known - {entry.id for entry in alive}
-            silent = [
-                f"{entry.address}:{entry.port}"
+            troubles = [
+                f"{entry.address}:{entry.port} does not answer"
                 for entry in alive
                 if entry.id not in ended | self._gone and now - self._answered.get(entry.id, 0.0) > REACH_S
             ]
-            silent += [board.name for board in self._boards if board.name not in fresh]
+            troubles += [
+                self._trouble.get(board.name) or f"{board.name} does not answer"
+                for board in self._boards
+                if board.name not in fresh
+            ]
             reach = tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
             me = dataclasses.replace(self._entry, reach=reach)
             return View(
@@ -162,7 +169,7 @@ class Node:
                 gone=frozenset(self._gone | ended | lapsed),
                 finished=any(entry.state == FINISHED and entry.id in self._seen_running for entry in alive),
                 is_fresh=bool(fresh),
-                silent=tuple(sorted(set(silent))),
+                troubles=tuple(sorted(set(troubles))),
             )
 
     def wait_for_round(self) -> None:
@@ -238,3 +245,9 @@ class Node:
             self._round, self._promise = round, ("", "", 0.0)
             self._set_state(RUNNING)
             return True
+
+
+def describe_trouble(name: str, error: OSError) -> str:
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return f"{name} does not answer"
+    return f"{name}: {error.strerror or error}"

@@ -210,10 +210,12 @@ def test_a_barrier_is_over_once_a_member_has_gone_or_left() -> None:
 
 def test_who_waits_says_for_whom() -> None:
     a, b = entry("a"), entry("b")
-    assert describe_wait(a, [a], 2, ["10.0.0.2:29400"]) == (
+    assert describe_wait(a, [a], 2, ["10.0.0.2:29400 does not answer"]) == (
         "waiting for 1 more node of at least 2: here node1 (10.0.0.1); 10.0.0.2:29400 does not answer"
     )
-    assert describe_wait(a, [a], 3, ["x:1", "y:2"]).endswith("x:1, y:2 do not answer")
+    text = describe_wait(a, [a], 3, ["x:1 does not answer", "/y: Permission denied"])
+    assert text.endswith("(10.0.0.1); x:1 does not answer; /y: Permission denied")
+    assert text.startswith("waiting for 2 more nodes of at least 3")
     assert describe_wait(a, [b, a], 1, []) == (
         "waiting for others to come: here node1 (10.0.0.1), node2 (10.0.0.2)"
     )

@@ -11,7 +11,7 @@ from mingpt.elastic.interfaces import find_interface, list_addresses
 from mingpt.elastic.launch import torchrun_command
 from mingpt.errors import UserError
 
-GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "/shared/meet", "--local_addr", "127.0.0.1"]
+GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "n1:29400,n2:29400", "--local_addr", "127.0.0.1"]
 
 
 def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) 
     assert command[-4:] == ["-m", "mingpt.doctor", "--", "a=b c"]
     for option in ("--nnodes=2:3", "--nproc_per_node=4", "--rdzv_backend=mingpt", "--rdzv_id=mingpt"):
         assert option in command
-    assert "--rdzv_endpoint=/shared/meet" in command and "--local_addr=127.0.0.1" in command
+    assert "--rdzv_endpoint=n1:29400,n2:29400" in command and "--local_addr=127.0.0.1" in command
 
 
 def test_options_may_be_written_with_an_equals_sign() -> None:
@@ -48,6 +48,8 @@ def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
         ({"--nproc": "0"}, "--nproc is a number"),
         ({"--nproc": "2.5"}, "got '2.5'"),
         ({"--rdzv": "somewhere"}, "--rdzv is HOST:PORT"),
+        ({"--rdzv": "/dev/null/meet"}, "cannot be created as a folder: Not a directory"),
+        ({"--rdzv": "/dev/null"}, "cannot be created as a folder: File exists"),
         ({"--local_addr": "203.0.113.9"}, "this host, which has 127.0.0.1 (lo)"),
         ({"--local_addr": "no.such.host.invalid"}, "does not resolve"),
         ({"--local_addr": None}, "--local_addr"),
@@ -61,6 +63,13 @@ def test_a_wrong_option_is_one_sentence(changes: dict[str, str | None], message:
     with pytest.raises(UserError) as error:
         torchrun_command([*words, "--", "train.py"])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_folder_to_meet_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "meet"
+    _, command = torchrun_command([*GOOD, f"--rdzv={place}", "--", "train.py"])
+    assert f"--rdzv_endpoint={place}" in command
+    assert place.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_program_is_needed() -> None:
