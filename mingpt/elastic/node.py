@@ -30,7 +30,7 @@ class View:
 
     me: Entry
     alive: tuple[Entry, ...]  # me included
-    gone: frozenset[str]  # ids of agents that have ended, or were silent for long
+    gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
     finished: bool  # an agent that was seen running has finished the job; else it was an earlier job's
     is_fresh: bool
     troubles: tuple[str, ...]  # what does not answer, or why it cannot be used
@@ -88,10 +88,12 @@ class Node:
                     self._changed.wait(POLL_S[mine.state])
 
     def _next_entry(self) -> Entry:
-        now = time.monotonic()
-        reach = tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
+        reach = self._reach(time.monotonic())
         self._entry = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
         return self._entry
+
+    def _reach(self, now: float) -> tuple[str, ...]:
+        return tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
 
     def _take_in(self, board: Board, entries: Sequence[Entry]) -> None:
         now = time.monotonic()
@@ -147,21 +149,22 @@ class Node:
                 if any(self._liveness[name].is_alive(entry.id, at) for name, at in fresh.items())
             ]
             ended = {entry.id for entry in alive if entry.state in (FINISHED, LEFT)}
-            known = {
+            reach = self._reach(now)
+            known = [
                 id for id in self._entries if any(live.was_alive(id) for live in self._liveness.values())
-            }
-            lapsed = known - {entry.id for entry in alive}
+            ]
+            # Whoever still answers is not gone: its storage may hang. And who sees no board knows nothing.
+            lapsed = set(known) - {entry.id for entry in alive} - set(reach) if fresh else set()
             troubles = [
                 f"{entry.address}:{entry.port} does not answer"
                 for entry in alive
-                if entry.id not in ended | self._gone and now - self._answered.get(entry.id, 0.0) > REACH_S
+                if entry.id not in ended | self._gone | set(reach)
             ]
             troubles += [
                 self._trouble.get(board.name) or f"{board.name} does not answer"
                 for board in self._boards
                 if board.name not in fresh
             ]
-            reach = tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
             me = dataclasses.replace(self._entry, reach=reach)
             return View(
                 me=me,

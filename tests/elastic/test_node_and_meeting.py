@@ -65,6 +65,40 @@ def test_a_board_whose_copy_is_older_makes_nobody_alive(monkeypatch: pytest.Monk
     assert "127.0.0.1:1 does not answer" in node.view().troubles
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_posts_no_more_is_gone_once_it_does_not_answer(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ping(*_: object) -> dict[str, Any]:
+        if not answers:
+            raise TimeoutError
+        return {"id": "a"}
+
+    monkeypatch.setattr(node_module, "request", ping)
+    monkeypatch.setattr(node_module, "DEAD_S", 0.5)
+    node = started(FakeBoard("board", lambda n: [other("a", counter=min(n, 4))]))
+    wait_until(lambda: alive(node) == {"a"})
+    wait_until(lambda: alive(node) == set())
+    assert node.view().gone == (set() if answers else {"a"})
+
+
+def test_who_sees_no_board_takes_nobody_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_later(n: int) -> list[Entry]:
+        if n > 4:
+            raise TimeoutError
+        return [other("a", counter=n)]
+
+    def silent(*_: object) -> dict[str, Any]:
+        raise TimeoutError
+
+    monkeypatch.setattr(node_module, "request", silent)
+    monkeypatch.setattr(node_module, "FRESH_S", 0.5)
+    node = started(FakeBoard("board", fail_later))
+    wait_until(lambda: alive(node) == {"a"})
+    wait_until(lambda: not node.view().is_fresh)
+    assert node.view().gone == frozenset()
+
+
 def test_a_board_that_fails_is_named_with_its_reason() -> None:
     def fail(n: int) -> list[Entry]:
         raise PermissionError(13, "Permission denied")
