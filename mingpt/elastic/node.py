@@ -20,6 +20,7 @@ FRESH_S = 2.0  # a view that is older decides nothing
 REACH_S = 4.0  # since the last ping that was answered
 PROMISE_S = 5.0
 POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
+POLL_PER_AGENT_S = 0.005  # each agent reads what each one posts
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
 FORGET_S = 60.0
 
@@ -85,7 +86,7 @@ class Node:
                     self._posted[board.name] = mine.state
                     self._take_in(board, entries)
                 if self._entry.state == mine.state:
-                    self._changed.wait(POLL_S[mine.state])
+                    self._changed.wait(max(POLL_S[mine.state], POLL_PER_AGENT_S * len(entries)))
 
     def _next_entry(self) -> Entry:
         reach = self._reach(time.monotonic())
