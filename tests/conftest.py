@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.nodes import Cluster, why_no_cluster
 
 from mingpt.jobs import Job, is_alive, last_step, tensor_hash, torchrun
 
@@ -121,6 +122,23 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     for job in jobs:
         if job.is_running():
             job.kill()
+
+
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """Make a Cluster(count, shared=...); nothing is left of it when the test ends."""
+    why_not = why_no_cluster()
+    if why_not:
+        pytest.skip(why_not)
+    made: list[Cluster] = []
+
+    def make_cluster(count: int, **options: Any) -> Cluster:
+        made.append(Cluster(count, tmp_path_factory.mktemp("cluster"), **options))
+        return made[-1]
+
+    yield make_cluster
+    for one in made:
+        one.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,297 @@
+"""Nodes on one machine: each with its own network, host name, processes, disk, memory and storage mount.
+
+    with Cluster(3, folder) as cluster:
+        jobs = [node.start(["torchrun", ...]) for node in cluster.nodes]
+        cluster.nodes[0].kill()
+
+A node is a set of Linux namespaces. Its network card is one end of a veth pair, whose other end is in
+a switch: a bridge in a network namespace of its own. The shared folder is seen through a FUSE mount (bindfs)
+per node. Nothing outlives the cluster, also if the process that made it is killed. Needs root.
+"""
+
+import atexit
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from mingpt.jobs import ROOT, Job, children, clean_environment
+from support.switch import TIMEOUT_S, Switch, poll, send_to, state_of
+
+PROGRAMS = ("ip", "nft", "bindfs", "unshare", "nsenter", "setsid", "mount")
+# $1 name, $2 the cluster's folder, $3 size of memory, then folders that are read-only in the node. The last
+# line ends with the program that made the node. Until then the kernel reaps processes without a parent.
+INIT = """
+name=$1 folder=$2
+hostname "$name"
+mount -t tmpfs -o size="$3" tmpfs /dev/shm
+mount --bind "$folder/hosts" /etc/hosts
+shift 3
+for path in "$@"; do mount --bind "$path" "$path"; mount -o remount,bind,ro "$path"; done
+mount --bind "$folder/disks/$name" "$folder/disk"
+mount --bind "$folder/shared" "$folder/storage"
+mount --bind "$folder/unplugged" "$folder/shared"
+mount --bind "$folder/unplugged" "$folder/disks"
+ip link set lo up
+trap '' CHLD
+echo up
+read -r _ || exit 0
+"""
+
+
+def why_no_cluster() -> str | None:
+    """One sentence if this machine cannot run the test bed."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "the test bed for several nodes needs Linux and root"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"the test bed for several nodes needs {', '.join(missing)}"
+    if not Path("/dev/fuse").exists():
+        return "the test bed for several nodes needs /dev/fuse"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    if tried.returncode:
+        return "the test bed for several nodes needs namespaces, which this container may not make"
+    return None
+
+
+class NodeJob(Job):
+    """A command on a node; `pid` is its process id as this machine sees it."""
+
+    def __init__(self, node: "Node", command: Sequence[str], output: Path, env: dict[str, str]) -> None:
+        super().__init__([*node.enter, "setsid", "env", f"--chdir={ROOT}", *command], output, cwd=ROOT, **env)
+        # nsenter waits for the command as its child, and ends as that does.
+        poll(lambda: children(self.process.pid) or not self.is_running())
+        self.pid = next(iter(children(self.process.pid)), self.process.pid)
+
+
+class Node:
+    """A machine of the cluster, up from the start. `disk` is what its processes see as `cluster.disk`."""
+
+    def __init__(self, cluster: "Cluster", number: int) -> None:
+        self.cluster, self.number, self.name = cluster, number, f"node{number}"
+        self.address = f"{cluster.network}.{number}"
+        self.disk = cluster.folder / "disks" / self.name
+        self.jobs: list[NodeJob] = []
+        self.init = 0  # process id of the node's first process
+        self.link = ""  # the switch's end of its cable
+        self.daemon: subprocess.Popen[bytes] | None = None  # of the storage mount
+        self.process: subprocess.Popen[bytes] | None = None
+        self.disk.mkdir(parents=True)
+        self.boot()
+
+    def boot(self, *, wipe: bool = False) -> None:
+        """Start a node that is down, with its disk or an empty one; what was cut is whole again."""
+        assert not self.is_up(), f"{self.name} is up"
+        if wipe:
+            shutil.rmtree(self.disk)
+        for name in ("tmp", "home"):
+            (self.disk / name).mkdir(parents=True, exist_ok=True)
+        self._start_init()
+        self._plug_in()
+        if self.cluster.has_storage:
+            self._mount_storage()
+
+    def _start_init(self) -> None:
+        kinds = ["--net", "--uts", "--ipc", "--pid", "--mount"]
+        read_only = dict.fromkeys(str(Path(path).resolve()) for path in (ROOT, sys.prefix, sys.base_prefix))
+        given = [self.name, str(self.cluster.folder), self.cluster.memory_size, *read_only]
+        errors = self.cluster.folder / "output" / f"{self.name}.boot"
+        self.process = subprocess.Popen(
+            ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc", "sh", "-ec", INIT, "init", *given],
+            stdin=subprocess.PIPE,  # closed with this process, however it ends
+            stdout=subprocess.PIPE,
+            stderr=errors.open("w"),
+            start_new_session=True,
+        )
+        assert self.process.stdout
+        said = self.process.stdout.readline()
+        if said != b"up\n":
+            raise RuntimeError(f"{self.name} did not start: {errors.read_text().strip()}")
+        (self.init,) = children(self.process.pid)
+
+    def _plug_in(self) -> None:
+        # A fixed hardware address, so that peers need not learn another one after a boot.
+        card = f"name eth0 address 02:00:00:00:00:{self.number:02x} netns {self.init}"
+        self.link = self.cluster.switch.plug_in(card)
+        self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        self.run("ip", "link", "set", "eth0", "up")
+
+    def _mount_storage(self) -> None:
+        # What one node writes, others see at once.
+        options = "attr_timeout=0,entry_timeout=0,negative_timeout=0"
+        source, target = self.cluster.folder / "storage", self.cluster.shared
+        bindfs = ["bindfs", "-f", "--multithreaded", "--enable-lock-forwarding", "-o", options]
+        self.daemon = subprocess.Popen(
+            [*self.enter, *bindfs, str(source), str(target)], start_new_session=True
+        )
+        mounted = f" {target} rw"
+        poll(lambda: any(mounted in line and "fuse" in line for line in self._mounts()))
+
+    def _mounts(self) -> list[str]:
+        return Path(f"/proc/{self.init}/mountinfo").read_text().splitlines()
+
+    @property
+    def enter(self) -> list[str]:
+        """The beginning of a command line that runs on the node."""
+        return ["nsenter", "-t", str(self.init), "--net", "--uts", "--ipc", "--pid", "--mount"]
+
+    def environment(self) -> dict[str, str]:
+        """Folders for temporary and the user's files, on the node's disk."""
+        disk = self.cluster.disk
+        return {"TMPDIR": str(disk / "tmp"), "HOME": str(disk / "home")}
+
+    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> NodeJob:
+        """Start a command in the repository's folder, in the background."""
+        output = self.cluster.folder / "output" / f"{self.name}-{len(self.jobs)}"
+        self.jobs.append(NodeJob(self, command, output, self.environment() | dict(env or {})))
+        return self.jobs[-1]
+
+    def run(self, *command: str) -> str:
+        """What a command prints. Raises CalledProcessError if it fails."""
+        env = clean_environment(**self.environment())
+        whole = [*self.enter, "env", f"--chdir={ROOT}", *command]
+        return subprocess.run(whole, env=env, check=True, capture_output=True, text=True).stdout.rstrip("\n")
+
+    def is_up(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def pids(self) -> list[int]:
+        """Of its processes, as this machine sees them; without the daemon of the storage mount."""
+        here = os.readlink(f"/proc/{self.init}/ns/pid")
+        daemons = children(self.daemon.pid) if self.daemon else []
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                is_here = os.readlink(path / "ns" / "pid") == here
+            except OSError:
+                continue  # it has just ended
+            if is_here and int(path.name) not in daemons:
+                found.append(int(path.name))
+        return sorted(found)
+
+    def kill(self) -> None:
+        """SIGKILL for everything on the node, at once; its kernel still resets its connections."""
+        if not self.process:
+            return
+        if self.is_up():
+            os.kill(self.init, signal.SIGKILL)  # the kernel kills the others of the namespace with it
+        # Each nsenter ends by itself, when it has reaped its command; it may be stopped.
+        for outer in [self.daemon, *(job.process for job in self.jobs)]:
+            if outer and outer.poll() is None:
+                send_to(signal.SIGCONT, [outer.pid])
+                outer.wait(TIMEOUT_S)
+        self.process.wait(TIMEOUT_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                pipe.close()
+        self.process = self.daemon = None
+        self.cluster.switch.unplug(self.link)
+
+    def lose_power(self) -> None:
+        """As `kill`, but its peers hear nothing: no connection is closed or reset."""
+        self.cut_network()
+        self.kill()
+
+    def cut_network(self) -> None:
+        """Nothing reaches the node or leaves it: its connections, and attempts to connect, time out."""
+        self.cluster.switch.cut(self.link)
+
+    def block(self, ports: int | str, from_node: "Node") -> None:
+        """TCP packets from another node to a port of this one, or to a range "5000-5010", vanish."""
+        self.cluster.switch.block(from_node.link, self.link, ports)
+
+    def cut_storage(self, *, abort: bool = False) -> None:
+        """Accesses to the shared folder hang until it is healed; with `abort` they fail."""
+        assert self.daemon, "this cluster has no shared folder"
+        daemon = children(self.daemon.pid)
+        if abort:
+            send_to(signal.SIGKILL, daemon)
+            send_to(signal.SIGCONT, [self.daemon.pid])  # nsenter, which is stopped if the daemon was
+            self.daemon.wait(TIMEOUT_S)
+        else:
+            send_to(signal.SIGSTOP, daemon)
+
+    def cut(self) -> None:
+        """Network and storage; accesses to storage hang."""
+        self.cut_network()
+        self.cut_storage()
+
+    def heal(self) -> None:
+        """Network, ports and storage work again."""
+        self.cluster.switch.heal(self.link)
+        if not self.daemon:
+            return
+        if self.daemon.poll() is None:
+            send_to(signal.SIGCONT, [*children(self.daemon.pid), self.daemon.pid])
+        else:
+            self.run("umount", "--lazy", str(self.cluster.shared))
+            self._mount_storage()
+
+    def freeze(self) -> None:
+        """SIGSTOP for every process of the node but its first, which does nothing."""
+        poll(lambda: self._signal_all(signal.SIGSTOP, "TZX") and self._outer_are("TZX"))
+
+    def thaw(self) -> None:
+        """The inverse of `freeze`."""
+        for job in self.jobs:
+            if job.is_running():
+                send_to(signal.SIGCONT, [job.process.pid])
+        poll(lambda: self._signal_all(signal.SIGCONT, "RSDZX") and self._outer_are("RSDZX"))
+
+    def _signal_all(self, number: signal.Signals, states: str) -> bool:
+        """Send a signal to the processes in another state; whether there was none."""
+        waiting = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in states]
+        send_to(number, waiting)
+        return not waiting
+
+    def _outer_are(self, states: str) -> bool:
+        """Whether each nsenter, which stops itself when its command stops, is in one of these states."""
+        return all(state_of(job.process.pid) in states for job in self.jobs)
+
+
+class Cluster:
+    """`count` nodes that see each other, and `folder/shared` if `shared`.
+
+    `shared` and `disk` are paths that mean the same on every node: one folder of all, and one of each.
+    """
+
+    def __init__(self, count: int, folder: Path, *, shared: bool = True, memory_size: str = "512m") -> None:
+        why_not = why_no_cluster()
+        if why_not:
+            raise RuntimeError(why_not)
+        self.folder, self.has_storage, self.memory_size = folder.resolve(), shared, memory_size
+        self.shared, self.disk = self.folder / "shared", self.folder / "disk"
+        self.network = f"10.77.{1 + secrets.randbelow(254)}"
+        self.nodes: list[Node] = []
+        for name in ("shared", "storage", "disk", "disks", "output", "unplugged"):
+            (self.folder / name).mkdir(parents=True)
+        names = "".join(f"{self.network}.{number} node{number}\n" for number in range(1, count + 1))
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        self.switch = Switch()
+        atexit.register(self.close)
+        try:
+            for number in range(1, count + 1):
+                self.nodes.append(Node(self, number))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all nodes; the folder stays."""
+        for node in self.nodes:
+            node.kill()
+        self.switch.close()
+        atexit.unregister(self.close)

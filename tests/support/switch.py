@@ -1,0 +1,109 @@
+"""The network of a cluster on one machine: a bridge in a network namespace, and its packet filter."""
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+TIMEOUT_S = 10.0
+
+
+class Switch:
+    """Forwards between the links that are plugged in, but for what is cut or blocked."""
+
+    def __init__(self) -> None:
+        # Part of an interface's name, of which the kernel takes 15 characters.
+        self.name, self.count = f"{os.getpid():x}{secrets.token_hex(2)}", 0
+        self.links_cut: set[str] = set()
+        self.blocked: list[tuple[str, str, str]] = []  # from a link, to a link, ports
+        self.process = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo up; read -r _"],
+            stdin=subprocess.PIPE,  # closed with this process, however it ends; the switch ends then
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout
+        self.process.stdout.readline()
+        self.run("ip link add br0 type bridge")
+        self.run("ip link set br0 up")
+
+    def run(self, command: str, text: str = "", *, check: bool = True) -> None:
+        """Run a command where the bridge is. Raises RuntimeError if it fails."""
+        whole = ["nsenter", "-t", str(self.process.pid), "--net", *command.split()]
+        done = subprocess.run(whole, input=text, capture_output=True, text=True)
+        if check and done.returncode:
+            raise RuntimeError(f"{command}: {done.stderr.strip()}")
+
+    def plug_in(self, card: str) -> str:
+        """A cable from the bridge to a card, described as `ip link` does; returns the name of this end.
+
+        The name is new each time: the kernel removes the cable of a node that died late.
+        """
+        self.count += 1
+        link = f"v{self.name}{self.count:x}"
+        self.run(f"ip link add {link} type veth peer {card}")
+        self.run(f"ip link set {link} master br0 up")
+        return link
+
+    def unplug(self, link: str) -> None:
+        self.heal(link)
+        self.run(f"ip link delete {link}", check=False)  # the kernel may have done it by now
+
+    def cut(self, link: str) -> None:
+        """Drop what comes from this link or goes there."""
+        self.links_cut.add(link)
+        self.load_rules()
+
+    def block(self, source: str, target: str, ports: int | str) -> None:
+        """Drop TCP packets from one link to another, to a port or a range "5000-5010"."""
+        self.blocked.append((source, target, str(ports)))
+        self.load_rules()
+
+    def heal(self, link: str) -> None:
+        """Undo what was cut, and what was blocked on the way to this link."""
+        self.links_cut.discard(link)
+        self.blocked = [rule for rule in self.blocked if rule[1] != link]
+        self.load_rules()
+
+    def load_rules(self) -> None:
+        """Replace the packet filter. ARP passes: what is cut times out, and is not unreachable."""
+        ends = [end for link in self.links_cut for end in (f"iifname {link}", f"oifname {link}")]
+        rules = [f"{end} ether type {kind} drop" for end in ends for kind in ("ip", "ip6")]
+        rules += [f"iifname {a} oifname {b} tcp dport {ports} drop" for a, b, ports in self.blocked]
+        chain = "\n".join(["type filter hook forward priority 0;", *rules])
+        self.run("nft -f -", f"flush ruleset\ntable bridge cuts {{\nchain forward {{\n{chain}\n}}\n}}\n")
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                pipe.close()
+        self.process.wait(TIMEOUT_S)
+
+
+def poll(condition: Callable[[], object]) -> None:
+    """Wait until the condition holds. Raises TimeoutError."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so after {TIMEOUT_S} s")
+        time.sleep(0.005)
+
+
+def send_to(number: signal.Signals, pids: Sequence[int]) -> None:
+    """Send a signal to those that still live."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass  # it ended by itself
+
+
+def state_of(pid: int) -> str:
+    """R, S, D, T or Z as /proc has it; X if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
