@@ -1,0 +1,262 @@
+"""Kill, cut off, freeze and add nodes: when does the job go on, what does it lose, and with which bits?
+
+    python benchmarks/nodes.py --kills 4      # each of three nodes, 4 times on a shared disk, 4 on own disks
+    python benchmarks/nodes.py --cuts 2       # each node: data network, storage, both; frozen and thawed
+    python benchmarks/nodes.py --cuts 1 --disks own --victims 0
+    python benchmarks/nodes.py --grow         # 1 -> 3 -> 2 nodes while running
+    python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
+
+Needs root. Three nodes with one worker each, in namespaces of this machine (tests/support/nodes.py). With a
+shared disk all nodes have one run_dir and meet in a shared folder; with disks of their own each has a run_dir
+there, and they meet at a list of hosts. A node is killed with everything on it; every second victim is
+replaced by one with an empty disk. One that is cut off or frozen is healed when the others have trained again
+for 5 s, after 15 s at the earliest.
+
+A row per trial, as JSON. `rank` is the victim's, and `hosts_rendezvous` says whether its processes listened
+on the port of the rendezvous. After a kill, `on_s` are the seconds until a new generation of the others has
+completed a step; after another fault, the longest time in which no step was completed until it was healed.
+`rejoined_s` is from the healing or replacement to a step of all three. `lost` are the steps from the last one
+on record at the fault back to where the others went on; `told` those that run.json counts. `one_history`:
+metrics.jsonl has each step once, in order, with the losses of the undisturbed run. Under `--stock` a trial
+has 90 s to go on.
+
+Exit code 1 unless every trial but those of `--stock` is ok: it ends with exit code 0 on all nodes that are
+up, with one history and the hash of the undisturbed run; all nodes have rejoined; a kill loses at most
+snapshot.memory_every steps, and another fault holds the others up for at most trainer.timeout_s + 15 s. The
+median `on_s` of kills must be at most 8 s.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common import row
+
+from mingpt.jobs import ROOT, read_history
+
+sys.path.insert(0, str(ROOT / "tests"))
+from support.nodes import Cluster, Node, why_no_cluster
+from support.nodes_job import LAUNCHES, PORT, NodesJob, listens, recorded_losses
+
+NODES, TIMEOUT_S, MEMORY_EVERY, MEDIAN_S = 3, 10, 5, 8
+SETTINGS = {
+    "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 64,
+    "trainer.batch_size": 24, "trainer.micro_batch_size": 1, "trainer.eval_every": 10_000,
+    "trainer.log_every": 1,
+    "trainer.sample_tokens": 0, "trainer.timeout_s": TIMEOUT_S, "trainer.device": "cpu", "snapshot.every": 20,
+    "snapshot.memory_every": MEMORY_EVERY,
+}  # fmt: skip
+KILL_STEPS, LONG_STEPS = 400, 1000  # so many that the job still trains when a healed node is back
+CUTS = ("network", "storage", "both", "frozen")
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What happens to which node (0, 1 or 2) of a job."""
+
+    fault: str
+    victim: int
+    disk: str
+    launch: str
+    minimum: int = 1
+    is_replaced: bool = False
+    steps: int = LONG_STEPS
+    limit_s: float = 180.0  # for each thing that is waited for
+
+    @property
+    def has_storage(self) -> bool:
+        return self.disk == "shared" or self.launch in ("folder", "file")
+
+
+def inflict(fault: str, node: Node) -> None:
+    faults: dict[str, Callable[[], None]] = {
+        "kill": node.kill,
+        "network": node.cut_network,
+        "storage": node.cut_storage,
+        "both": node.cut,
+        "frozen": node.freeze,
+    }
+    faults[fault]()
+
+
+def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
+    """Let the fault happen and end; returns what is measured on the way."""
+    job.reach(rng.randrange(60, 200))
+    time.sleep(rng.uniform(0, 0.2))  # anywhere in a step
+    victim = job.nodes[trial.victim]
+    others = [node for node in job.nodes if node is not victim]
+    found: Found = {"rank": job.rank(victim), "hosts_rendezvous": listens(victim, PORT)}
+    since = time.time()
+    inflict(trial.fault, victim)
+    found["at_step"] = job.last_step()
+    if trial.fault == "kill":
+        found["on_s"] = job.seconds_until(lambda: job.goes_on(others, since), since)
+    else:
+        found["on_s"] = job.longest_pause(others, since)
+    now = job.progress(others)
+    if found["on_s"] is None or now is None:
+        return found
+    lost = max(0, found["at_step"] - now.from_step) if now.began > since else 0
+    found |= {"lost": lost, "on_workers": now.workers}
+    if trial.fault != "kill" or trial.is_replaced:
+        since = time.time()
+        mend(trial, job, victim)
+        found["rejoined_s"] = job.seconds_until(lambda: job.all_train(since), since)
+    return found
+
+
+def mend(trial: Trial, job: NodesJob, victim: Node) -> None:
+    if trial.fault == "kill":
+        victim.boot(wipe=True)
+        job.start(victim)
+    elif trial.fault == "frozen":
+        victim.thaw()
+    else:
+        victim.heal()
+
+
+def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
+    """1 -> 3 -> 2 nodes; the victim leaves by SIGTERM to its agent."""
+    job.reach(100)
+    since = time.time()
+    job.start(*job.nodes[1:])
+    found: Found = {"grown_s": job.seconds_until(lambda: job.goes_on(job.nodes, since, NODES), since)}
+    if found["grown_s"] is None:
+        return found | {"shrunk_s": None}
+    job.reach(job.last_step() + 100)
+    leaver = job.nodes[trial.victim]
+    others = [node for node in job.nodes if node is not leaver]
+    found["rank"] = job.rank(leaver)
+    since = time.time()
+    os.kill(job.running.pop(leaver).pid, signal.SIGTERM)
+    found["shrunk_s"] = job.seconds_until(lambda: job.goes_on(others, since, NODES - 1), since)
+    return found
+
+
+def outcome(trial: Trial, job: NodesJob) -> Found:
+    """Wait for the end of the job; what it leaves."""
+    codes = job.exit_codes()
+    last = job.newest_run_dir(job.nodes)
+    history = read_history(last)
+    keys = ("workers", "from_step", "to_step", "end")
+    generations = [[entry[key] for key in keys] for entry in history["generations"]]
+    found: Found = {"codes": codes, "status": history["status"], "told": history.get("steps_lost")}
+    found |= {"generations": generations, "hashes": sorted(job.hashes(trial.steps))}
+    return found | {"losses": recorded_losses(last)}
+
+
+def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
+    """A job from its start to its end, compared with the undisturbed one if there is one yet."""
+    settings, began = SETTINGS | {"trainer.max_steps": trial.steps}, time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Cluster(NODES, Path(name), shared=trial.has_storage) as cluster,
+    ):
+        job = NodesJob(cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s)
+        job.start(*cluster.nodes[: 1 if trial.fault == "grow" else NODES])
+        found: Found = {}
+        if trial.fault == "grow":
+            found = grow_and_shrink(trial, job)
+        elif trial.fault != "none":
+            found = disturb(trial, job, rng)
+        found |= outcome(trial, job) | {"seconds": round(time.monotonic() - began, 1)}
+        if undisturbed:
+            found["same"] = found["hashes"] == undisturbed["hashes"]
+            found["one_history"] = found["losses"] == undisturbed["losses"]
+            found["ok"] = is_ok(trial, found)
+            if not found["ok"]:
+                sys.stderr.write(job.errors())
+    return found
+
+
+def is_ok(trial: Trial, found: Found) -> bool:
+    if not found["same"] or not found["one_history"] or set(found["codes"].values()) != {0}:
+        return False
+    if trial.fault == "grow":
+        return found["grown_s"] is not None and found["shrunk_s"] is not None
+    if found["on_s"] is None or found.get("rejoined_s", 0) is None:
+        return False
+    if trial.fault == "kill":
+        return bool(found["lost"] <= MEMORY_EVERY)
+    return bool(found["on_s"] <= TIMEOUT_S + 15)
+
+
+def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
+    """The trials that the arguments ask for."""
+    launch_of = {"shared": "folder", "own": "hosts"}
+    for disk in arguments.disks:
+        launch = arguments.launch or launch_of[disk]
+        for number in range(arguments.kills):
+            for victim in arguments.victims:
+                is_replaced = number % 2 == 1
+                yield Trial("kill", victim, disk, launch, is_replaced=is_replaced, steps=KILL_STEPS)
+        minimum = 1 if disk == "shared" else 2  # without a common place, a majority goes on
+        for _ in range(arguments.cuts):
+            for fault in arguments.faults:
+                if fault in ("network", "frozen") or disk == "shared":
+                    for victim in arguments.victims:
+                        yield Trial(fault, victim, disk, launch, minimum)
+        if arguments.grow:
+            for victim in (2, 0):
+                yield Trial("grow", victim, disk, launch)
+        if arguments.stock:
+            for victim in arguments.victims:
+                yield Trial("kill", victim, disk, "stock", steps=KILL_STEPS, limit_s=90)
+
+
+def read_arguments() -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--kills", type=int, default=0, metavar="N")
+    parser.add_argument("--cuts", type=int, default=0, metavar="N")
+    parser.add_argument("--grow", action="store_true")
+    parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--disks", nargs="+", choices=("shared", "own"), default=["shared", "own"])
+    parser.add_argument("--faults", nargs="+", choices=CUTS, default=CUTS, help="of --cuts")
+    parser.add_argument("--victims", nargs="+", type=int, choices=range(NODES), default=range(NODES))
+    parser.add_argument("--launch", choices=LAUNCHES, help="instead of folder (shared disk) and hosts (own)")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments, why_not = read_arguments(), why_no_cluster()
+    if why_not:
+        sys.stderr.write(f"error: {why_not}\n")
+        return 2
+    rng, undisturbed = random.Random(arguments.seed), dict[int, Found]()
+    took, bad, count = list[float](), 0, 0
+    for trial in plan(arguments):
+        if trial.steps not in undisturbed:
+            launch = arguments.launch or "folder"
+            calm = replace(trial, fault="none", disk="shared", launch=launch, limit_s=600)
+            undisturbed[trial.steps] = carry_out(calm, rng, {})
+            row(fault="none", steps=trial.steps, **without_losses(undisturbed[trial.steps]))
+        found = carry_out(trial, rng, undisturbed[trial.steps])
+        kind = {"fault": trial.fault, "victim": trial.victim, "disk": trial.disk, "launch": trial.launch}
+        row(**kind, nodes=f"{trial.minimum}:{NODES}", replaced=trial.is_replaced, **without_losses(found))
+        if trial.launch != "stock":
+            count, bad = count + 1, bad + (not found["ok"])
+            if trial.fault == "kill" and found["on_s"] is not None:
+                took.append(found["on_s"])
+    median_s = statistics.median(took) if took else None
+    row(trials=count, bad=bad, kills_that_went_on=len(took), median_on_s=median_s)
+    return 1 if bad or (median_s is not None and median_s > MEDIAN_S) else 0
+
+
+def without_losses(found: Found) -> Found:
+    return {key: value for key, value in found.items() if key != "losses"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

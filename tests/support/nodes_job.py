@@ -1,0 +1,232 @@
+"""A job over several nodes of one machine: how it is launched, how far it is, and what it leaves behind."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mingpt.jobs import ROOT, read_history, tensor_hash
+from support.nodes import Cluster, Node, NodeJob
+
+LAUNCHES = ("folder", "hosts", "stock", "file")
+PORT = 29400
+POLL_S = 0.02
+TAIL_BYTES = 4096  # of metrics.jsonl: several records
+FAULT_S, TRAINED_S, PAUSE_S = 15.0, 5.0, 2.0
+# For torchrun's own rendezvous: a lost node is noticed in 3 s, not 15, and the last call takes 2 s, not 30.
+QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60,read_timeout=10"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The newest generation on record, and its last step."""
+
+    began: float  # seconds since 1970, as is `seen`, the time of the last step in run.json
+    seen: float
+    workers: int
+    from_step: int
+    step: int
+
+
+class NodesJob:
+    """train.py with one worker per node, in the "shared" folder or a folder of each node's "own" disk.
+
+    `launch` is "folder" or "hosts" (launch/elastic.sh, by a shared folder or a list of all nodes), "stock"
+    (torchrun's c10d store on the first node) or "file" (torchrun's store in a file of the shared folder).
+    `minimum` is MIN of --nnodes=MIN:MAX. Nothing is waited for longer than `limit_s`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        launch: str,
+        disk: str,
+        minimum: int,
+        settings: Mapping[str, Any],
+        limit_s: float,
+    ) -> None:
+        assert launch in LAUNCHES and disk in ("shared", "own")
+        self.cluster, self.launch, self.disk, self.minimum = cluster, launch, disk, minimum
+        self.nodes, self.settings, self.limit_s = cluster.nodes, settings, limit_s
+        self.run_dir = (cluster.shared if disk == "shared" else cluster.disk) / "run"  # as a node sees it
+        self.running: dict[Node, NodeJob] = {}
+
+    def start(self, *nodes: Node) -> None:
+        for node in nodes:
+            given = [f"run_dir={self.run_dir}", *(f"{key}={value}" for key, value in self.settings.items())]
+            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+            if self.launch == "file":
+                env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            self.running[node] = node.start([*self.launcher(node), "train.py", *given], env)
+
+    def launcher(self, node: Node) -> list[str]:
+        """The beginning of the command line on this node."""
+        nodes, shared = f"{self.minimum}:{len(self.nodes)}", self.cluster.shared
+        if self.launch in ("folder", "hosts"):
+            hosts = ",".join(f"{other.address}:{PORT}" for other in self.nodes)
+            place = str(shared / "rendezvous") if self.launch == "folder" else hosts
+            options = ["--nnodes", nodes, "--nproc", "1", "--rdzv", place, "--local_addr", node.address]
+            return [str(ROOT / "launch" / "elastic.sh"), *options, "--"]
+        first = self.nodes[0]
+        places = {
+            "stock": (f"{first.address}:{PORT}", f"is_host={int(node is first)}"),
+            "file": (f"{shared}/rendezvous", "store_type=file"),
+        }
+        place, kind = places[self.launch]
+        where = [f"--rdzv_endpoint={place}", f"--rdzv-conf={kind},{QUICK}", f"--local-addr={node.address}"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc_per_node=1"]
+        return [*command, "--max-restarts=100", "--rdzv_backend=c10d", "--rdzv_id=job", *where]
+
+    def run_dirs(self, nodes: Sequence[Node]) -> list[Path]:
+        """Of these nodes, as this machine sees them."""
+        if self.disk == "shared":
+            return [self.cluster.shared / "run"]
+        return [node.disk / "run" for node in nodes]
+
+    def newest_run_dir(self, nodes: Sequence[Node]) -> Path:
+        """The one whose last generation began last."""
+        return max(self.run_dirs(nodes), key=last_began)
+
+    def progress(self, nodes: Sequence[Node]) -> Progress | None:
+        """None before the first step."""
+        run_dir = self.newest_run_dir(nodes)
+        generations = read_history(run_dir)["generations"]
+        step = last_recorded_step(run_dir)
+        if not generations or step is None:
+            return None
+        last = generations[-1]
+        return Progress(last["began"], last["seen"], last["workers"], last["from_step"], step)
+
+    def goes_on(self, nodes: Sequence[Node], since: float, workers: int | None = None) -> bool:
+        """Whether a generation that began after `since`, of so many workers, has completed a step."""
+        now = self.progress(nodes)
+        if now is None or now.began < since or now.step <= now.from_step:
+            return False
+        return workers is None or now.workers == workers
+
+    def all_train(self, since: float) -> bool:
+        """Whether all nodes have completed a step together; they may never have been apart."""
+        now = self.progress(self.nodes)
+        if now is None or now.workers < len(self.nodes):
+            return False
+        return now.seen > since and now.step > now.from_step
+
+    def last_step(self) -> int:
+        """The last step on record anywhere; 0 before the first."""
+        return max(last_recorded_step(run_dir) or 0 for run_dir in self.run_dirs(self.nodes))
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Poll until the condition holds; False if it does not in time, or the job has ended on all nodes."""
+        deadline = time.monotonic() + self.limit_s
+        while time.monotonic() < deadline:
+            if condition():
+                return True
+            if not any(job.is_running() for job in self.running.values()):
+                return condition()
+            time.sleep(POLL_S)
+        return False
+
+    def reach(self, step: int) -> None:
+        """Raises RuntimeError if the job does not get there."""
+        is_there = self.wait_until(lambda: self.last_step() >= step)
+        if not is_there:
+            raise RuntimeError(f"no step {step} within {self.limit_s} s:\n{self.errors()}")
+
+    def seconds_until(self, condition: Callable[[], bool], since: float) -> float | None:
+        """None if it does not hold in time."""
+        holds = self.wait_until(condition)
+        return round(time.time() - since, 2) if holds else None
+
+    def longest_pause(self, nodes: Sequence[Node], since: float) -> float | None:
+        """Seconds without a completed step, until these nodes have trained again for a while.
+
+        None if they do not within `limit_s`.
+        """
+        moved_at = resumed_at = since
+        last, longest = self.progress(nodes), 0.0
+
+        def train_again() -> bool:
+            nonlocal moved_at, resumed_at, last, longest
+            now, at = self.progress(nodes), time.time()
+            if has_moved(last, now):
+                longest = max(longest, at - moved_at)
+                resumed_at = at if at - moved_at > PAUSE_S else resumed_at
+                moved_at, last = at, now
+            is_moving = at - moved_at < PAUSE_S
+            return is_moving and at - since >= FAULT_S and at - resumed_at >= TRAINED_S
+
+        do_train = self.wait_until(train_again)
+        return round(longest, 2) if do_train else None
+
+    def rank(self, node: Node) -> int | None:
+        """Of the node's worker, as its environment has it."""
+        for pid in self.running[node].workers():
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if entry.startswith(b"RANK="):
+                    return int(entry[5:])
+        return None
+
+    def exit_codes(self) -> dict[str, int | None]:
+        """By node, of those that are up; None for one that did not end in time and was killed."""
+        deadline = time.monotonic() + self.limit_s
+        codes: dict[str, int | None] = {}
+        for node, job in self.running.items():
+            if not node.is_up():
+                continue
+            try:
+                codes[node.name] = job.wait(max(0.1, deadline - time.monotonic()))
+            except TimeoutError:
+                codes[node.name] = None
+        return codes
+
+    def hashes(self, step: int) -> set[str]:
+        """The first 16 digits of the SHA-256 of this step's tensors, wherever it was saved."""
+        return {tensor_hash(run_dir, step)[:16] for run_dir in self.run_dirs(self.nodes)} - {"none"}
+
+    def errors(self) -> str:
+        """The end of what each node said."""
+        return "\n".join(f"--- {node.name}\n{job.err()[-2500:]}" for node, job in self.running.items())
+
+
+def has_moved(last: Progress | None, now: Progress | None) -> bool:
+    """Whether a step was completed in between."""
+    if now is None or now.step <= now.from_step:
+        return False
+    return last is None or (now.began, now.step) > (last.began, last.step)
+
+
+def listens(node: Node, port: int) -> bool:
+    """Whether a process of the node listens on this TCP port."""
+    text = "".join(Path(f"/proc/{node.init}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    entries = [line.split() for line in text.splitlines()]
+    return any(entry[1].endswith(f":{port:04X}") and entry[3] == "0A" for entry in entries)
+
+
+def last_began(run_dir: Path) -> float:
+    """When the last generation on record began; 0 if there is none."""
+    generations = read_history(run_dir)["generations"]
+    return float(generations[-1]["began"]) if generations else 0.0
+
+
+def last_recorded_step(run_dir: Path) -> int | None:
+    try:
+        with open(run_dir / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    # The last is empty, or is being written.
+    return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else None
+
+
+def recorded_losses(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, training loss) in the order of the file."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    records = [json.loads(line) for line in lines]
+    return [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
