@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, all_gone, wait_until
 from support.nodes import Cluster, Node, why_no_cluster
+from support.switch import state_of
 
 from mingpt.jobs import clean_environment
 
@@ -63,6 +64,10 @@ def listen(node: Node, *ports: int) -> None:
 def connect(node: Node, to: Node, port: int = 5000) -> str:
     """What becomes of a connection: "connected", or the error's name."""
     return node.run(sys.executable, "-c", CONNECT, to.address, str(port))
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def test_nodes_have_addresses_names_and_processes_of_their_own(cluster: MakeCluster) -> None:
@@ -214,6 +219,23 @@ def test_a_frozen_node_does_nothing_until_it_is_thawed(cluster: MakeCluster) -> 
     node.freeze()
     node.kill()
     assert job.wait(5) == -signal.SIGKILL
+
+
+def test_a_node_that_waits_for_storage_can_be_frozen(cluster: MakeCluster) -> None:
+    made = cluster(1)
+    (node,) = made.nodes
+    path = made.shared / "file"
+    path.write_text("here\n")
+    node.cut_storage()
+    reader = node.start(["sh", "-c", f"cat {path}; cat {path}"])
+    wait_until(lambda: any(name_of(pid) == "cat" and state_of(pid) == "S" for pid in node.pids()), 5)
+    node.freeze()
+    assert "D" in [state_of(pid) for pid in node.pids()]  # the signal waits until the storage answers
+    node.heal()
+    time.sleep(0.5)
+    assert reader.is_running() and reader.out() != "here\nhere\n"
+    node.thaw()
+    assert reader.wait(5) == 0 and reader.out() == "here\nhere\n"
 
 
 def test_nothing_is_left_of_a_cluster_whose_program_is_killed(tmp_path: Path) -> None:

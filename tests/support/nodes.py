@@ -234,20 +234,22 @@ class Node:
 
     def freeze(self) -> None:
         """SIGSTOP for every process of the node but its first, which does nothing."""
-        poll(lambda: self._signal_all(signal.SIGSTOP, "TZX") and self._outer_are("TZX"))
+        # One that waits for storage (state D) stops when that answers.
+        poll(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
 
     def thaw(self) -> None:
         """The inverse of `freeze`."""
         for job in self.jobs:
             if job.is_running():
                 send_to(signal.SIGCONT, [job.process.pid])
-        poll(lambda: self._signal_all(signal.SIGCONT, "RSDZX") and self._outer_are("RSDZX"))
+        send_to(signal.SIGCONT, self.pids())
+        poll(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
 
-    def _signal_all(self, number: signal.Signals, states: str) -> bool:
-        """Send a signal to the processes in another state; whether there was none."""
-        waiting = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in states]
-        send_to(number, waiting)
-        return not waiting
+    def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
+        """Send a signal to the processes in states but `done`; whether all are in one of `enough` then."""
+        pids = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in done]
+        send_to(number, pids)
+        return all(state_of(pid) in enough for pid in pids)
 
     def _outer_are(self, states: str) -> bool:
         """Whether each nsenter, which stops itself when its command stops, is in one of these states."""
