@@ -47,10 +47,12 @@ class NodesJob:
         minimum: int,
         settings: Mapping[str, Any],
         limit_s: float,
+        program: str = "train.py",
     ) -> None:
         assert launch in LAUNCHES and disk in ("shared", "own")
         self.cluster, self.launch, self.disk, self.minimum = cluster, launch, disk, minimum
         self.nodes, self.settings, self.limit_s = cluster.nodes, settings, limit_s
+        self.program = program
         self.run_dir = (cluster.shared if disk == "shared" else cluster.disk) / "run"  # as a node sees it
         self.running: dict[Node, NodeJob] = {}
 
@@ -60,7 +62,7 @@ class NodesJob:
             env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
             if self.launch == "file":
                 env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            self.running[node] = node.start([*self.launcher(node), "train.py", *given], env)
+            self.running[node] = node.start([*self.launcher(node), self.program, *given], env)
 
     def launcher(self, node: Node) -> list[str]:
         """The beginning of the command line on this node."""
