@@ -44,7 +44,7 @@ def test_without_a_shared_disk_the_death_of_rank_0s_node_costs_few_steps_and_no_
 ) -> None:
     given = settings(text, **{"trainer.max_steps": 150, "snapshot.every": 50})
     job = make_job(cluster(3, shared=False), tmp_path, "hosts", "own", given)
-    job.reach(67)
+    assert job.reach(67), job.errors()
     (victim,) = [node for node in job.nodes if job.rank(node) == 0]
     others = [node for node in job.nodes if node is not victim]
     since = time.time()
@@ -73,18 +73,18 @@ def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
     given = settings(text, **{"trainer.max_steps": 100_000, "snapshot.keep_last": 100_000})
     job = make_job(cluster(3), tmp_path, "folder", "shared", given)
     (run_dir,) = job.run_dirs(job.nodes)
-    job.reach(23)
+    assert job.reach(23), job.errors()
     victim, *others = job.nodes
     since = time.time()
     victim.cut_network()
     on_s = job.seconds_until(lambda: job.goes_on(others, since, 2), since)
     assert on_s is not None and on_s <= TIMEOUT_S + 15, job.errors()
-    job.reach(job.last_step() + 20)
+    assert job.reach(job.last_step() + 20), job.errors()
     since = time.time()
     victim.heal()
     rejoined_s = job.seconds_until(lambda: job.goes_on(job.nodes, since, 3), since)
     assert rejoined_s is not None, job.errors()
-    job.reach(job.last_step() + 20)
+    assert job.reach(job.last_step() + 20), job.errors()
     (run_dir / "STOP").touch()
     assert set(job.exit_codes().values()) == {0}, job.errors()
     assert [entry["workers"] for entry in read_history(run_dir)["generations"]] == [3, 2, 3]

@@ -131,11 +131,9 @@ class NodesJob:
             time.sleep(POLL_S)
         return False
 
-    def reach(self, step: int) -> None:
-        """Raises RuntimeError if the job does not get there."""
-        is_there = self.wait_until(lambda: self.last_step() >= step)
-        if not is_there:
-            raise RuntimeError(f"no step {step} within {self.limit_s} s:\n{self.errors()}")
+    def reach(self, step: int) -> bool:
+        """Wait until this step is on record; False if it is not in time."""
+        return self.wait_until(lambda: self.last_step() >= step)
 
     def seconds_until(self, condition: Callable[[], bool], since: float) -> float | None:
         """None if it does not hold in time."""
@@ -189,8 +187,12 @@ class NodesJob:
         return {tensor_hash(run_dir, step)[:16] for run_dir in self.run_dirs(self.nodes)} - {"none"}
 
     def errors(self) -> str:
-        """The end of what each node said."""
-        return "\n".join(f"--- {node.name}\n{job.err()[-2500:]}" for node, job in self.running.items())
+        """The end of what each node said, without a line for each step."""
+        texts = []
+        for node, job in self.running.items():
+            lines = [line[:500] for line in job.err().splitlines() if not line.startswith("step ")]
+            texts.append("\n".join([f"--- {node.name}", *lines[-25:]]))
+        return "\n".join(texts) + "\n"
 
 
 def has_moved(last: Progress | None, now: Progress | None) -> bool:
