@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, all_gone, wait_until
 from support.nodes import Cluster, Node, why_no_cluster
+from support.nodes_job import listens
 from support.switch import state_of
 
 from mingpt.jobs import clean_environment
@@ -77,6 +78,7 @@ def test_nodes_have_addresses_names_and_processes_of_their_own(cluster: MakeClus
     listen(first, 5000)
     assert connect(second, first) == "connected"
     assert connect(second, first, 5001) == "ConnectionRefusedError"
+    assert listens(first, 5000) and not listens(first, 5001) and not listens(second, 5000)
     assert first.run("readlink", "/proc/self/ns/pid") != second.run("readlink", "/proc/self/ns/pid")
     job = second.start(["sleep", "60"])
     os.kill(job.pid, signal.SIGTERM)
