@@ -3,6 +3,7 @@
     python benchmarks/nodes.py --kills 4      # each of three nodes, 4 times on a shared disk, 4 on own disks
     python benchmarks/nodes.py --cuts 2       # each node: data network, storage, both; frozen and thawed
     python benchmarks/nodes.py --cuts 1 --disks own --victims 0
+    python benchmarks/nodes.py --cuts 1 --faults power     # and returns with its old disk
     python benchmarks/nodes.py --grow         # 1 -> 3 -> 2 nodes while running
     python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
 
@@ -10,7 +11,7 @@ Needs root. Three nodes with one worker each, in namespaces of this machine (tes
 shared disk all nodes have one run_dir and meet in a shared folder; with disks of their own each has a run_dir
 there, and they meet at a list of hosts. A node is killed with everything on it; every second victim is
 replaced by one with an empty disk. One that is cut off or frozen is healed when the others have trained again
-for 5 s, after 15 s at the earliest.
+for 5 s, after 15 s at the earliest. A loss of power closes no connection; that node returns with its disk.
 
 A row per trial, as JSON. `rank` is the victim's, and `hosts_rendezvous` says whether its processes listened
 on the port of the rendezvous. After a kill, `on_s` are the seconds until a new generation of the others has
@@ -18,7 +19,7 @@ completed a step; after another fault, the longest time in which no step was com
 `rejoined_s` is from the healing or replacement to a step of all three. `lost` are the steps from the last one
 on record at the fault back to where the others went on; `told` those that run.json counts. `one_history`:
 metrics.jsonl has each step once, in order, with the losses of the undisturbed run. Under `--stock` a trial
-has 90 s to go on.
+has 90 s to go on. `load` is the machine's load average, which stretches all of these times.
 
 Exit code 1 unless every trial but those of `--stock` is ok: it ends with exit code 0 on all nodes that are
 up, with one history and the hash of the undisturbed run; all nodes have rejoined; a kill loses at most
@@ -57,6 +58,7 @@ SETTINGS = {
 }  # fmt: skip
 KILL_STEPS, LONG_STEPS = 400, 1000  # so many that the job still trains when a healed node is back
 CUTS = ("network", "storage", "both", "frozen")
+ON_OWN_DISKS = ("network", "frozen", "power")  # the others need storage over a network
 Found = dict[str, Any]
 
 
@@ -85,6 +87,7 @@ def inflict(fault: str, node: Node) -> None:
         "storage": node.cut_storage,
         "both": node.cut,
         "frozen": node.freeze,
+        "power": node.lose_power,
     }
     faults[fault]()
 
@@ -98,6 +101,7 @@ def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
     victim = job.nodes[trial.victim]
     others = [node for node in job.nodes if node is not victim]
     found: Found = {"rank": job.rank(victim), "hosts_rendezvous": listens(victim, PORT)}
+    found["load"] = round(os.getloadavg()[0], 1)
     since = time.time()
     inflict(trial.fault, victim)
     found["at_step"] = job.last_step()
@@ -118,8 +122,8 @@ def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
 
 
 def mend(trial: Trial, job: NodesJob, victim: Node) -> None:
-    if trial.fault == "kill":
-        victim.boot(wipe=True)
+    if trial.fault in ("kill", "power"):
+        victim.boot(wipe=trial.fault == "kill")
         job.start(victim)
     elif trial.fault == "frozen":
         victim.thaw()
@@ -209,7 +213,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
         minimum = 1 if disk == "shared" else 2  # without a common place, a majority goes on
         for _ in range(arguments.cuts):
             for fault in arguments.faults:
-                if fault in ("network", "frozen") or disk == "shared":
+                if fault in ON_OWN_DISKS or disk == "shared":
                     for victim in arguments.victims:
                         yield Trial(fault, victim, disk, launch, minimum)
         if arguments.grow:
@@ -228,7 +232,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--grow", action="store_true")
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--disks", nargs="+", choices=("shared", "own"), default=["shared", "own"])
-    parser.add_argument("--faults", nargs="+", choices=CUTS, default=CUTS, help="of --cuts")
+    parser.add_argument("--faults", nargs="+", choices=(*CUTS, "power"), default=CUTS, help="of --cuts")
     parser.add_argument("--victims", nargs="+", type=int, choices=range(NODES), default=range(NODES))
     parser.add_argument("--launch", choices=LAUNCHES, help="instead of folder (shared disk) and hosts (own)")
     parser.add_argument("--seed", type=int, default=1)
