@@ -89,8 +89,8 @@ class NodesJob:
         return [node.disk / "run" for node in nodes]
 
     def newest_run_dir(self, nodes: Sequence[Node]) -> Path:
-        """The one whose last generation began last."""
-        return max(self.run_dirs(nodes), key=last_began)
+        """The one whose last generation began last, and of these the one with the last step on record."""
+        return max(self.run_dirs(nodes), key=lambda path: (last_began(path), last_recorded_step(path) or 0))
 
     def progress(self, nodes: Sequence[Node]) -> Progress | None:
         """None before the first step."""
