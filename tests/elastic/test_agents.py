@@ -1,5 +1,6 @@
 """Real torchrun agents, each with an address of its own on this machine; their workers do nothing."""
 
+import errno
 import os
 import random
 import signal
@@ -204,13 +205,30 @@ def test_a_spare_agent_waits_and_ends_with_the_job(new_agents: Callable[..., Age
     assert "the job is finished" in other.err()
 
 
+def wait_until_read(pipe: Path) -> int:
+    """A descriptor that keeps whoever reads the pipe waiting, once somebody does."""
+    found: list[int] = []
+
+    def is_read() -> bool:
+        try:
+            found.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            assert error.errno == errno.ENXIO  # nobody reads it yet
+        return bool(found)
+
+    wait_until(is_read)
+    return found[0]
+
+
 def test_storage_that_hangs_does_not_keep_an_agent_from_obeying(new_agents: Callable[..., Agents]) -> None:
     agents = new_agents(nnodes="1:1")
     agents.start(1)
     agents.await_round(1, 1)
-    os.mkfifo(agents.folder / "meet" / "mingpt" / "hangs.json")  # as does whoever reads it
-    time.sleep(1)  # several of its reads
+    pipe = agents.folder / "meet" / "mingpt" / "hangs.json"  # and so does whoever reads it
+    os.mkfifo(pipe)
+    held = wait_until_read(pipe)
     began = time.monotonic()
     agents.jobs[1].process.send_signal(signal.SIGTERM)
     assert agents.jobs[1].wait(20) == 1
     assert time.monotonic() - began < 8
+    os.close(held)
