@@ -62,6 +62,11 @@ def check_nnodes(text: str) -> str:
 def check_nproc(text: str) -> str:
     if text not in ("gpu", "cpu", "auto") and not re.fullmatch(r"[1-9]\d*", text):
         raise UserError(f"--nproc is a number of workers from 1, or gpu, cpu or auto; got {text!r}")
+    if text == "gpu":
+        import torch  # takes a second or two, and torchrun would answer with a traceback
+
+        if not torch.cuda.is_available():
+            raise UserError("--nproc gpu, but torch sees no GPU on this host; give the number of workers")
     return text
 
 

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 from mingpt.elastic.interfaces import find_interface, list_addresses
@@ -26,9 +27,9 @@ def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_options_may_be_written_with_an_equals_sign() -> None:
-    words = ["--nnodes=2", "--nproc=gpu", "--rdzv=a:1,b:2", "--local_addr=localhost", "--rdzv_id=7"]
+    words = ["--nnodes=2", "--nproc=auto", "--rdzv=a:1,b:2", "--local_addr=localhost", "--rdzv_id=7"]
     _, command = torchrun_command([*words, "--", "train.py"])
-    assert {"--nnodes=2:2", "--nproc_per_node=gpu", "--rdzv_endpoint=a:1,b:2", "--rdzv_id=7"} <= set(command)
+    assert {"--nnodes=2:2", "--nproc_per_node=auto", "--rdzv_endpoint=a:1,b:2", "--rdzv_id=7"} <= set(command)
     assert "--local_addr=127.0.0.1" in command  # torch would resolve a name on every node anew
 
 
@@ -70,6 +71,12 @@ def test_the_folder_to_meet_is_made_for_this_user_alone(tmp_path: Path) -> None:
     _, command = torchrun_command([*GOOD, f"--rdzv={place}", "--", "train.py"])
     assert f"--rdzv_endpoint={place}" in command
     assert place.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_workers_on_gpus_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UserError, match="sees no GPU"):
+        torchrun_command([*GOOD, "--nproc", "gpu", "--", "train.py"])
 
 
 def test_a_program_is_needed() -> None:
