@@ -59,7 +59,7 @@ class Worker:
         if self.launch.slurm_tasks > 1 and config.trainer.workers == "auto":
             raise UserError(
                 f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun "
-                "per node, as launch/slurm.sbatch does, or set trainer.workers"
+                "per node, as launch/slurm/several_nodes.sbatch does, or set trainer.workers"
             )
         from mingpt.agent import choose_workers, run_agent
 

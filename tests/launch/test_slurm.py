@@ -1,0 +1,165 @@
+"""launch/slurm/ on a real slurmctld with two slurmd: each script ends with the bits of an undisturbed run."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SMALL, final_hash, reached, snapshot_steps
+from support.slurm import MISSING, SlurmCluster
+
+from mingpt.jobs import Job, last_step, read_history, read_metric
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}; on Debian: apt install slurm-wlm"),
+]
+STEPS = 200
+WAIT_S = 120
+# A step takes some 10 ms, so that Slurm, which takes a second to preempt a job, finds it running.
+SETTINGS_OF_RUN = SMALL | {
+    "trainer.batch_size": 32,
+    "trainer.max_steps": STEPS,
+    "trainer.eval_every": 100,
+    "trainer.log_every": 5,
+    "snapshot.every": 20,
+}
+# The first two are what a cluster may have set, and the scripts override.
+SETTINGS = {
+    "KillOnBadExit": 1,
+    "WaitTime": 2,
+    "PreemptType": "preempt/partition_prio",
+    "PreemptMode": "REQUEUE",
+    "SchedulerParameters": "bf_interval=1,sched_min_interval=100000",
+}
+PARTITIONS = (
+    "main Default=YES PriorityTier=1 GraceTime=30 PreemptMode=REQUEUE",
+    "urgent PriorityTier=10 PreemptMode=OFF",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    with SlurmCluster(folder, settings=SETTINGS, partitions=PARTITIONS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a single process that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("single")
+    settings = SETTINGS_OF_RUN | {"run_dir": folder / "run", "data.path": text, "trainer.workers": 1}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    job = Job([sys.executable, "train.py", *words], folder / "job")
+    assert job.wait() == 0, job.err()
+    return folder / "run"
+
+
+def submit(
+    cluster: SlurmCluster, script: str, folder: Path, text: Path, *options: str, **more: object
+) -> int:
+    """Returns the job's id."""
+    settings: dict[str, Any] = SETTINGS_OF_RUN | {
+        "run_dir": folder / "run",
+        "data.path": text,
+        "trainer.workers": 2,
+    }
+    settings |= {key.replace("__", "."): value for key, value in more.items()}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    options = (f"--output={folder}/output", "--cpus-per-task=1", *options)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return cluster.submit(*options, f"launch/slurm/{script}", *words, PATH=path, RENDEZVOUS=f"{folder}/meet")
+
+
+def output(folder: Path) -> str:
+    lines = (folder / "output").read_text().splitlines()
+    return "\n".join(line for line in lines if not line.startswith("step "))
+
+
+def test_a_job_on_one_node_finishes(
+    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    job = submit(cluster, "one_node.sbatch", tmp_path, text, "--cpus-per-task=2")
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED")
+    assert state == "COMPLETED" and final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS), (
+        output(tmp_path)
+    )
+
+
+def test_several_nodes_finish_with_the_bits_of_one(
+    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    job = submit(cluster, "several_nodes.sbatch", tmp_path, text)
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED")
+    assert state == "COMPLETED" and final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS), (
+        output(tmp_path)
+    )
+    (generation,) = read_history(tmp_path / "run")["generations"]
+    assert generation["workers"] == 2
+
+
+def test_a_job_that_is_preempted_twice_finishes_with_the_same_bits(
+    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Once by the signal that comes before the time limit, once for a job of higher priority."""
+    run_dir = tmp_path / "run"
+    job = submit(cluster, "preemptible.sbatch", tmp_path, text, "--nodes=2", snapshot__every=1000)
+    cluster.wait_until(reached(run_dir, 5), WAIT_S)
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    cluster.start_again(job, 1)
+    first = snapshot_steps(run_dir)
+    cluster.wait_until(reached(run_dir, first[-1] + 5), WAIT_S)
+    urgent = cluster.submit(
+        "--partition=urgent", "--exclusive", "--nodes=2", "--wrap=true", "--output=/dev/null"
+    )
+    cluster.start_again(job, 2)
+    second = snapshot_steps(run_dir)
+    cluster.wait_for_state(urgent, "COMPLETED")
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED")
+    assert state == "COMPLETED" and cluster.job(job)["Restarts"] == "2", output(tmp_path)
+    assert len(first) == 1 and len(second) == 2 and 5 <= first[0] < second[1] < STEPS
+    history = read_history(run_dir)
+    ends = [generation["end"] for generation in history["generations"]]
+    assert ends == ["stopped by STOP", "stopped by SIGTERM", "finished"] and history["steps_lost"] == 0
+    assert final_hash(run_dir, STEPS) == final_hash(undisturbed, STEPS)
+    assert read_metric(run_dir) == read_metric(undisturbed)
+    assert not (run_dir / "STOP").exists()
+
+
+@pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch", "preemptible.sbatch"])
+def test_a_job_that_is_cancelled_leaves_a_snapshot_and_no_process(
+    script: str, cluster: SlurmCluster, text: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    more = {"snapshot__every": 1000, "trainer__max_steps": 10_000}
+    job = submit(cluster, script, tmp_path, text, **more)
+    cluster.wait_until(reached(run_dir, 5), WAIT_S)
+    pids = cluster.job_pids()
+    assert len(pids) >= 3
+    cluster.run("scancel", str(job))
+    cluster.wait_until(lambda: not cluster.job_pids(), WAIT_S)
+    cluster.wait_for_state(job, "CANCELLED")
+    (stopped_at,) = snapshot_steps(run_dir)
+    assert stopped_at >= 5 and read_history(run_dir)["status"] == "stopped", output(tmp_path)
+
+
+def test_a_node_that_is_set_down_does_not_end_the_job(
+    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    job = submit(cluster, "several_nodes.sbatch", tmp_path, text)
+    try:
+        cluster.wait_until(reached(run_dir, 5), WAIT_S)
+        cluster.kill_node("n2")
+        cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+        assert last_step(run_dir) < STEPS
+        state = cluster.wait_for_state(job, "COMPLETED", "FAILED", "NODE_FAIL")
+        assert state == "COMPLETED" and cluster.job(job)["Restarts"] == "0", output(tmp_path)
+    finally:
+        cluster.start_node("n2")
+    sizes = [generation["workers"] for generation in read_history(run_dir)["generations"]]
+    assert sizes == [2, 1]
+    assert final_hash(run_dir, STEPS) == final_hash(undisturbed, STEPS)

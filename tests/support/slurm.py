@@ -1,0 +1,213 @@
+"""A Slurm cluster of this machine: slurmctld and a slurmd per node, without munge, systemd and cgroups.
+
+The nodes are n1, n2, ... with the addresses 127.0.0.1, 127.0.0.2, ...; every slurmd has a port of its own.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from mingpt.jobs import ROOT, clean_environment, free_port, is_alive
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
+START_S = 30.0
+POLL_S = 0.05
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthType=auth/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmUser={user}
+SlurmdUser={user}
+SlurmdParameters=config_overrides
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+MpiDefault=none
+ReturnToService=2
+SchedulerType=sched/backfill
+{more}
+"""
+
+
+class SlurmCluster:
+    """As a context manager: its daemons live as long as the block, and so do the jobs.
+
+    `settings` are further lines of slurm.conf; `partitions` are its PartitionName lines without `Nodes=`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 2,
+        cpus: int = 2,
+        settings: Mapping[str, object] | None = None,
+        partitions: Sequence[str] = ("main Default=YES",),
+    ) -> None:
+        self.folder, self.cpus = folder, cpus
+        self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
+        self.settings, self.partitions = dict(settings or {}), list(partitions)
+        self.conf = folder / "slurm.conf"
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = clean_environment(SLURM_CONF=str(self.conf))
+        for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_", "SRUN_"))]:
+            if name != "SLURM_CONF":
+                del self.environment[name]
+
+    def __enter__(self) -> "SlurmCluster":
+        (self.folder / "state").mkdir(parents=True)
+        (self.folder / "spool").mkdir()
+        self.write_configuration()
+        try:
+            self.start("slurmctld", ["slurmctld", "-D"])
+            for node in self.nodes:
+                self.start_node(node)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def write_configuration(self) -> None:
+        host = socket.gethostname().partition(".")[0]
+        lines = [f"{name}={value}" for name, value in self.settings.items()]
+        for number, node in enumerate(self.nodes, 1):
+            lines.append(
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{number} Port={free_port()} "
+                f"CPUs={self.cpus} State=UNKNOWN"
+            )
+        lines += [f"PartitionName={partition} Nodes=ALL" for partition in self.partitions]
+        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+        more = "\n".join(lines)
+        text = CONFIGURATION.format(host=host, port=free_port(), user=user, folder=self.folder, more=more)
+        self.conf.write_text(text)
+
+    def start(self, name: str, command: Sequence[str]) -> None:
+        """Start a daemon in the foreground of a session of its own."""
+        with open(self.folder / f"{name}.out", "ab") as out:
+            self.daemons[name] = subprocess.Popen(
+                list(command), env=self.environment, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def start_node(self, node: str) -> None:
+        """Start its slurmd, and wait until it takes jobs."""
+        self.start(node, ["slurmd", "-D", "-N", node])
+        self.wait_until(
+            lambda: node in self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False), START_S
+        )
+
+    def stop(self) -> None:
+        """Kill all jobs, then the daemons."""
+        pids = self.job_pids()
+        for process in self.daemons.values():
+            process.terminate()
+        for pid in pids:
+            kill(pid)
+        for process in self.daemons.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """The output of a Slurm command. Raises RuntimeError with its error."""
+        done = subprocess.run(
+            list(command), env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+        return done.stdout
+
+    def submit(self, *words: str, **environment: str) -> int:
+        """Start a batch job in the root of the repository; returns its id."""
+        command = ["sbatch", "--parsable", *words]
+        done = subprocess.run(
+            command, env=self.environment | environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+        return int(done.stdout)
+
+    def job(self, number: int) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
+
+    def state(self, number: int) -> str:
+        return self.job(number)["JobState"]
+
+    def wait_for_state(self, number: int, *states: str, timeout_s: float = 180) -> str:
+        """Until the job has one of these states. Raises TimeoutError."""
+        self.wait_until(lambda: self.state(number) in states, timeout_s)
+        return self.state(number)
+
+    def start_again(self, number: int, restarts: int) -> None:
+        """Wait until a job runs for that time after the first; by itself it would wait for two minutes.
+
+        Slurm sets that wait when the last process of the job is gone, so this asks until the job runs.
+        """
+
+        def is_started() -> bool:
+            job = self.job(number)
+            if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
+                self.run("scontrol", "update", f"jobid={number}", "starttime=now")
+            return job["JobState"] == "RUNNING" and job["Restarts"] == str(restarts)
+
+        self.wait_until(is_started, 120)
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL for its slurmd and for all that its jobs have started."""
+        self.daemons[node].kill()
+        self.daemons[node].wait()
+        for pid in self.job_pids(node):
+            kill(pid)
+
+    def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
+        """Poll until the condition holds. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not so after {timeout_s} s; see {self.folder}")
+            time.sleep(POLL_S)
+
+    def job_pids(self, node: str | None = None) -> list[int]:
+        """Of everything that a job of this cluster has started, on all nodes or on one of them."""
+        wanted = {f"SLURM_CONF={self.conf}"} | ({f"SLURMD_NODENAME={node}"} if node else set())
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                words = set(path.read_bytes().decode(errors="replace").split("\0"))
+            except OSError:
+                continue  # it has just ended
+            is_in_job = any(word.startswith("SLURM_JOB_ID=") for word in words)
+            if wanted <= words and is_in_job and is_alive(int(path.parent.name)):
+                found.append(int(path.parent.name))
+        return found
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it still lives."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it has ended by itself
