@@ -1,0 +1,190 @@
+"""launch/kubernetes and launch/skypilot.yaml against their schemas, in which a misspelt key fails.
+
+Kubernetes' own kinds: the schemas in kubernetes-validate. JobSet and TrainJob: the models of
+kubeflow-trainer-api, which are made from their CRDs. SkyPilot: the keys that its task files have, written
+down here, since the package is too large to install for this.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pydantic
+import pytest
+import yaml
+from conftest import ROOT
+from kubeflow_trainer_api import models
+
+LAUNCH = ROOT / "launch"
+CUSTOM = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
+API_VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
+OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
+# Key -> type, of https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+SKYPILOT = {"name": str, "num_nodes": int, "workdir": str, "resources": dict, "envs": dict} | {
+    "setup": str,
+    "run": str,
+    "file_mounts": dict,
+    "secrets": dict,
+    "volumes": dict,
+}
+SKYPILOT_RESOURCES = {"accelerators": str, "use_spot": bool, "infra": str, "cpus": str, "memory": str} | {
+    "disk_size": int,
+    "image_id": str,
+    "job_recovery": (str, dict),
+}
+
+
+class WrongManifest(Exception):
+    pass
+
+
+def lost(given: Any, kept: Any, path: str = "") -> list[str]:
+    """The keys of `given` that are not in `kept`."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        found = [f"{path}/{key}" for key in given if key not in kept]
+        pairs = [(f"{path}/{key}", value, kept[key]) for key, value in given.items() if key in kept]
+    elif isinstance(given, list) and isinstance(kept, list):
+        found, pairs = [], [(f"{path}/{n}", *pair) for n, pair in enumerate(zip(given, kept, strict=True))]
+    else:
+        return []
+    return found + [name for where, one, other in pairs for name in lost(one, other, where)]
+
+
+def check_custom(resource: dict[str, Any]) -> None:
+    """As Kubernetes' API server with `--validate=strict`. The models themselves pass over unknown keys."""
+    model = CUSTOM[resource["kind"]]
+    if resource["apiVersion"] != API_VERSIONS[resource["kind"]]:
+        raise WrongManifest(resource["apiVersion"])
+    try:
+        read = model.from_dict(copy.deepcopy(resource))
+    except pydantic.ValidationError as error:
+        raise WrongManifest(str(error)) from None
+    assert read is not None
+    unknown = lost(resource, read.to_dict())
+    if unknown:
+        raise WrongManifest(f"unknown: {unknown}")
+
+
+def check_skypilot(task: dict[str, Any]) -> None:
+    for allowed, section in ((SKYPILOT, task), (SKYPILOT_RESOURCES, task.get("resources", {}))):
+        for key, value in section.items():
+            kind = allowed.get(key)
+            if kind is None or not isinstance(value, kind):  # type: ignore[arg-type]
+                raise WrongManifest(f"{key}: {value}")
+    if "run" not in task:
+        raise WrongManifest("no run")
+
+
+def check(resource: dict[str, Any]) -> None:
+    """Raises WrongManifest."""
+    if "apiVersion" not in resource and "run" in resource:
+        check_skypilot(resource)
+    elif resource.get("kind") in CUSTOM and "apiVersion" in resource:
+        check_custom(resource)
+    else:
+        for version in (OLDEST, NEWEST):
+            try:
+                kubernetes_validate.validate(resource, version, strict=True)
+            except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+                raise WrongManifest(str(error)) from None
+            except KeyError as error:
+                raise WrongManifest(f"no {error}") from None
+
+
+def resources() -> list[tuple[str, dict[str, Any]]]:
+    paths = [*sorted((LAUNCH / "kubernetes").glob("*.yaml")), LAUNCH / "skypilot.yaml"]
+    return [
+        (f"{path.stem}-{resource.get('kind', 'task')}", resource)
+        for path in paths
+        for resource in yaml.safe_load_all(path.read_text())
+    ]
+
+
+RESOURCES = resources()
+NAMES = [name for name, _ in RESOURCES]
+# Sections with keys of one's own.
+FREE = {"labels", "annotations", "selector", "matchLabels", "envs", "limits", "requests"}
+
+
+def sections(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all mappings whose keys a schema knows, outermost first."""
+    if isinstance(value, dict):
+        yield path
+        for key, inner in value.items():
+            if key not in FREE:
+                yield from sections(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from sections(inner, (*path, number))
+
+
+def find(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def misspelt(resource: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The resource with one key misspelt, for each key of each section."""
+    for path in sections(resource):
+        for key in find(resource, path):
+            if key in ("apiVersion", "kind"):
+                continue  # what they say decides which schema is asked
+            changed = copy.deepcopy(resource)
+            section = find(changed, path)
+            section[f"{key}x"] = section.pop(key)
+            yield "/".join(map(str, (*path, key))), changed
+
+
+@pytest.mark.parametrize(("name", "resource"), RESOURCES, ids=NAMES)
+def test_a_manifest_passes_its_schema(name: str, resource: dict[str, Any]) -> None:
+    check(resource)
+
+
+@pytest.mark.parametrize(("name", "resource"), RESOURCES, ids=NAMES)
+def test_a_misspelt_key_fails_at_any_depth(name: str, resource: dict[str, Any]) -> None:
+    passed, tried = [], 0
+    for where, changed in misspelt(resource):
+        tried += 1
+        try:
+            check(changed)
+        except WrongManifest:
+            continue
+        passed.append(where)
+    assert passed == [] and tried >= 5
+
+
+@pytest.mark.parametrize(("name", "resource"), RESOURCES, ids=NAMES)
+def test_a_value_of_the_wrong_type_fails(name: str, resource: dict[str, Any]) -> None:
+    changed = copy.deepcopy(resource)
+    if "run" in changed:
+        changed["num_nodes"] = "two"
+    else:
+        changed["spec"] = ["two"]
+    with pytest.raises(WrongManifest):
+        check(changed)
+
+
+def pod_specs(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        for inner in value.values():
+            yield from pod_specs(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from pod_specs(inner)
+
+
+@pytest.mark.parametrize("path", sorted((LAUNCH / "kubernetes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_pods_run_without_root_and_have_room_for_snapshots_in_memory(path: Path) -> None:
+    pods = [pod for resource in yaml.safe_load_all(path.read_text()) for pod in pod_specs(resource)]
+    assert pods
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
