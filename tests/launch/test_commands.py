@@ -111,6 +111,25 @@ def test_the_commands_in_the_heads_of_scripts_name_files_and_settings_that_there
         assert path.stat().st_mode & stat.S_IXUSR
 
 
+def test_the_commands_of_the_page_on_clusters_are_those_of_the_recipes() -> None:
+    blocks = re.findall(
+        r"^```bash\n(.*?)^```$", (ROOT / "docs/clusters.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    lines = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    assert len(lines) >= 10
+    for words in lines:
+        for word in words:
+            assert not word.startswith("launch/") or (ROOT / word).is_file(), word
+        if words[0] == "launch/elastic.sh":
+            words[words.index("--local_addr") + 1] = "127.0.0.1"
+            _, command = torchrun_command(words[1:])
+            parse(command[command.index("train.py") + 1 :])
+        elif words[0] == "sbatch":
+            parse([word for word in words if word.endswith(".yaml") or word.startswith("run_dir=")])
+    named = {word for words in lines for word in words if word.startswith("launch/")}
+    assert {f"launch/slurm/{path.name}" for path in (LAUNCH / "slurm").glob("*.sbatch")} <= named
+
+
 def write_stubs(folder: Path, hosts: Mapping[str, str]) -> Path:
     """A folder for PATH."""
     folder.mkdir()

@@ -16,15 +16,15 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}; on Debian: apt install slurm-wlm"),
 ]
-STEPS = 200
+STEPS = 80
 WAIT_S = 120
 # A step takes some 10 ms, so that Slurm, which takes a second to preempt a job, finds it running.
 SETTINGS_OF_RUN = SMALL | {
     "trainer.batch_size": 32,
     "trainer.max_steps": STEPS,
-    "trainer.eval_every": 100,
+    "trainer.eval_every": 40,
     "trainer.log_every": 5,
-    "snapshot.every": 20,
+    "snapshot.every": 10,
 }
 # The first two are what a cluster may have set, and the scripts override.
 SETTINGS = {

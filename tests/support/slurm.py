@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -164,13 +165,16 @@ class SlurmCluster:
     def start_again(self, number: int, restarts: int) -> None:
         """Wait until a job runs for that time after the first; by itself it would wait for two minutes.
 
-        Slurm sets that wait when the last process of the job is gone, so this asks until the job runs.
+        Slurm sets that wait when the last process of the job is gone. Within a second of that, slurmd would
+        refuse the job ("Job credential revoked"): it cannot tell this start from the one before.
         """
 
         def is_started() -> bool:
             job = self.job(number)
-            if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
-                self.run("scontrol", "update", f"jobid={number}", "starttime=now")
+            if job["Reason"] == "BeginTime":
+                wait = datetime.fromisoformat(job["EligibleTime"]) - datetime.now()
+                if wait.total_seconds() > 10:
+                    self.run("scontrol", "update", f"jobid={number}", "starttime=now+3")
             return job["JobState"] == "RUNNING" and job["Restarts"] == str(restarts)
 
         self.wait_until(is_started, 120)
