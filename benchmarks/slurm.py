@@ -45,7 +45,7 @@ PARTITIONS = (
 )
 SLURM = {
     "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE", "SlurmdTimeout": 10,
-    "SchedulerParameters": "bf_interval=1,sched_min_interval=100000",
+    "SchedulerParameters": "bf_interval=1,sched_interval=1,sched_min_interval=100000",
 }  # fmt: skip
 END = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "PREEMPTED")
 WAIT_S = 900.0

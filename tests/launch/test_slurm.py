@@ -32,7 +32,7 @@ SETTINGS = {
     "WaitTime": 2,
     "PreemptType": "preempt/partition_prio",
     "PreemptMode": "REQUEUE",
-    "SchedulerParameters": "bf_interval=1,sched_min_interval=100000",
+    "SchedulerParameters": "bf_interval=1,sched_interval=1,sched_min_interval=100000",
 }
 PARTITIONS = (
     "main Default=YES PriorityTier=1 GraceTime=30 PreemptMode=REQUEUE",
