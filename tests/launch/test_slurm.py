@@ -146,6 +146,17 @@ def test_a_job_that_is_cancelled_leaves_a_snapshot_and_no_process(
     assert stopped_at >= 5 and read_history(run_dir)["status"] == "stopped", output(tmp_path)
 
 
+@pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch", "preemptible.sbatch"])
+def test_a_mistake_in_the_settings_is_one_line_and_not_tried_again(
+    script: str, cluster: SlurmCluster, text: Path, tmp_path: Path
+) -> None:
+    job = submit(cluster, script, tmp_path, text, optimizer__learning_rat=1)
+    assert cluster.wait_for_state(job, "FAILED", "COMPLETED") == "FAILED"
+    assert cluster.job(job)["ExitCode"] == "2:0" and cluster.job(job)["Restarts"] == "0"
+    first = (tmp_path / "output").read_text().splitlines()[0]
+    assert first.startswith("error: ") and "learning_rate" in first
+
+
 def test_a_node_that_is_set_down_does_not_end_the_job(
     cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
