@@ -9,7 +9,7 @@
 - cancel: scancel at a random moment; a snapshot of the last step and no process must be left, and a new job
   must go on from there.
 - down: a node dies with all its processes and is set down, at a random moment. Of the second node (`n2`) the
-  job must go on with the other; with the first (`n1`) dies the script, so Slurm queues the job again.
+  job must go on with the other; with the first (`n1`) dies the script, so the job is queued again.
 
 A row each, as JSON. Exit code 1 unless each run ended with the bits of a single process and went on from the
 step that it had a snapshot of. Needs Debian's slurm-wlm.

@@ -8,7 +8,21 @@ name=$(scontrol show node --oneliner "$SLURMD_NODENAME" | sed 's/.* NodeAddr=\([
 address=$(getent ahostsv4 "$name" | awk -v name="$name" '$1 !~ /^127\./ || $1 == name { print $1; exit }')
 first=$(hostname -I | cut -d ' ' -f 1)
 
-exec bash launch/elastic.sh --nnodes "$MIN_NODES:$SLURM_NNODES" \
+trap : TERM # the agent gets it too, and ends in order
+bash launch/elastic.sh --nnodes "$MIN_NODES:$SLURM_NNODES" \
     --nproc "${SLURM_GPUS_ON_NODE:-$SLURM_CPUS_PER_TASK}" \
     --rdzv "${RENDEZVOUS:-$PWD/out/rendezvous}" --rdzv_id "$SLURM_JOB_ID" \
-    --local_addr "${LOCAL_ADDR:-${address:-$first}}" -- train.py "$@"
+    --local_addr "${LOCAL_ADDR:-${address:-$first}}" -- train.py "$@" &
+agent=$! code=0
+while kill -0 "$agent" 2>/dev/null; do
+    wait "$agent" && code=0 || code=$?
+done
+
+# With the first node died the script of the job, and nobody would end it (--no-kill). Queued again, it goes on,
+# or sees that the run is finished.
+job=$(scontrol show job "$SLURM_JOB_ID")
+nodes=$(scontrol show hostnames "$(sed -n 's/^ *NodeList=//p' <<<"$job")")
+if [[ $job == *JobState=RUNNING* ]] && ! grep -qx "$FIRST_NODE" <<<"$nodes"; then
+    scontrol requeue "$SLURM_JOB_ID" || true # another node may have done it
+fi
+exit "$code"

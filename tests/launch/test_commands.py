@@ -62,7 +62,7 @@ def commands(script: str) -> list[str]:
 def launches(script: str) -> list[list[str]]:
     """The words after launch/elastic.sh of the commands that call it, variables unexpanded."""
     found = [line for line in commands(script) if "launch/elastic.sh" in line]
-    return [shlex.split(line.partition("launch/elastic.sh")[2]) for line in found]
+    return [shlex.split(line.partition("launch/elastic.sh")[2].removesuffix("&")) for line in found]
 
 
 def scripts() -> dict[str, str]:

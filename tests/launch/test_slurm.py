@@ -157,20 +157,25 @@ def test_a_mistake_in_the_settings_is_one_line_and_not_tried_again(
     assert first.startswith("error: ") and "learning_rate" in first
 
 
-def test_a_node_that_is_set_down_does_not_end_the_job(
-    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize("node", ["n2", "n1"])
+def test_a_node_that_is_set_down_does_not_end_the_run(
+    node: str, cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
+    """With the first one dies the script of the job, which is queued again to end in order."""
     run_dir = tmp_path / "run"
     job = submit(cluster, "several_nodes.sbatch", tmp_path, text)
     try:
         cluster.wait_until(reached(run_dir, 5), WAIT_S)
-        cluster.kill_node("n2")
-        cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+        cluster.kill_node(node)
+        cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
         assert last_step(run_dir) < STEPS
-        state = cluster.wait_for_state(job, "COMPLETED", "FAILED", "NODE_FAIL")
-        assert state == "COMPLETED" and cluster.job(job)["Restarts"] == "0", output(tmp_path)
+        cluster.wait_until(lambda: read_history(run_dir)["status"] == "finished", WAIT_S)
     finally:
-        cluster.start_node("n2")
+        cluster.start_node(node)
+    if node == "n1":
+        cluster.start_again(job, 1)
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", "NODE_FAIL")
+    assert state == "COMPLETED" and cluster.job(job)["Restarts"] == str(int(node == "n1")), output(tmp_path)
     sizes = [generation["workers"] for generation in read_history(run_dir)["generations"]]
     assert sizes == [2, 1]
     assert final_hash(run_dir, STEPS) == final_hash(undisturbed, STEPS)

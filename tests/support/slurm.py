@@ -180,10 +180,11 @@ class SlurmCluster:
         self.wait_until(is_started, 120)
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL for its slurmd and for all that its jobs have started."""
+        """SIGKILL for its slurmd and for all that it has started, slurmstepd first: none tells slurmctld."""
+        pids = self.job_pids(node)
         self.daemons[node].kill()
         self.daemons[node].wait()
-        for pid in self.job_pids(node):
+        for pid in [*{parent for pid in pids if (parent := step_daemon(pid))}, *pids]:
             kill(pid)
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
@@ -215,3 +216,13 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass  # it has ended by itself
+
+
+def step_daemon(pid: int) -> int | None:
+    """The slurmstepd that has started a process, if it is its parent."""
+    try:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        is_step_daemon = Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd")
+    except OSError:
+        return None  # it has just ended
+    return parent if is_step_daemon else None
