@@ -1,35 +1,11 @@
-"""Show, or drop, the claim of a job to a run folder: python -m mingpt.doctor --claim RUN_DIR [--release].
+"""Who holds a run folder and its snapshots, and how to drop the claim of a job that is gone."""
 
-RUN_DIR is a run folder, or a folder or URL of snapshots. A claim keeps a second job from writing to the same
-place. Drop one only if its job is gone and nobody can see that; a job that lives notices it and ends.
-"""
-
-import argparse
-import logging
-import sys
 from pathlib import Path
 
 from mingpt.errors import UserError
 from mingpt.snapshot import Claim, Holder
 from mingpt.snapshot.claim import LEASE_S
 from mingpt.snapshot.lookup import possible_places
-
-
-def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    where = "run folder, or snapshots at a path or URL"
-    parser.add_argument("--claim", metavar="RUN_DIR", required=True, help=where)
-    parser.add_argument("--release", action="store_true", help="drop the claim")
-    arguments = parser.parse_args()
-    logging.basicConfig(format="%(message)s")
-    try:
-        for line in show_claims(arguments.claim, arguments.release):
-            sys.stdout.write(f"{line}\n")
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
 
 
 def show_claims(where: str, release: bool) -> list[str]:
@@ -62,7 +38,3 @@ def describe(holder: Holder) -> str:
         None: f"which this machine cannot see: its claim holds until {LEASE_S:g} s after it was last renewed",
     }
     return f"claimed by {holder.sentence()}, {states[holder.is_alive()]}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The order of a check-up: meet, compare clocks, connect to each other, tell what was found, judge.
+
+Every wait has a limit, and a watchdog ends what takes longer than a minute. A fault ends the job in order:
+the workers of a job that has restarts left would otherwise be started again.
+"""
+
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from mingpt.cli import parse
+from mingpt.config import Config
+from mingpt.distributed import Launch, ProcessExit, write_stderr
+from mingpt.distributed.rendezvous import Rendezvous
+from mingpt.doctor.endpoint import describe_endpoint
+from mingpt.doctor.exchange import Exchange, measure_all_reduce
+from mingpt.doctor.facts import Facts, Findings, Folders
+from mingpt.doctor.network import Listener, ephemeral_ports, find_unreachable, gloo_address, networks
+from mingpt.doctor.table import make_table
+from mingpt.doctor.verdict import find_faults
+from mingpt.errors import NonRetryableError, PeersMissing, UserError
+
+LIMIT_S = 58.0  # of the whole check-up
+MEET_S, FINDINGS_S, LEAST_FINDINGS_S, WAIT_S, ACK_S = 20.0, 20.0, 4.0, 12.0, 3.0
+
+
+def run_checkup(argv: Sequence[str]) -> NoReturn:
+    """The check-up of this worker, to the end of its process; see the top of this file for its exit codes."""
+    try:
+        launch = Launch.from_environment()
+    except UserError as error:
+        write_stderr(f"error: {error}\n")
+        sys.exit(2)
+    process_exit = ProcessExit(launch)
+    watchdog = threading.Timer(LIMIT_S, end_hung_checkup, (launch,))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        Checkup(launch, argv, process_exit).run()
+    except (UserError, NonRetryableError) as error:
+        process_exit.abort_job(error, lambda: False)
+    except Exception as error:  # a check-up that fails would fail again in each generation
+        what = f"worker {launch.rank} on {platform.node()} failed: {type(error).__name__}: {error}"
+        process_exit.abort_job(NonRetryableError(what), lambda: False)
+    process_exit.exit_process(None)
+
+
+def end_hung_checkup(launch: Launch) -> None:
+    """In a thread, when the main one is stuck."""
+    write_stderr(
+        f"error: worker {launch.rank} on {platform.node()} is not done within {LIMIT_S:g} s: see whether the "
+        "network or the disk of a node hangs\n"
+    )
+    if launch.agent_pid and launch.local_rank == 0:
+        os.kill(launch.agent_pid, signal.SIGTERM)
+    os._exit(1)
+
+
+class Checkup:
+    """What this worker does; rank 0 also judges and prints."""
+
+    def __init__(self, launch: Launch, argv: Sequence[str], process_exit: ProcessExit) -> None:
+        self.launch, self.process_exit = launch, process_exit
+        self.config: Config | None = None
+        self.config_error: str | None = None
+        try:
+            self.config = parse(argv)
+        except UserError as error:
+            self.config_error = str(error)
+        is_first = launch.local_rank == 0
+        self.folders = Folders(self.config) if self.config and is_first else None
+        self.findings = Findings(launch, self.config, self.folders)
+        self.deadline = time.monotonic() + FINDINGS_S
+
+    def run(self) -> None:
+        """Returns if the cluster is healthy. Raises NonRetryableError after saying what is not; UserError."""
+        examine = self.examine_with_others if self.launch.is_distributed else self.examine_alone
+        try:
+            faults = examine()
+        finally:
+            if self.folders:
+                self.folders.clean_up()
+        if faults:
+            raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
+
+    def examine_alone(self) -> int:
+        if self.config_error:
+            raise UserError(self.config_error)
+        return report([Facts(**self.findings.take(self.deadline))])
+
+    def examine_with_others(self) -> int:
+        """The number of faults. Collective."""
+        rank, rendezvous = self.launch.rank, self.meet()
+        self.process_exit.rendezvous = rendezvous
+        exchange = Exchange(rendezvous.process_group_store, rank, self.launch.world_size)
+        exchange.put("hello", self.identity())
+        found: dict[str, Any] = {"clock_s": exchange.clock_offset_s(), "config_error": self.config_error}
+        if rank == 0:
+            exchange.serve_clock()
+        found |= try_links(exchange, rendezvous.generation)
+        found |= self.findings.take(max(self.deadline, time.monotonic() + LEAST_FINDINGS_S))
+        exchange.put("facts", self.identity() | found)
+        others = exchange.get_all("facts", WAIT_S + FINDINGS_S)
+        exchange.put("sees", self.folders.visible() if self.folders else [])
+        if rank == 0:
+            exchange.put("go", len(others) == self.launch.world_size and all_connected(others))
+        go = exchange.get("go", 0, WAIT_S)
+        if go:
+            device = found.get("device_type", "cpu")
+            exchange.put("all_reduce", measure_all_reduce(exchange, device, device == "cuda"))
+        if rank == 0:
+            verdict = self.judge(exchange, bool(go))
+            exchange.put("verdict", verdict)
+        else:
+            verdict = exchange.get("verdict", 0, LIMIT_S)
+        exchange.put("done", True)
+        if rank == 0:  # which may host the store
+            exchange.get_all("done", ACK_S)
+        if verdict is None:
+            raise NonRetryableError(f"rank 0 did not answer worker {rank} on {platform.node()} any more")
+        if verdict["user_error"]:
+            raise UserError(verdict["user_error"])
+        return int(verdict["faults"])
+
+    def identity(self) -> dict[str, Any]:
+        launch = self.launch
+        names = {"rank": launch.rank, "node": launch.node_rank, "host": platform.node()}
+        return names | {"local_rank": launch.local_rank}
+
+    def meet(self) -> Rendezvous:
+        """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
+        launch = self.launch
+        assert launch.master_addr is not None
+        where = f"the workers' store at {launch.master_addr}:{launch.master_port} (MASTER_ADDR, MASTER_PORT)"
+        hosts = None
+        if launch.agent_hosts_store:  # it is there before the workers are
+            is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
+            if not is_good:
+                raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}")
+            hosts = HostNames(launch)
+        try:
+            return Rendezvous(launch, MEET_S)
+        except PeersMissing as error:
+            is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
+            if launch.rank and not is_good:
+                raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}") from None
+            came = f" (there are workers on {hosts.list()})" if hosts else ""
+            raise NonRetryableError(
+                f"{error}{came}: look at the terminal of their node, and there at python -m mingpt.doctor "
+                f"--endpoint {launch.master_addr}:{launch.master_port}"
+            ) from None
+
+    def judge(self, exchange: Exchange, is_measured: bool) -> dict[str, Any]:
+        """On rank 0: gather what all have found, print table and faults."""
+        hello = exchange.get_all("hello", WAIT_S)
+        facts, sees = exchange.get_all("facts", 0.0), exchange.get_all("sees", WAIT_S)
+        rates = exchange.get_all("all_reduce", 2 * WAIT_S) if is_measured else {}
+        workers = []
+        for rank, identity in hello.items():
+            there = facts.get(rank, identity | {"unfinished": "it has stopped answering in this check-up"})
+            rate, error = rates.get(rank, (None, "no answer" if is_measured else None))
+            more = {"sees": sees.get(rank, []), "all_reduce_mb_s": rate, "all_reduce_error": error}
+            workers.append(Facts.from_json({"unreachable": {}} | there | more))
+        errors = {worker.config_error for worker in workers}
+        if len(errors) == 1 and self.config_error:
+            return {"faults": 1, "user_error": self.config_error}
+        return {"faults": report(workers), "user_error": None}
+
+
+class HostNames:
+    """The host names of the workers that have reached the agent's store, in this or an earlier generation."""
+
+    def __init__(self, launch: Launch) -> None:
+        from torch.distributed import TCPStore
+
+        assert launch.master_addr is not None
+        limit = timedelta(seconds=MEET_S)
+        self.launch = launch
+        self.store = TCPStore(
+            launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=limit
+        )
+        self.store.set(f"doctor_host/{launch.rank}", platform.node())
+
+    def list(self) -> str:
+        keys = [f"doctor_host/{rank}" for rank in range(self.launch.world_size)]
+        there = [key for key in keys if self.store.check([key])]
+        return ", ".join(dict.fromkeys(self.store.get(key).decode() for key in there))
+
+
+def try_links(exchange: Exchange, word: str) -> dict[str, Any]:
+    """Listen where gloo would, and connect to all others. Collective."""
+    interfaces = networks()
+    found: dict[str, Any] = {"networks": interfaces, "ports": ephemeral_ports()}
+    try:
+        address = gloo_address(interfaces)
+        listener = Listener(address, word)
+        found["address"] = address
+        exchange.put("address", [address, listener.port])
+    except OSError as error:
+        found["address_error"] = str(error)
+        exchange.put("address", [None, 0])
+    addresses = exchange.get_all("address", WAIT_S)
+    targets = {
+        rank: (address, port, word)
+        for rank, (address, port) in addresses.items()
+        if address and rank != exchange.rank
+    }
+    found["unreachable"] = find_unreachable(targets)
+    return found
+
+
+def all_connected(facts: Mapping[int, dict[str, Any]]) -> bool:
+    """Whether a process group can be made."""
+    kinds = {there.get("device_type") for there in facts.values()}
+    return len(kinds) == 1 and all(
+        there.get("address") and not there["unreachable"] and not there.get("device_error")
+        for there in facts.values()
+    )
+
+
+def report(workers: Sequence[Facts]) -> int:
+    """Print the table and the faults; how many there are."""
+    faults = find_faults(workers)
+    lines = [*make_table(workers), ""]
+    lines += [f"fault: {fault}" for fault in faults] or ["no fault found"]
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+    return len(faults)

@@ -1,0 +1,183 @@
+"""From what the workers found to sentences: one per fault, with host, cause and what to change. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mingpt.doctor.facts import Facts, node_names
+from mingpt.doctor.links import find_link_faults
+
+MAX_CLOCK_S = 1.0
+STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
+STATES_PER_WORKER = 2  # weights, optimizer and gradients; activations are not counted
+MAX_SETTINGS = 3  # named in one sentence
+ANY_NODE = "rank 0, which reads it for all, may be on any node after a fault"
+
+
+def find_faults(workers: Sequence[Facts]) -> list[str]:
+    """One sentence per fault; none if the cluster is healthy."""
+    names = node_names(workers)
+    nodes = {names[worker.rank]: worker for worker in workers if worker.local_rank == 0}
+    return [
+        *find_broken(workers, names),
+        *find_different(workers, names),
+        *find_clock_faults(nodes),
+        *(sentence for name, node in nodes.items() for sentence in find_folder_faults(name, node)),
+        *(sentence for name, node in nodes.items() for sentence in find_memory_faults(name, node)),
+        *find_link_faults(workers, names),
+        *find_group_faults(workers, names),
+    ]
+
+
+def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
+    """What a worker could not do at all; once per node."""
+    found = []
+    for worker in workers:
+        name = names[worker.rank]
+        if worker.config_error:
+            found.append(f"{name}: the configuration is wrong there: {worker.config_error}")
+        if worker.device_error:
+            found.append(f"{name}: {worker.device_error}")
+        if worker.data_error:
+            found.append(f"{name}: {worker.data_error}; {ANY_NODE}")
+        if worker.address_error:
+            found.append(
+                f"{name}: {worker.address_error}: set GLOO_SOCKET_IFNAME there to one that the others reach"
+            )
+        if worker.unfinished:
+            found.append(
+                f"{name}, worker {worker.rank}: {worker.unfinished}: look at that node and its disks"
+            )
+    return list(dict.fromkeys(found))
+
+
+def find_different(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
+    """Nodes on which something is not as on most of the others."""
+    known = [worker for worker in workers if worker.torch]
+    sentences = []
+    for name, own, most in odd_ones({worker.rank: worker.torch for worker in known}, names):
+        sentences.append(
+            f"{name} has torch {own} and the others {most}: install {most} there (pip install "
+            f"torch=={most.partition('+')[0]}), since the bits of a result depend on it"
+        )
+    configured = [worker for worker in known if worker.config]
+    for name, own, most in odd_ones({worker.rank: worker.device_type for worker in configured}, names):
+        if own and most:
+            sentences.append(
+                f"{name} computes on {own} and the others on {most}: look at its driver and at "
+                "CUDA_VISIBLE_DEVICES, or set trainer.device=cpu"
+            )
+    for name, own, most in odd_ones({worker.rank: worker.threads for worker in configured}, names):
+        sentences.append(
+            f"{name} computes with {own} CPU threads per worker and the others with {most}: set "
+            f"OMP_NUM_THREADS={most} there, since the bits of a result depend on it"
+        )
+    for name, own, most in odd_ones({worker.rank: worker.data for worker in workers if worker.data}, names):
+        path = next(worker.data_path for worker in workers if names[worker.rank] == name)
+        sentences.append(
+            f"data.path {path} is another text on {name} (sha256 {own[:12]}) than on the others "
+            f"({most[:12]}): copy the same file there, since {ANY_NODE}"
+        )
+    for name, own, most in odd_ones({worker.rank: worker.config for worker in configured}, names):
+        sentences.append(
+            f"{name} is started with {show_differences(own, most)}: give all nodes the same "
+            "configuration file and command line"
+        )
+    return sentences
+
+
+def odd_ones(values: Mapping[int, Any], names: Mapping[int, str]) -> list[tuple[str, Any, Any]]:
+    """(node, its value, the value of most) of each node that differs; of two equal halves rank 0's counts."""
+    counts = Counter(repr(value) for value in values.values())
+    if len(counts) < 2:
+        return []
+    shown, _ = counts.most_common(1)[0]  # the first of those that are as frequent
+    most = next(value for value in values.values() if repr(value) == shown)
+    found = {names[rank]: (names[rank], value, most) for rank, value in values.items() if value != most}
+    return list(found.values())
+
+
+def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
+    keys = [key for key in most if own.get(key) != most[key]]
+    more = f" and {len(keys) - MAX_SETTINGS} more" if len(keys) > MAX_SETTINGS else ""
+    shown = keys[:MAX_SETTINGS]
+    there = ", ".join(f"{key}={own.get(key)}" for key in shown)
+    return f"{there}{more}, the others with {', '.join(f'{key}={most[key]}' for key in shown)}"
+
+
+def find_clock_faults(nodes: Mapping[str, Facts]) -> list[str]:
+    """Clocks that differ from those of most nodes; of two equal halves the one with rank 0 counts."""
+    clocks = {name: node.clock_s for name, node in nodes.items() if node.clock_s is not None}
+    if not clocks:
+        return []
+
+    def agreeing(clock_s: float) -> int:
+        return sum(abs(other - clock_s) < MAX_CLOCK_S for other in clocks.values())
+
+    most = max(clocks.values(), key=agreeing)
+    return [
+        f"the clock of {name} is {abs(clock_s - most):.1f} s {'ahead of' if clock_s > most else 'behind'} "
+        "the others': have NTP set it (chronyc makestep), since claims and logs are read by their time"
+        for name, clock_s in clocks.items()
+        if abs(clock_s - most) >= MAX_CLOCK_S
+    ]
+
+
+def find_folder_faults(name: str, node: Facts) -> list[str]:
+    """Where a node cannot write or read; folders with the same error in one sentence."""
+    by_error: dict[str, list[str]] = {}
+    for folder, error in node.folders.items():
+        if error:
+            by_error.setdefault(error, []).append(folder)
+    return [
+        f"{' and '.join(folders)} cannot be written and read on {name} ({error}): look at its mount and its "
+        f"owner there, or choose another {'snapshot.path' if 'snapshot.path' in folders[-1] else 'run_dir'}"
+        for error, folders in by_error.items()
+    ]
+
+
+def find_memory_faults(name: str, node: Facts) -> list[str]:
+    """Too little room for the snapshots of a node's memory, or for its workers."""
+    if node.state_bytes is None:
+        return []
+    found, needed = [], STATES_IN_MEMORY * node.state_bytes
+    way_out = "set snapshot.memory_path to another folder, or snapshot.memory_every=0 to do without"
+    if node.memory_error:
+        found.append(
+            f"snapshot.memory_path {node.memory_path} cannot be used on {name} ({node.memory_error}): "
+            f"{way_out}"
+        )
+    elif node.memory_free is not None and node.memory_free < needed:
+        found.append(
+            f"snapshot.memory_path {node.memory_path} on {name} has {size(node.memory_free)} free and two "
+            f"states of this model take {size(needed)}: enlarge it (a container's /dev/shm by --shm-size or "
+            f"an emptyDir of medium Memory), {way_out}"
+        )
+    in_memory = needed if node.memory_path else 0
+    by_workers = (
+        node.local_world_size * STATES_PER_WORKER * node.state_bytes if node.device_type == "cpu" else 0
+    )
+    if node.ram_free is not None and node.ram_free < in_memory + by_workers:
+        found.append(
+            f"{name} has {size(node.ram_free)} of memory free and its {node.local_world_size} workers with "
+            f"their snapshots in memory take at least {size(in_memory + by_workers)}: start fewer workers "
+            "there (--nproc_per_node), or choose a smaller model"
+        )
+    return found
+
+
+def size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
+    """All connect to all, and yet a collective fails."""
+    errors = {names[worker.rank]: worker.all_reduce_error for worker in workers if worker.all_reduce_error}
+    if not errors:
+        return []
+    error = next(iter(errors.values()))
+    return [
+        f"all workers can connect to each other, but an all-reduce fails on {' and '.join(errors)} "
+        f"({error}): see whether the network drops large packets (MTU), and set NCCL_SOCKET_IFNAME as "
+        "GLOO_SOCKET_IFNAME"
+    ]
