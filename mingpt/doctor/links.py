@@ -78,11 +78,20 @@ def describe_blocked(failed: Mapping[Link, str], nodes: Mapping[str, Facts]) -> 
         incoming, outgoing = [(other, name) for other in others], [(name, other) for other in others]
         is_cut_in = len(others) > 1 and all(link in remaining for link in incoming)
         is_cut_out = len(others) > 1 and all(link in remaining for link in outgoing)
+        if is_cut_in:
+            both = ", nor the other way round" if is_cut_out else ""
+            reason = remaining[incoming[0]]
+            sentences.append(
+                f"no other node can connect to {name} on {node.address} ({reason}){both}: "
+                f"{way_out(name, node)}"
+            )
+        elif is_cut_out:
+            reason = remaining[outgoing[0]]
+            sentences.append(
+                f"{name} cannot connect to any other node ({reason}): "
+                f"{way_out('the other nodes', node, name)}"
+            )
         if is_cut_in or is_cut_out:
-            which = "no other node can connect to" if is_cut_in else "no other node can be connected to from"
-            reason = remaining[incoming[0] if is_cut_in else outgoing[0]]
-            both = ", nor the other way round" if is_cut_in and is_cut_out else ""
-            sentences.append(f"{which} {name} on {node.address} ({reason}){both}: {way_out(name, node)}")
             dropped = {*(incoming if is_cut_in else ()), *(outgoing if is_cut_out else ())}
             remaining = {link: why for link, why in remaining.items() if link not in dropped}
     for (source, target), reason in remaining.items():

@@ -1,0 +1,70 @@
+"""What answers at a meeting point, told apart by trying it."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mingpt.doctor import check_endpoint
+from mingpt.errors import UserError
+from mingpt.jobs import free_port
+
+
+@contextmanager
+def server(answers: dict[bytes, bytes], default: bytes = b"") -> Iterator[int]:
+    """Answers a first byte by a line; yields the port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                connection.sendall(answers.get(connection.recv(1024)[:1], default))
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listening.getsockname()[1]
+    listening.close()
+
+
+def test_a_store_of_torch_is_recognised() -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{store.port}")
+    assert is_good and "a store of torch answers" in line and "reached from 127.0.0.1" in line
+    store.set("key", "value")
+    assert store.get("key") == b"value"  # and it is not disturbed
+
+
+def test_an_agent_that_answers_in_json_is_recognised() -> None:
+    with server({b"{": json.dumps({"id": 1}).encode() + b"\n"}) as port:
+        is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
+    assert is_good and "an agent of mingpt.elastic answers" in line
+
+
+def test_another_program_is_told_by_what_it_says() -> None:
+    with server({}, b"HTTP/1.1 400 Bad Request\r\n") as port:
+        is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
+    assert not is_good and "another program has port" in line and "HTTP/1.1 400" in line
+
+
+def test_refused_is_told_from_unresolved_and_one_good_host_of_a_list_is_enough() -> None:
+    from torch.distributed import TCPStore
+
+    is_good, (refused, unknown) = check_endpoint(f"127.0.0.1:{free_port()},no-such-host.invalid:29400")
+    assert not is_good and "connection refused" in refused and "nothing listens" in refused
+    assert "does not resolve" in unknown
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert check_endpoint(f"127.0.0.1:{free_port()},127.0.0.1:{store.port}")[0]
+
+
+@pytest.mark.parametrize("where", ["node1", "node1:", ":29400", "node1:port", "node1:70000"])
+def test_what_is_no_host_and_port_is_an_error(where: str) -> None:
+    with pytest.raises(UserError, match="HOST:PORT"):
+        check_endpoint(where)

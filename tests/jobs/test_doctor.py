@@ -1,0 +1,123 @@
+"""The doctor under torchrun: a table and nothing else on a healthy cluster, one sentence on a faulty one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL, Start
+from support.nodes import why_no_cluster
+
+from mingpt.jobs import Job, clean_environment, free_port, torchrun
+
+
+def start_agents(start: Start, folder: Path, text: Path, *changes: dict[str, str]) -> list[Job]:
+    """An agent with one worker per dict, as on as many nodes; a name in capitals is a variable."""
+    options = [f"--nnodes={len(changes)}", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    jobs = []
+    for change in changes:
+        env = {key: value for key, value in change.items() if key.isupper()}
+        own = {key: value for key, value in change.items() if not key.isupper()}
+        settings = SMALL | {"run_dir": folder / "run", "data.path": text} | own
+        words = [f"{key}={value}" for key, value in settings.items()]
+        launcher = torchrun(1, restarts=3, options=options)
+        jobs.append(start([*launcher, "-m", "mingpt.doctor", *words], **env))
+    return jobs
+
+
+def said(jobs: list[Job]) -> list[str]:
+    return "".join(job.out() for job in jobs).splitlines()
+
+
+def test_a_healthy_cluster_gets_a_table_and_one_line(start: Start, text: Path, tmp_path: Path) -> None:
+    jobs = start_agents(start, tmp_path, text, {}, {})
+    assert [job.wait(60) for job in jobs] == [0, 0], "".join(job.err() for job in jobs)
+    head, first, second, empty, last = said(jobs)
+    assert head.split()[:4] == ["worker", "host", "device", "torch"]
+    assert first.startswith("0 ") and second.startswith("1 ") and (empty, last) == ("", "no fault found")
+    assert "MB/s" in first and "MB/s" in second and "by all" in first and "written, read" in second
+    assert list(tmp_path.iterdir()) == []  # what it has tried is removed again
+
+
+def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    jobs = start_agents(start, tmp_path, text, {}, {"seed": "7"})
+    assert [job.wait(60) for job in jobs] == [1, 1]
+    lines = said(jobs)
+    (fault,) = [line for line in lines if line.startswith("fault: ")]
+    assert "is started with seed=7, the others with seed=1337" in fault and "(node " in fault
+    assert sum(line.startswith("worker ") for line in lines) == 1  # a single generation
+    errors = [line for job in jobs for line in job.err().splitlines() if line.startswith("error:")]
+    assert errors == ["error: 1 fault found"]
+
+
+@pytest.mark.slow
+def test_a_wrong_interface_does_not_hang_it(start: Start, text: Path, tmp_path: Path) -> None:
+    jobs = start_agents(start, tmp_path, text, {}, {"GLOO_SOCKET_IFNAME": "ib9"})
+    assert [job.wait(60) for job in jobs] == [1, 1]
+    (fault,) = [line for line in said(jobs) if line.startswith("fault: ")]
+    assert "GLOO_SOCKET_IFNAME=ib9 names no interface" in fault and "lo (127.0.0.1/8)" in fault
+
+
+@pytest.mark.slow
+def test_a_mistake_that_all_nodes_make_is_an_error(start: Start, text: Path, tmp_path: Path) -> None:
+    jobs = start_agents(start, tmp_path, text, {"model.n_head": "3"}, {"model.n_head": "3"})
+    assert [job.wait(60) for job in jobs] == [1, 1]  # torchrun's own
+    (error,) = [line for job in jobs for line in job.err().splitlines() if line.startswith("error:")]
+    assert "model.n_embd (32) must be divisible by model.n_head (3)" in error and said(jobs) == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_come_is_missed_by_rank_and_the_others_are_named(
+    start: Start, tmp_path: Path, text: Path
+) -> None:
+    """The store of the workers is there, and only rank 0 of two comes."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    job = start(
+        [sys.executable, "-m", "mingpt.doctor", f"data.path={text}", f"run_dir={tmp_path / 'run'}"], **env
+    )
+    assert job.wait(60) == 1
+    (error,) = job.err().splitlines()
+    assert "worker 1 did not reach the rendezvous within 20 s" in error and "--endpoint 127.0.0.1" in error
+
+
+def test_a_store_that_cannot_be_reached_is_named_with_its_port(
+    start: Start, tmp_path: Path, text: Path
+) -> None:
+    port = free_port()
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    job = start(
+        [sys.executable, "-m", "mingpt.doctor", f"data.path={text}", f"run_dir={tmp_path / 'run'}"], **env
+    )
+    assert job.wait(60) == 1
+    (error,) = job.err().splitlines()
+    assert f"cannot use the workers' store at 127.0.0.1:{port}" in error and "connection refused" in error
+
+
+def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
+    words = [f"{key}={value}" for key, value in (SMALL | {"run_dir": tmp_path, "data.path": text}).items()]
+    job = start([sys.executable, "-m", "mingpt.doctor", *words])
+    assert job.wait(60) == 0, job.err()
+    assert len(job.out().splitlines()) == 4 and job.out().endswith("no fault found\n")
+    job = start([sys.executable, "-m", "mingpt.doctor", *words, "snapshot.memory_path=/no/such/folder"])
+    assert job.wait(60) == 1
+    assert "snapshot.memory_path /no/such/folder cannot be used" in job.out()
+    job = start([sys.executable, "-m", "mingpt.doctor", *words, "seed=x"])
+    assert job.wait(60) == 2 and job.err().startswith("error: seed must be a whole number")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
+def test_a_blocked_port_and_a_read_only_folder_are_found_on_three_nodes() -> None:
+    """The benchmark has all kinds."""
+    command = [sys.executable, "benchmarks/doctor.py", "--only", "port", "folder"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"found": "2 of 2"}
