@@ -9,6 +9,7 @@ import os
 import sys
 
 from mingpt.errors import UserError
+from mingpt.redact import RedactingFormatter, redact
 
 
 def main() -> int:
@@ -35,11 +36,13 @@ def main() -> int:
         value = getattr(arguments, name)
         if value is not None and not low <= value < 2**63:
             parser.error(f"--{name} must be at least {low}, not {value}")
-    logging.basicConfig(format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     try:
         sample(arguments)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {redact(str(error))}\n")
         return 2
     except BrokenPipeError:
         os._exit(1)  # the reader of the text is gone

@@ -15,6 +15,7 @@ import yaml
 from pydantic.dataclasses import dataclass
 
 from mingpt.errors import UserError
+from mingpt.redact import redact_all
 
 RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
@@ -248,12 +249,12 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as nested dictionaries, as a config file spells it."""
-    return dataclasses.asdict(config)
+    """The configuration as nested dictionaries, as a config file spells it; URLs without credentials."""
+    return redact_all(dataclasses.asdict(config))
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML that `cli.parse` reads back to the same one."""
+    """The configuration as YAML that `cli.parse` reads back, to the same one but for credentials in URLs."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 

@@ -11,6 +11,7 @@ from mingpt.config import Config, to_dict
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
 from mingpt.errors import ClaimLost, NonRetryableError, SaveAborted, UserError
+from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.snapshot import SnapshotSaver
@@ -126,7 +127,7 @@ class Saving:
             "windows": self.state.windows_seen,
             "config": to_dict(self.config),
             "vocabulary": self.corpus.tokenizer.to_bytes().decode(),
-            "data": {"path": self.config.data.path, "sha256": self.corpus.fingerprint},
+            "data": {"path": redact(self.config.data.path), "sha256": self.corpus.fingerprint},
             "software": self.environment,
         }
 

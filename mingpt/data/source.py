@@ -68,7 +68,7 @@ def cache_path(url: str) -> Path:
     place = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(place) if place else Path.home() / ".cache") / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
-    return folder / f"{digest[:16]}-{url.rsplit('/', 1)[-1][:80]}"
+    return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"
 
 
 def has_expected_checksum(content: bytes, config: DataConfig) -> bool:

@@ -15,6 +15,7 @@ from mingpt.distributed.generation import FAILED, LOST_PEER, TIMED_OUT, TOLD, Pe
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.errors import ExpectedError, NodeRefused, UserError
+from mingpt.redact import redact
 
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
@@ -218,12 +219,12 @@ class ProcessExit:
 def write_stderr(text: str) -> None:
     """Write to stderr, which may be on a full disk or gone: that must not change how a worker exits."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(text)
+        sys.stderr.write(redact(text))
         sys.stderr.flush()
 
 
 def first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else ""
+    return redact(str(error)).splitlines()[0][:200] if str(error) else ""
 
 
 def describe_failure(error: BaseException) -> str:

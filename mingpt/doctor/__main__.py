@@ -20,6 +20,7 @@ import sys
 
 from mingpt.doctor import check_endpoint, show_claims
 from mingpt.errors import UserError
+from mingpt.redact import RedactingFormatter, redact
 
 
 def main() -> int:
@@ -41,7 +42,9 @@ def main() -> int:
     parser.add_argument("--claim", metavar="RUN_DIR", help=where)
     parser.add_argument("--release", action="store_true", help="drop the claim")
     arguments, settings = parser.parse_known_args()
-    logging.basicConfig(format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     if arguments.endpoint is None and arguments.claim is None and not arguments.release:
         from mingpt.doctor.checkup import run_checkup
 
@@ -55,9 +58,9 @@ def main() -> int:
         if arguments.claim:
             lines += show_claims(arguments.claim, arguments.release)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {redact(str(error))}\n")
         return 2
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write(redact("".join(f"{line}\n" for line in lines)))
     return 0 if is_good else 1
 
 

@@ -25,6 +25,7 @@ from mingpt.doctor.network import Listener, ephemeral_ports, find_unreachable, g
 from mingpt.doctor.table import make_table
 from mingpt.doctor.verdict import find_faults
 from mingpt.errors import NonRetryableError, PeersMissing, UserError
+from mingpt.redact import redact
 
 LIMIT_S = 58.0  # of the whole check-up
 MEET_S, FINDINGS_S, LEAST_FINDINGS_S, WAIT_S, ACK_S = 20.0, 20.0, 4.0, 12.0, 3.0
@@ -229,6 +230,6 @@ def report(workers: Sequence[Facts]) -> int:
     faults = find_faults(workers)
     lines = [*make_table(workers), ""]
     lines += [f"fault: {fault}" for fault in faults] or ["no fault found"]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(redact("\n".join(lines) + "\n"))
     sys.stdout.flush()
     return len(faults)

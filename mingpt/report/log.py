@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mingpt.redact import RedactingFormatter
 from mingpt.report.files import LineFile, MayWrite, always
 
 MAX_WAITING_LINES = 1000  # for a disk that is full; the terminal has them all
@@ -29,7 +30,7 @@ class FileHandler(logging.Handler):
     def __init__(self, path: Path, console: ConsoleHandler, may_write: MayWrite) -> None:
         super().__init__()
         self.console = console
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self.setFormatter(RedactingFormatter("%(asctime)s %(message)s"))
         self.file = LineFile(path, max_pending=MAX_WAITING_LINES, may_write=may_write, report=self.report)
         self.file.retry()
 
@@ -57,7 +58,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> N
     level = logging.WARNING if rank else logging.INFO
     logger.setLevel(logging.INFO if run_dir else level)
     console = ConsoleHandler()
-    console.setFormatter(logging.Formatter(f"worker {rank}: %(message)s" if rank else "%(message)s"))
+    console.setFormatter(RedactingFormatter(f"worker {rank}: %(message)s" if rank else "%(message)s"))
     console.setLevel(level)
     logger.addHandler(console)
     if run_dir is not None:
