@@ -113,8 +113,8 @@ class Checkup:
             exchange.put("go", len(others) == self.launch.world_size and all_connected(others))
         go = exchange.get("go", 0, WAIT_S)
         if go:
-            device = found.get("device_type", "cpu")
-            exchange.put("all_reduce", measure_all_reduce(exchange, device, device == "cuda"))
+            gpu = self.launch.local_rank if found.get("device_type") == "cuda" else None
+            exchange.put("all_reduce", measure_all_reduce(exchange, gpu))
         if rank == 0:
             verdict = self.judge(exchange, bool(go))
             exchange.put("verdict", verdict)

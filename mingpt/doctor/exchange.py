@@ -71,13 +71,16 @@ class Exchange:
                 self.put(f"clock/{rank}/{number}", time.time())
 
 
-def measure_all_reduce(exchange: Exchange, device: str, is_cuda: bool) -> tuple[float | None, str | None]:
-    """MB/s of an all-reduce in a process group of its own, or why there is none. Collective."""
+def measure_all_reduce(exchange: Exchange, gpu: int | None) -> tuple[float | None, str | None]:
+    """MB/s of an all-reduce in a process group of its own, or why there is none; of a GPU or by gloo.
+
+    Collective.
+    """
     results: list[tuple[float | None, str | None]] = []
 
     def work() -> None:
         try:
-            results.append((all_reduce_rate(exchange, device, is_cuda), None))
+            results.append((all_reduce_rate(exchange, gpu), None))
         except Exception as error:  # a backend raises exceptions of many kinds; this is what is looked for
             results.append((None, (str(error).splitlines() or [""])[0][:200]))
 
@@ -87,12 +90,15 @@ def measure_all_reduce(exchange: Exchange, device: str, is_cuda: bool) -> tuple[
     return results[0] if results else (None, f"not done within {2 * GROUP_TIMEOUT_S:g} s")
 
 
-def all_reduce_rate(exchange: Exchange, device: str, is_cuda: bool) -> float:
+def all_reduce_rate(exchange: Exchange, gpu: int | None) -> float:
     import torch
     from torch import distributed
 
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # of this thread
     distributed.init_process_group(
-        "nccl" if is_cuda else "gloo",
+        "gloo" if gpu is None else "nccl",
         store=distributed.PrefixStore("group", exchange.store),
         rank=exchange.rank,
         world_size=exchange.world_size,
@@ -102,7 +108,7 @@ def all_reduce_rate(exchange: Exchange, device: str, is_cuda: bool) -> float:
     took_s = []
     for _ in range(WARM_UPS + ALL_REDUCE_ROUNDS):
         values.fill_(1.0)
-        if is_cuda:
+        if gpu is not None:
             torch.cuda.synchronize()
         began = time.monotonic()
         distributed.all_reduce(values)
