@@ -137,6 +137,13 @@ def little_memory(cluster: Cluster, trial: Trial) -> None:
     node.run("mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", "/dev/shm")
 
 
+def hanging_disk(cluster: Cluster, trial: Trial) -> None:
+    """The shared folder of node 3 does not answer."""
+    for number in (1, 2, 3):
+        trial.settings[number] = {"snapshot.path": str(cluster.shared / "snapshots")}
+    cluster.nodes[2].cut_storage()
+
+
 # kind: (how it is planted, what the doctor's one sentence must say)
 FAULTS: dict[str, tuple[Plant, str]] = {
     "healthy": (nothing, ""),
@@ -152,6 +159,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         blocked_both_ways,
         r"node2 and node3 cannot connect to each other \(no answer.*open TCP ports 32768-60999 .*of node3",
     ),
+    "folder, hangs": (hanging_disk, r"node3, worker 2: writing to .*shared/snapshots: not done after 2\d s"),
     "interface, loopback": (loopback, r"node3 listens on 127\.0\.0\.1, interface lo.*SOCKET_IFNAME.* eth0"),
     "interface, absent": (no_interface, r"node3: GLOO_SOCKET_IFNAME=ib0 names no interface.*eth0"),
     "interface, rank 0": (
@@ -186,7 +194,7 @@ def examine(kind: str, folder: Path, show: bool) -> bool:
     """Plant a fault, run the doctor, print a row; whether all is as it must be."""
     plant, expected = FAULTS[kind]
     trial = Trial()
-    with Cluster(3, folder, shared=False) as cluster:
+    with Cluster(3, folder, shared=kind == "folder, hangs") as cluster:
         for node in cluster.nodes:
             shutil.copy(ROOT / "data" / "input.txt", node.disk / "play.txt")
         plant(cluster, trial)

@@ -28,7 +28,7 @@ from mingpt.errors import NonRetryableError, PeersMissing, UserError
 from mingpt.redact import redact
 
 LIMIT_S = 58.0  # of the whole check-up
-MEET_S, FINDINGS_S, LEAST_FINDINGS_S, WAIT_S, ACK_S = 20.0, 20.0, 4.0, 12.0, 3.0
+MEET_S, FINDINGS_S, LEAST_FINDINGS_S, WAIT_S, ACK_S, CLEAN_UP_S = 20.0, 20.0, 4.0, 12.0, 3.0, 2.0
 
 
 def run_checkup(argv: Sequence[str]) -> NoReturn:
@@ -85,15 +85,14 @@ class Checkup:
         try:
             faults = examine()
         finally:
-            if self.folders:
-                self.folders.clean_up()
+            self.clean_up()
         if faults:
             raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
 
     def examine_alone(self) -> int:
         if self.config_error:
             raise UserError(self.config_error)
-        return report([Facts(**self.findings.take(self.deadline))])
+        return report([Facts(**self.take_findings())])
 
     def examine_with_others(self) -> int:
         """The number of faults. Collective."""
@@ -105,10 +104,10 @@ class Checkup:
         if rank == 0:
             exchange.serve_clock()
         found |= try_links(exchange, rendezvous.generation)
-        found |= self.findings.take(max(self.deadline, time.monotonic() + LEAST_FINDINGS_S))
+        found |= self.take_findings()
         exchange.put("facts", self.identity() | found)
         others = exchange.get_all("facts", WAIT_S + FINDINGS_S)
-        exchange.put("sees", self.folders.visible() if self.folders else [])
+        exchange.put("sees", self.visible())
         if rank == 0:
             exchange.put("go", len(others) == self.launch.world_size and all_connected(others))
         go = exchange.get("go", 0, WAIT_S)
@@ -128,6 +127,20 @@ class Checkup:
         if verdict["user_error"]:
             raise UserError(verdict["user_error"])
         return int(verdict["faults"])
+
+    def take_findings(self) -> dict[str, Any]:
+        return self.findings.take(max(self.deadline, time.monotonic() + LEAST_FINDINGS_S))
+
+    def visible(self) -> list[str]:
+        """The probes in the folder of snapshots; none where a disk hangs, which would hang this too."""
+        return self.folders.visible() if self.folders and not self.findings.thread.is_alive() else []
+
+    def clean_up(self) -> None:
+        """Remove what was tried; left where a disk hangs."""
+        if self.folders:
+            cleaning = threading.Thread(target=self.folders.clean_up, daemon=True)
+            cleaning.start()
+            cleaning.join(CLEAN_UP_S)
 
     def identity(self) -> dict[str, Any]:
         launch = self.launch
