@@ -83,7 +83,7 @@ def node_names(workers: Sequence[Facts]) -> dict[int, str]:
 
 
 class Folders:
-    """Where a run writes, tried by writing, reading and removing a file, as `names` says.
+    """Where a run writes, tried by writing, reading and removing a file. `places`: {name in a sentence: place}.
 
     What it has made is removed by `clean_up`, once the other nodes have looked for it.
     """
@@ -98,11 +98,8 @@ class Folders:
         self.made: list[Path] = []
         self.stores: list[SnapshotStore] = []
 
-    def try_all(self) -> dict[str, str | None]:
-        """{name of a folder: why it cannot be used, None if it can}."""
-        return {name: self.try_one(place) for name, place in self.places.items()}
-
     def try_one(self, place: str) -> str | None:
+        """Why a folder cannot be used; None if it can."""
         content = self.probe.encode()
         try:
             store = SnapshotStore(place, retries_s=())
@@ -123,12 +120,12 @@ class Folders:
         """The probes in the last folder: those of other nodes if it is shared with them."""
         try:
             return [name for name in self.stores[-1].names() if name.startswith("doctor-")]
-        except Exception:  # each driver raises exceptions of its own; try_all has reported it
+        except Exception:  # each driver raises exceptions of its own; try_one has reported it
             return []
 
     def clean_up(self) -> None:
         for store in self.stores:
-            with contextlib.suppress(Exception):  # it was never written, and try_all has reported why
+            with contextlib.suppress(Exception):  # it was never written, and try_one has reported why
                 store.files.rm_file(store.path(self.probe))
         for folder in reversed(self.made):
             with contextlib.suppress(OSError):  # another node's probe, or the run itself, is in it
@@ -246,8 +243,11 @@ class Findings:
             self.found |= find_own(launch, config)
             if config is not None and folders is not None:
                 self.found |= find_memory(config)
-                self.doing = f"writing to {' and '.join(folders.places)}"
-                self.found |= {"folders": folders.try_all(), "probe": folders.probe}
+                tried: dict[str, str | None] = {}
+                for name, place in folders.places.items():
+                    self.doing = f"writing to {name}"
+                    tried[name] = folders.try_one(place)
+                self.found |= {"folders": tried, "probe": folders.probe}
                 self.doing = f"reading data.path {config.data.path}"
                 self.found |= find_data(config)
             self.doing = None
