@@ -83,7 +83,7 @@ def node_names(workers: Sequence[Facts]) -> dict[int, str]:
 
 
 class Folders:
-    """Where a run writes, tried by writing, reading and removing a file. `places`: {name in a sentence: place}.
+    """Where a run writes, tried by writing, reading and removing a file; `places` is {what: path or URL}.
 
     What it has made is removed by `clean_up`, once the other nodes have looked for it.
     """
