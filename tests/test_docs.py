@@ -50,7 +50,7 @@ def shorten(line: str, text: Path) -> list[str]:
         words = [re.sub("^300$", "20", word) for word in words]
     programs = {"torchrun": f"{sys.executable} -m torch.distributed.run", "python": sys.executable}
     words = [programs.get(word, word) for word in words]
-    return [" ".join(words)] * (2 if "on both nodes" in remark else 1)
+    return [" ".join(words)] * (2 if "on both nodes" in remark or "on all nodes" in remark else 1)
 
 
 def run(line: str, text: Path, folder: Path) -> None:
@@ -58,7 +58,8 @@ def run(line: str, text: Path, folder: Path) -> None:
     port = str(free_port())
     running = []
     for node, command in enumerate(shorten(line, text)):
-        env = clean_environment(HOST="localhost", NODE=str(node))
+        addresses = {"A": "127.0.0.1", "B": "127.0.0.2", "C": "127.0.0.3", "ADDRESS": f"127.0.0.{node + 1}"}
+        env = clean_environment(HOST="localhost", NODE=str(node), **addresses)
         process = subprocess.Popen(
             command.replace("29400", port),
             shell=True,
@@ -78,7 +79,7 @@ def test_every_command_of_the_readme_runs(text: Path, tmp_path: Path) -> None:
     """In the order of the page, in one folder, since later commands use what earlier ones wrote."""
     lines = commands(ROOT / "README.md")
     assert len(lines) > 12
-    for name in ("train.py", "sample.py", "mingpt", "configs", "data", "gpt2_train_cfg.yaml"):
+    for name in ("train.py", "sample.py", "mingpt", "configs", "data", "launch", "gpt2_train_cfg.yaml"):
         (tmp_path / name).symlink_to(ROOT / name)
     for line in lines:
         run(line, text, tmp_path)
