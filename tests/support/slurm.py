@@ -118,18 +118,17 @@ class SlurmCluster:
         )
 
     def stop(self) -> None:
-        """Kill all jobs, then the daemons."""
-        pids = self.job_pids()
+        """Kill all jobs and the daemons, each slurmstepd too, which would wait for slurmctld to come back."""
         for process in self.daemons.values():
             process.terminate()
-        for pid in pids:
-            kill(pid)
         for process in self.daemons.values():
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for pid in self.pids_with({f"SLURM_CONF={self.conf}"}):
+            kill(pid)
 
     def run(self, *command: str, check: bool = True) -> str:
         """The output of a Slurm command. Raises RuntimeError with its error."""
@@ -198,14 +197,18 @@ class SlurmCluster:
     def job_pids(self, node: str | None = None) -> list[int]:
         """Of everything that a job of this cluster has started, on all nodes or on one of them."""
         wanted = {f"SLURM_CONF={self.conf}"} | ({f"SLURMD_NODENAME={node}"} if node else set())
+        return self.pids_with(wanted, "SLURM_JOB_ID=")
+
+    def pids_with(self, wanted: set[str], prefix: str = "") -> list[int]:
+        """Of processes with these variables, and one that begins so, in their environment."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
                 words = set(path.read_bytes().decode(errors="replace").split("\0"))
             except OSError:
                 continue  # it has just ended
-            is_in_job = any(word.startswith("SLURM_JOB_ID=") for word in words)
-            if wanted <= words and is_in_job and is_alive(int(path.parent.name)):
+            has_prefix = any(word.startswith(prefix) for word in words)
+            if wanted <= words and has_prefix and is_alive(int(path.parent.name)):
                 found.append(int(path.parent.name))
         return found
 
