@@ -1,6 +1,6 @@
 """launch/slurm/ on a real slurmctld with two slurmd on this machine: same bits, whatever happens to the job?
 
-    python benchmarks/slurm.py                       # 13 jobs, many minutes: Slurm waits two between the runs of a job
+    python benchmarks/slurm.py    # 13 jobs, many minutes: Slurm waits two before each new start
     python benchmarks/slurm.py --cases cancel down
 
 - one, several: jobs on one node and on two that nothing disturbs.
