@@ -28,6 +28,7 @@ def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
     assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "store tears"}
 
 
+@pytest.mark.slow
 def test_no_damage_loads_silently() -> None:
     row = last_row("benchmarks/damage.py", "--flips", "40")
     assert row["loaded_silently"] == 0 and row["intact_one_loads"]

@@ -88,7 +88,7 @@ def test_no_secret_reaches_the_terminal_or_any_file(start: Start, server: str, t
 
 
 def test_the_environment_is_read_by_name_and_never_as_a_whole() -> None:
-    """launch.py reads a launcher's variables; jobs.py hands a copy to the programs that it starts."""
+    """distributed/launch.py reads a launcher's variables; the others hand a copy to programs they start."""
     by_name = re.compile(r"os\.environ(\[|\.get\(|\.setdefault\()")
     whole = {
         str(path.relative_to(ROOT))
@@ -96,4 +96,4 @@ def test_the_environment_is_read_by_name_and_never_as_a_whole() -> None:
         for line in path.read_text().splitlines()
         if "os.environ" in by_name.sub("", line)
     }
-    assert whole == {"mingpt/distributed/launch.py", "mingpt/jobs.py"}
+    assert whole == {"mingpt/distributed/launch.py", "mingpt/elastic/launch.py", "mingpt/jobs.py"}

@@ -139,6 +139,7 @@ def write_stubs(folder: Path, hosts: Mapping[str, str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_the_script_of_a_manifest_trains_on_two_nodes(
     name: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
