@@ -12,7 +12,7 @@ from dataclasses import replace
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext, write_stderr
 from mingpt.errors import ClaimLost, UserError
-from mingpt.run_folder import RunFolder
+from mingpt.run_folder import RunFolder, refuse_where_it_fails
 from mingpt.snapshot import Claim, Holder, this_process
 from mingpt.snapshot.claim import RENEW_S
 
@@ -98,7 +98,7 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
         slurm_restarts=launch.slurm_restarts,
     )
     places = places_of(config, folder)
-    claims = context.run_with_heartbeat(lambda: acquire_all(places, holder))
+    claims = refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     context.exit.release_claims = claims.release
     return claims
 

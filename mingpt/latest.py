@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext
 from mingpt.errors import UnreadableSnapshot, UserError
-from mingpt.run_folder import RunFolder
-from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore
+from mingpt.run_folder import RunFolder, refuse_where_it_fails
+from mingpt.snapshot import Check, MemorySnapshots, Snapshot, SnapshotStore
 from mingpt.weights import check_model
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,11 @@ class LatestSnapshot:
 
 
 def find_latest(
-    store: SnapshotStore, memory: MemorySnapshots, context: DistributedContext, is_restart: bool
+    store: SnapshotStore,
+    memory: MemorySnapshots,
+    context: DistributedContext,
+    is_restart: bool,
+    check: Check = check_model,
 ) -> LatestSnapshot:
     """Find the newest valid snapshot and hand it to all ranks. One worker per node reads the store.
 
@@ -51,12 +55,12 @@ def find_latest(
     """
     reads_store = context.launch.local_rank == 0
     found, view = context.run_with_heartbeat(
-        lambda: view_store(store) if reads_store else (None, StoreView())
+        lambda: view_store(store, check) if reads_store else (None, StoreView())
     )
     views = context.all_gather_object(view)
     saved_after = None if is_restart else max(0, *(view.newest for view in views))
     in_memory = context.run_with_heartbeat(
-        lambda: memory.find_newest(view.step, saved_after, check_model) if reads_store else None
+        lambda: memory.find_newest(view.step, saved_after, check) if reads_store else None
     )
     found = in_memory or found
     durable_step = max(0, *(view.step for view in views))
@@ -73,10 +77,10 @@ def find_latest(
     return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where, views)
 
 
-def view_store(store: SnapshotStore) -> tuple[Snapshot | None, StoreView]:
+def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:
     """The newest valid snapshot that this rank can read, and what it sees."""
     try:
-        found, corrupt = store.find_newest(check_model)
+        found, corrupt = store.find_newest(check)
         step = found.manifest["step"] if found else -1
         return found, StoreView(step, corrupt, store.unreadable, None, *store.completed_steps())
     except UnreadableSnapshot as error:
@@ -113,7 +117,7 @@ def prepare_store(
         if folder.keeps_snapshots:
             store.prepare()
 
-    context.run_with_heartbeat(prepare)
+    refuse_where_it_fails(context, prepare)
 
 
 def quarantine(store: SnapshotStore, step: int, reason: str) -> None:

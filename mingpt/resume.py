@@ -9,12 +9,13 @@ from typing import Any
 from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
-from mingpt.errors import UserError
+from mingpt.errors import UnreadableSnapshot, UserError
+from mingpt.handover import agree_on_run_id, share_history
 from mingpt.latest import LatestSnapshot, find_latest, prepare_store, report_skipped
-from mingpt.report import GenerationStart, read_durable_step
-from mingpt.run_folder import RunFolder, agree_on_run_id, share_history
-from mingpt.snapshot import MemorySnapshots, Snapshot, SnapshotStore, this_process
-from mingpt.weights import snapshot_tokenizer
+from mingpt.report import GenerationStart, read_durable_step, read_job_start
+from mingpt.run_folder import RunFolder
+from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore, this_process
+from mingpt.weights import check_model, snapshot_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ def find_start(
     is_restart = context.is_restart(was_started)
     if not is_restart:
         check_workers(config, context.world_size)
-    check_same_settings(config, context)
     run_id = agree_on_run_id(context, folder, was_started)
     agent = this_process(context.launch.agent_pid)
     memory = MemorySnapshots(
         config.snapshot.memory_path, run_id, folder.path, context.launch.node_rank, agent
     )
-    latest = find_latest(store, memory, context, is_restart)
-    if latest.snapshot is None:
+    starts = context.all_gather_object(read_job_start(folder.path, run_id) if is_restart else None)
+    check = make_check(config, corpus, max((step for step in starts if step is not None), default=None))
+    latest = find_latest(store, memory, context, is_restart, check)
+    if latest.snapshot is None or latest.snapshot.manifest["step"] == 0:
         durable_steps = context.all_gather_object(read_durable_step(folder.path, run_id))
         check_nothing_is_lost(latest, config, is_restart, max(durable_steps))
     if context.rank == 0:
@@ -66,7 +68,7 @@ def find_start(
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, latest, is_restart, folder)
         step = latest.snapshot.manifest["step"] if latest.snapshot else 0
-        share_history(context, folder, step, config.trainer.log_every)
+        share_history(context, folder, step)
     return StartPoint(
         run_id,
         is_restart,
@@ -78,6 +80,25 @@ def find_start(
         folder,
         latest.views[context.rank].step,
     )
+
+
+def make_check(config: Config, corpus: Corpus, job_start: int | None) -> Check:
+    """What a snapshot must fulfil to be looked at. `job_start`: the step from which this job began.
+
+    In a restart, a node that joins may have newer ones of another run, or of an earlier job of this one.
+    """
+
+    def check(manifest: dict[str, Any], entries: Entries) -> None:
+        check_model(manifest, entries)
+        if job_start is None or manifest["step"] <= job_start:
+            return
+        changes = differences(manifest["config"], to_dict(config))
+        if manifest["data"]["sha256"] != corpus.fingerprint:
+            changes.append("data")
+        if changes:
+            raise UnreadableSnapshot(f"it is none of this job ({'; '.join(changes)})")
+
+    return check
 
 
 def describe_start(start: StartPoint, context: DistributedContext) -> GenerationStart:
@@ -94,19 +115,6 @@ def describe_start(start: StartPoint, context: DistributedContext) -> Generation
         start.changes,
         start.unwritten,
     )
-
-
-def check_same_settings(config: Config, context: DistributedContext) -> None:
-    """Raises UserError if the workers were started with settings that compute something else. Collective."""
-    mine = (to_dict(config), platform.node())
-    (first, first_host), *others = context.all_gather_object(mine)
-    for settings, host in others:
-        changed = differences(first, settings)
-        if changed:
-            raise UserError(
-                f"the workers were started with different settings: those on {host} differ from those on "
-                f"{first_host} ({'; '.join(changed)})"
-            )
 
 
 def open_store(config: Config, context: DistributedContext) -> SnapshotStore:

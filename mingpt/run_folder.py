@@ -1,23 +1,22 @@
-"""The run folder on each node: one that all nodes share, or one of its own for each, with the same history.
+"""The run folder on each node: one that all nodes share, or one of its own for each.
 
-Where nodes share no disk, the first worker of each keeps the records of the run, so that any node may die and
-whoever is left still has them. A node that joins is given them.
+Where nodes share no disk, the first worker of each keeps the records and snapshots of the run in its own.
 """
 
 import errno
 import logging
 import platform
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NoReturn, TypeVar
 
-from mingpt.config import Config
+from mingpt.config import Config, differences, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.errors import NodeRefused, PeersMissing, UserError
-from mingpt.report import load_history, read_records, read_run_id, replace_file
 
-HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it tells that there is a run
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -28,23 +27,85 @@ class RunFolder:
     path: Path
     is_kept: bool  # this rank writes the records there: the lowest one of those that see the folder
     keeps_snapshots: bool  # likewise for the folder of the snapshots
-    is_shared: bool  # all ranks see the same folder
+    is_shared: bool  # all ranks see the same run folder
+    snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its own are those of the job
+
+
+def check_same_settings(config: Config, context: DistributedContext) -> None:
+    """Raises UserError if the workers were started with settings that compute something else. Collective."""
+    path = config.snapshot.path
+    kind = "null" if path is None else ("a URL" if "://" in path else "a folder")
+    told = (to_dict(config), config.trainer.eval_only, kind, platform.node())
+    (first, *first_rest, first_host), *others = context.all_gather_object(told)
+    for settings, *rest, host in others:
+        changed = differences(first, settings)
+        names = ("trainer.eval_only", "snapshot.path")
+        changed += [
+            f"{name}: {one} -> {other}"
+            for name, one, other in zip(names, first_rest, rest, strict=True)
+            if one != other
+        ]
+        if changed:
+            raise UserError(
+                f"the workers were started with different settings: those on {host} differ from those on "
+                f"{first_host} ({'; '.join(changed)})"
+            )
 
 
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
-    """Make the run folder on every node. Collective. Raises UserError."""
+    """Make the run folder on every node. Collective. Raises as `refuse_where_it_fails` does."""
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
-    context.raise_on_all_ranks(lambda: make_run_dir(path))
+    refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
-    keepers = set(context.all_gather_object(keeper))
     snapshots_keeper = keeper
     if config.snapshot.path is not None:
         is_folder = "://" not in config.snapshot.path
         snapshots_keeper = lowest_rank_there(Path(config.snapshot.path), context) if is_folder else 0
-    is_kept, keeps_snapshots = keeper == context.rank, snapshots_keeper == context.rank
-    return RunFolder(path, is_kept, keeps_snapshots, len(keepers) == 1)
+    keepers = context.all_gather_object((keeper, snapshots_keeper))
+    return RunFolder(
+        path,
+        is_kept=keeper == context.rank,
+        keeps_snapshots=snapshots_keeper == context.rank,
+        is_shared=len({one for one, _ in keepers}) == 1,
+        snapshots_rank=min(other for _, other in keepers),
+    )
+
+
+def refuse_where_it_fails(context: DistributedContext, work: Callable[[], T]) -> T:
+    """The result of `work` on a node's own disk. Collective.
+
+    Raises UserError on all ranks if it fails on any in a job's first generation, or on all nodes. Later the
+    job goes on without the node that fails: NodeRefused there, PeersMissing on the others.
+    """
+
+    def attempt() -> tuple[T | None, str | None]:
+        try:
+            return work(), None
+        except UserError as error:
+            return None, str(error)
+
+    result, mine = context.run_with_heartbeat(attempt)
+    found = context.all_gather_object((mine, platform.node(), context.launch.node_rank))
+    failed = {node: (host, message) for message, host, node in found if message is not None}
+    if not failed:
+        return result  # type: ignore[return-value]
+    goes_on = (context.launch.round or 1) > 1 and len(failed) < len({node for *_, node in found})
+    if not goes_on:
+        raise UserError(next(iter(failed.values()))[1])
+    refuse_nodes(context, failed)
+
+
+def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]) -> NoReturn:
+    """Raises NodeRefused on the nodes {node rank: (host, why)}, and PeersMissing on the others."""
+    if context.launch.node_rank in failed:
+        host, why = failed[context.launch.node_rank]
+        raise NodeRefused(f"{why}; the job goes on without {host}")
+    hosts = ", ".join(dict.fromkeys(host for host, _ in failed.values()))
+    sentence = f"the job goes on without {hosts}: {next(iter(failed.values()))[1]}"
+    log.info("%s", sentence)
+    raise PeersMissing(sentence)
 
 
 def make_run_dir(path: Path) -> None:
@@ -63,110 +124,42 @@ def lowest_rank_there(path: Path, context: DistributedContext) -> int:
     """The lowest rank whose node sees the same folder as this one. Collective.
 
     Each node writes a file under a name that nobody has looked for before, since network file systems
-    remember what was not there.
+    remember what was not there. One that cannot is taken to see what rank 0 sees.
     """
     if not context.launch.has_several_nodes:
         return 0
-    probe = None
-    if context.launch.local_rank == 0:
-        probe = write_probe(path / f"probe-{uuid.uuid4().hex}")
-    probes = context.all_gather_object(probe.name if probe else None)
-    seen = [rank for rank, name in enumerate(probes) if name is not None and (path / name).exists()]
-    context.all_gather_object(None)  # all have looked
-    if probe is not None:
-        probe.unlink(missing_ok=True)
+    is_first = context.launch.local_rank == 0
+    name = f"probe-{uuid.uuid4().hex}"
+    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(path / name))
+    probes = context.all_gather_object(name if is_written else None)
+    seen = context.run_with_heartbeat(
+        lambda: [rank for rank, probe in enumerate(probes) if probe and is_there(path / probe)]
+    )
+    if is_written:
+        remove_probe(path / name)  # all have looked
     return min(seen, default=0)
 
 
-def write_probe(path: Path) -> Path | None:
+def write_probe(path: Path) -> bool:
+    """Whether it could be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
         log.info("%s cannot be created (%s): taken for the folder that rank 0 sees", path, error.strerror)
-        return None
-    return path
+        return False
+    return True
 
 
-def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started: bool) -> str:
-    """The id of the run in the run folders, a new one if there is none. Collective.
-
-    Raises UserError if they hold different runs; NodeRefused and PeersMissing if the job goes on without the
-    nodes that hold another one. `was_started`: this rank's node had a part in an earlier generation.
-    """
-    mine = read_run_id(folder.path)
-    found = context.all_gather_object((mine, platform.node(), was_started))
-    hosts: dict[str, list[str]] = {}
-    for run_id, host, _ in found:
-        if run_id is not None and host not in hosts.setdefault(run_id, []):
-            hosts[run_id].append(host)
-    if len(hosts) < 2:
-        return next(iter(hosts), None) or context.new_run_id()
-    listed = "; ".join(f"run {run_id[:8]} on {', '.join(names)}" for run_id, names in hosts.items())
-    way_out = f"give the job another run_dir, or remove {folder.path} where it is another run's"
-    sentence = f"the nodes hold different runs in {folder.path} ({listed}): {way_out}"
-    of_job = {run_id for run_id, _, started in found if started and run_id is not None}
-    if len(of_job) != 1:
-        raise UserError(sentence)
-    if mine is not None and mine not in of_job:
-        raise NodeRefused(f"{sentence}; the job goes on without {platform.node()}")
-    if context.rank == [started for _, _, started in found].index(True):
-        log.warning("%s", sentence)
-    others = [host for run_id, host, _ in found if run_id is not None and run_id not in of_job]
-    raise PeersMissing(f"the job goes on without {', '.join(dict.fromkeys(others))}: {sentence}")
-
-
-def share_history(context: DistributedContext, folder: RunFolder, step: int, log_every: int) -> None:
-    """Give every run folder the records of the run up to `step`. Collective.
-
-    They come from the folder with most generations among those whose records reach that step.
-    """
-    if folder.is_shared:
-        return
-    found = context.all_gather_object(describe_history(folder.path) if folder.is_kept else None)
-    reach = step // log_every * log_every
-    ranked = [
-        (min(entry.last_step, reach), entry.generations, -rank)
-        for rank, entry in enumerate(found)
-        if entry is not None
-    ]
-    if not ranked:
-        return
-    source = -max(ranked)[2]
-    for name in HISTORY_FILES:
-        content = context.broadcast_object(read_file(folder.path / name), source)
-        if folder.is_kept and context.rank != source and content is not None:
-            write_file(folder.path / name, content)
-
-
-class HistoryExtent(NamedTuple):
-    """How far the records in a run folder go."""
-
-    last_step: int
-    generations: int
-
-
-def describe_history(path: Path) -> HistoryExtent | None:
-    """None if there is no history."""
-    history = load_history(path)
-    if history is None:
-        return None
+def is_there(path: Path) -> bool:
     try:
-        last_step = max((record["step"] for record in read_records(path / "metrics.jsonl")), default=0)
+        return path.exists()
     except OSError:
-        return None
-    return HistoryExtent(last_step, len(history["generations"]))
+        return False  # a folder that this rank cannot read is none that it shares
 
 
-def read_file(path: Path) -> bytes | None:
+def remove_probe(path: Path) -> None:
     try:
-        return path.read_bytes()
-    except OSError:
-        return None  # the other ranks keep theirs
-
-
-def write_file(path: Path, content: bytes) -> None:
-    try:
-        replace_file(path, content)
+        path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("%s cannot be written (%s): the records on this node have a gap", path, error.strerror)
+        log.info("%s is left behind (%s)", path, error.strerror)

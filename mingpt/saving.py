@@ -42,6 +42,8 @@ class Saving:
         self.corpus, self.environment = corpus, environment
         self.memory, self.store, self.is_resumed = start.memory, start.store, start.snapshot is not None
         self.writes_to_disk = start.folder.keeps_snapshots
+        self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
+        self.is_main = context.rank == self.main_rank
         local_every = config.snapshot.local_every
         self.local_every = config.snapshot.every if local_every is None else local_every
         self.saver = SnapshotSaver(start.store, config.snapshot.keep_last, config.snapshot.keep_best)
@@ -52,8 +54,8 @@ class Saving:
 
     @property
     def newest_written(self) -> int:
-        """On rank 0, the step of the last snapshot that it has written to disk; else 0. Not collective."""
-        return self.saver.newest_written if self.context.rank == 0 else 0
+        """On the main rank, the step of the last snapshot that it has written; else 0. Not collective."""
+        return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
         """Allocate staging buffers before the first step, so that no save has to."""
@@ -84,14 +86,15 @@ class Saving:
         if is_last:
             return self.own_step < self.state.step or self.state.step == 0
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
-        return self.context.rank == 0 or is_local_due
+        # A node's own copy is left out while the one before is being written: no other node waits for it.
+        return self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
         """Copy the state; whoever keeps snapshots writes it in the background."""
         events.emit("save_start", kind="disk", step=self.state.step)
         if isinstance(self.saver.error, ClaimLost):
             raise self.saver.error
-        if self.durable_step < self.last_save_step:
+        if is_last or self.durable_step < self.last_save_step:
             self.wait_for_write_before()
         self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
@@ -160,7 +163,8 @@ class Saving:
         Snapshots in memory are kept then: they may be newer than those on disk.
         """
         self.wait()
-        failure = self.context.broadcast_object(self.describe_failure(), 0)
+        failure = self.describe_failure() if self.is_main else None
+        failure = self.context.broadcast_object(failure, self.main_rank)
         if failure is None:
             return
         if run_logger:
@@ -168,7 +172,7 @@ class Saving:
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
-        """On rank 0, why the last snapshot is not on disk. Raises an error that is none of the disk's."""
+        """On the main rank, why the last snapshot is not on disk. Raises an error that is not the disk's."""
         error = self.saver.error
         if error is None:
             return None

@@ -29,7 +29,7 @@ from mingpt.initialize import init_environment, init_state, load_corpus
 from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer, is_reported, open_log
 from mingpt.resume import StartPoint, describe_start, find_start
-from mingpt.run_folder import open_run_folder
+from mingpt.run_folder import check_same_settings, open_run_folder
 from mingpt.saving import Saving
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Trainer:
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.config, self.context = config, context
+        check_same_settings(config, context)
         folder = open_run_folder(config, context)
         claims = claim_places(config, context, folder)
         open_log(context.rank, folder.path if folder.is_kept else None, claims.may_write)
@@ -51,9 +52,6 @@ class Trainer:
         with out_of_memory_explained():
             self.state, self.sampler = init_state(config, context, corpus, start, self.environment)
         self.strategy = self.state.strategy
-        if context.rank == 0:
-            context.mark_started()
-        claims.mark_started()
         micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
         self.audit = Audit(start.snapshot.manifest["audit"] if start.snapshot else START, micro_batches)
         self.losses = torch.zeros(micro_batches, device=context.device)  # zero for those of other ranks
@@ -73,6 +71,9 @@ class Trainer:
         if not config.trainer.eval_only:
             context.stop_signal.defer()
         self.run_logger = self.open_run_logger(start, corpus, claims)
+        if context.rank == 0:  # from here on run.json tells from which step the job began
+            context.mark_started()
+        claims.mark_started()
         context.exit.note_begun()
 
     def open_run_logger(self, start: StartPoint, corpus: Corpus, claims: Claims) -> RunLogger | None:

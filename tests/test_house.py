@@ -13,7 +13,7 @@ FLOORS = [
     ["parallel"],
     ["cli", "state", "audit", "report", "weights"],
     ["run_folder"],
-    ["latest", "claims"],
+    ["latest", "claims", "handover"],
     ["resume"],
     ["saving", "evaluate", "initialize", "failures"],
     ["trainer"],

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import SMALL
 from support.single_process import SingleProcess
 from support.snapshots import CONTENT, make_manifest
 
-from mingpt.config import Config, SnapshotConfig, TrainerConfig
+from mingpt.cli import build
+from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
+from mingpt.data import make_corpus
 from mingpt.errors import UnreadableSnapshot, UserError
 from mingpt.latest import LatestSnapshot, StoreView, find_latest, report_skipped
-from mingpt.resume import check_nothing_is_lost
+from mingpt.resume import check_nothing_is_lost, make_check
 from mingpt.snapshot import MemorySnapshots, SnapshotStore
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
@@ -133,3 +136,33 @@ def test_a_folder_that_cannot_be_listed_is_what_a_worker_sees(
     memory = MemorySnapshots(str(tmp_path), "id", tmp_path, 0)
     found = find_latest(store, memory, SingleProcess(), is_restart=True)
     assert found.views == [StoreView(folder_error="the folder cannot be read")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "step", "is_refused"),
+    [
+        ("", 500, False),
+        ("seed", 500, True),
+        ("seed", 100, False),
+        ("data", 500, True),
+        ("log_every", 500, False),
+    ],
+)
+def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
+    changed: str, step: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that joins may have one. That of step 100, from which the job began, may have other settings."""
+    monkeypatch.setattr("mingpt.resume.check_model", lambda manifest, entries: None)
+    config = build(SMALL)
+    corpus = make_corpus(b"To be, or not to be, that is the question.\n" * 40, config.data)
+    manifest = make_manifest(step) | {"config": to_dict(config)}
+    manifest["data"]["sha256"] = "0" * 64 if changed == "data" else corpus.fingerprint
+    manifest["config"]["seed"] += changed == "seed"
+    manifest["config"]["trainer"]["log_every"] += changed == "log_every"
+    check = make_check(config, corpus, job_start=100)
+    if is_refused:
+        with pytest.raises(UnreadableSnapshot, match="it is none of this job"):
+            check(manifest, {})
+    else:
+        check(manifest, {})
+    make_check(config, corpus, job_start=None)(manifest, {})

@@ -1,5 +1,4 @@
 import errno
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,13 @@ from support.ranks import HOST, run_ranks
 from mingpt.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.errors import NodeRefused, PeersMissing, UserError
-from mingpt.jobs import read_metric
-from mingpt.run_folder import RunFolder, agree_on_run_id, make_run_dir, open_run_folder, share_history
+from mingpt.run_folder import (
+    RunFolder,
+    check_same_settings,
+    make_run_dir,
+    open_run_folder,
+    refuse_where_it_fails,
+)
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, method: str, code: int) -> None:
@@ -70,82 +74,43 @@ def test_snapshots_may_be_shared_where_run_folders_are_not(tmp_path: Path) -> No
     assert [folder.keeps_snapshots for folder in found] == [True, False, False]
 
 
-def write_run(path: Path, run_id: str, generations: int = 1, last_step: int = 0) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    entry = {"end": "running", "from_step": 0, "to_step": last_step, "restart": False, "began": 0, "seen": 0}
-    content = {"id": run_id, "generations": [entry] * generations, "changes": []}
-    (path / "run.json").write_text(json.dumps(content))
-    records = [json.dumps({"step": step, "train/loss": generations + step}) for step in range(last_step + 1)]
-    (path / "metrics.jsonl").write_text("".join(f"{record}\n" for record in records))
-
-
-def agree(tmp_path: Path, started: tuple[bool, ...]) -> list[Any]:
-    """On nodes with run folders 0, 1, ...; those that are marked had a part in an earlier generation."""
-
-    def work(context: DistributedContext) -> str:
-        folder = RunFolder(tmp_path / str(context.rank), True, True, False)
-        return agree_on_run_id(context, folder, started[context.rank])
-
-    return run_ranks(len(started), work)
-
-
-def test_nodes_without_a_run_take_part_in_that_of_the_others(tmp_path: Path) -> None:
-    write_run(tmp_path / "1", "abc")
-    assert agree(tmp_path, (False, True, False)) == ["abc"] * 3
-
-
-def test_nodes_that_hold_different_runs_are_refused_and_named(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", "abc")
-    write_run(tmp_path / "1", "def")
-    for error in agree(tmp_path, (False, False)):
-        assert type(error) is UserError
-        assert f"run abc on {HOST}; run def on {HOST}" in str(error)
-
-
-def test_a_node_with_another_run_is_refused_by_a_job_that_goes_on(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", "another")
-    write_run(tmp_path / "2", "abc")
-    errors = agree(tmp_path, (False, True, True))
-    assert [type(error) for error in errors] == [NodeRefused, PeersMissing, PeersMissing]
-
-
-def share(tmp_path: Path, nodes: int, step: int, log_every: int = 1) -> None:
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        ({"seed": 2}, "seed: 1337 -> 2"),
+        ({"snapshot.path": "/scratch"}, "snapshot.path: null -> a folder"),
+        ({"trainer.eval_only": True}, "trainer.eval_only: False -> True"),
+    ],
+)
+def test_workers_that_were_started_with_different_settings_are_refused(
+    there: dict[str, Any], named: str
+) -> None:
     def work(context: DistributedContext) -> None:
-        folder = RunFolder(tmp_path / str(context.rank), True, True, False)
-        share_history(context, folder, step, log_every)
+        check_same_settings(build(there if context.rank == 1 else {}), context)
 
-    assert run_ranks(nodes, work) == [None] * nodes
-
-
-def generations(path: Path) -> int:
-    return len(json.loads((path / "run.json").read_text())["generations"])
+    for error in run_ranks(2, work):
+        assert isinstance(error, UserError) and named in str(error) and HOST in str(error)
+    assert run_ranks(2, lambda context: check_same_settings(build({}), context)) == [None, None]
 
 
-def test_a_node_that_joins_is_given_the_history(tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    write_run(tmp_path / "1", "abc", generations=2, last_step=7)
-    share(tmp_path, 2, step=5)
-    assert generations(tmp_path / "0") == 2
-    assert read_metric(tmp_path / "0") == read_metric(tmp_path / "1")
-    assert len(read_metric(tmp_path / "0")) == 8
+@pytest.mark.parametrize(
+    ("bad_ranks", "round", "expected"),
+    [
+        ({1}, None, [UserError, UserError]),
+        ({1}, 1, [UserError, UserError]),
+        ({1}, 2, [PeersMissing, NodeRefused]),
+        ({0, 1}, 2, [UserError, UserError]),
+        (set(), 2, [type(None), type(None)]),
+    ],
+)
+def test_a_job_that_has_begun_goes_on_without_a_node_whose_disk_fails(
+    bad_ranks: set[int], round: int | None, expected: list[type]
+) -> None:
+    def work(context: DistributedContext) -> None:
+        def use_disk() -> None:
+            if context.rank in bad_ranks:
+                raise UserError("run_dir cannot be written to")
 
+        refuse_where_it_fails(context, use_disk)
 
-def test_old_records_of_a_node_that_comes_back_are_not_preferred(tmp_path: Path) -> None:
-    """It died at step 9; the others went on from 5 and are at 6."""
-    write_run(tmp_path / "0", "abc", generations=1, last_step=9)
-    write_run(tmp_path / "1", "abc", generations=2, last_step=6)
-    share(tmp_path, 2, step=6)
-    assert generations(tmp_path / "0") == 2
-    assert read_metric(tmp_path / "0") == read_metric(tmp_path / "1")
-
-
-def test_of_two_parts_the_one_that_reached_the_snapshot_tells_the_history(tmp_path: Path) -> None:
-    """The other part had more generations and did not come as far. Not every step has a record."""
-    write_run(tmp_path / "0", "abc", generations=5, last_step=9)
-    write_run(tmp_path / "1", "abc", generations=2, last_step=20)
-    share(tmp_path, 2, step=22, log_every=10)
-    assert generations(tmp_path / "0") == 2
-
-
-def test_no_history_is_no_error(tmp_path: Path) -> None:
-    share(tmp_path, 2, step=0)
+    assert [type(result) for result in run_ranks(2, work, round)] == expected

@@ -1,4 +1,5 @@
 import errno
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ def saving(tmp_path: Path) -> Saving:
     return make_saving(tmp_path, {})
 
 
-def make_saving(tmp_path: Path, settings: dict[str, Any]) -> Saving:
+def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Saving:
     """Of a run at step 10 that has no snapshot yet."""
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
     folder = RunFolder(tmp_path, is_kept=True, keeps_snapshots=True, is_shared=True)
@@ -50,9 +51,9 @@ def make_saving(tmp_path: Path, settings: dict[str, Any]) -> Saving:
     )
     state: Any = SimpleNamespace(step=10, windows_seen=80, full_state=lambda: TENSORS)
     corpus = make_corpus(TEXT, config.data)
-    return Saving(
-        config, SingleProcess(), state, start, corpus, make_manifest(10)["software"], Audit(START, 8)
-    )
+    context = SingleProcess()
+    context.rank = rank
+    return Saving(config, context, state, start, corpus, make_manifest(10)["software"], Audit(START, 8))
 
 
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +150,7 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     local_every: int | None, expected: list[int], tmp_path: Path
 ) -> None:
     """As its first worker saves them, which is not rank 0; the last one is always kept."""
-    saving = make_saving(tmp_path, {"snapshot.local_every": local_every})
-    saving.context.rank = 1
+    saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
     for step in (5, 10, 15, 18):
         saving.state.step = step
         saving.save_to_disk(None, is_last=step == 18)
@@ -161,3 +161,23 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     saving.save_to_disk(None, is_last=True)
     saving.state.step = 19
     assert saving.is_missing()
+
+
+def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own copies are left out meanwhile, but not the last one."""
+    saving = make_saving(tmp_path, {}, rank=1)
+    write, may_go_on = saving.store.write, threading.Event()
+
+    def slow_write(manifest: dict[str, Any], content: Any) -> None:
+        assert may_go_on.wait(30)
+        write(manifest, content)
+
+    monkeypatch.setattr(saving.store, "write", slow_write)
+    for step in (5, 10, 15):
+        saving.state.step = saving.durable_step = step
+        saving.save_to_disk(None)
+    may_go_on.set()
+    saving.state.step = 18
+    saving.save_to_disk(None, is_last=True)
+    saving.finish(None)
+    assert sorted(saving.store.steps()) == [5, 18]

@@ -14,7 +14,7 @@ from mingpt.distributed import peers
 from mingpt.distributed.generation import FAILED, LOST_PEER, TIMED_OUT, TOLD, PeerEnd
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import Rendezvous
-from mingpt.errors import ExpectedError, NodeRefused, UserError
+from mingpt.errors import ClaimLost, ExpectedError, NodeRefused, UserError
 from mingpt.redact import redact
 
 POLL_S = 0.05
@@ -184,7 +184,8 @@ class ProcessExit:
             os._exit(code)
         signal.set_wakeup_fd(-1)
         self.write_status(code, is_final=True)
-        is_first = self.launch.rank == 0 or (isinstance(error, NodeRefused) and self.launch.local_rank == 0)
+        is_of_node = isinstance(error, (NodeRefused, ClaimLost))  # rank 0 may not know of it
+        is_first = self.launch.rank == 0 or (is_of_node and self.launch.local_rank == 0)
         if is_first or self.rendezvous is None:  # without one, rank 0 may not know of the error
             write_stderr(f"error: {error}\n")
         # With a time limit: the storage may be what has failed.

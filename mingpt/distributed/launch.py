@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # importing pydantic would delay the moment from which signal
 # Set by mingpt.agent for its workers.
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before a worker asks
 STATUS_FILE = "MINGPT_STATUS_FILE"
-JOB = "MINGPT_JOB"  # set by mingpt.elastic, the same on all nodes whatever happens to any of them
+# Set by mingpt.elastic for its workers; the same on all nodes, whatever happens to any of them.
+JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Launch:
     max_restarts: int = 0
     omp_threads: int | None = None
     job: str | None = None  # a random token, where the launcher gives one
+    round: int | None = None  # which rendezvous of the job this is, from 1, where the launcher counts
     slurm_job: str | None = None
     slurm_restarts: int = 0  # how often Slurm has requeued that job
     slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
@@ -71,6 +73,7 @@ class Launch:
             max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
             omp_threads=omp_threads,
             job=env.get(JOB),
+            round=int(env[ROUND]) if ROUND in env else None,
             slurm_job=slurm_job,
             slurm_restarts=slurm_restarts,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,

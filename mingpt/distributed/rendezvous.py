@@ -156,21 +156,27 @@ class Rendezvous:
         store, previous = self._store, None
         has_previous = store.check(["generation"])
         if has_previous:
-            name, world_size = json.loads(store.get("generation"))
-            reasons = {}
-            for rank in range(world_size):
-                key = exit_reason_key(name, rank)
-                has_reason = store.check([key])
-                if has_reason:
-                    reasons[rank] = json.loads(store.get(key))
-            previous = GenerationEnd(world_size, reasons)
-            self.repeated_failure = repeated_failure(self._note_end(previous))
-        store.set("generation", json.dumps([self.generation, self.launch.world_size]))
+            name, world_size, round = json.loads(store.get("generation"))
+            # With another leader in between, this store knows nothing of the generation before.
+            if round is None or round + 1 == self.launch.round:
+                previous = GenerationEnd(world_size, self._read_exit_reasons(name, world_size))
+                self.repeated_failure = repeated_failure(self._note_end(previous))
+        store.set("generation", json.dumps([self.generation, self.launch.world_size, self.launch.round]))
         has_missing = store.check(["missing_workers"])
         if has_missing:
             self.missing_workers = store.get("missing_workers").decode()
             store.delete_key("missing_workers")
         return previous
+
+    def _read_exit_reasons(self, name: str, world_size: int) -> dict[int, dict[str, Any]]:
+        """{rank: reason} of those that have recorded one."""
+        reasons = {}
+        for rank in range(world_size):
+            key = exit_reason_key(name, rank)
+            has_reason = self._store.check([key])
+            if has_reason:
+                reasons[rank] = json.loads(self._store.get(key))
+        return reasons
 
     def _note_end(self, end: GenerationEnd) -> list[GenerationEnd]:
         """How the last generations ended, this one included."""

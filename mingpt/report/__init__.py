@@ -12,6 +12,7 @@ from mingpt.report.history import (
     load_history,
     mark_ended,
     read_durable_step,
+    read_job_start,
     read_run_id,
 )
 from mingpt.report.log import open_log
@@ -36,6 +37,7 @@ __all__ = [
     "mark_ended",
     "open_log",
     "read_durable_step",
+    "read_job_start",
     "read_records",
     "read_run_id",
     "replace_file",

@@ -32,6 +32,15 @@ def read_durable_step(run_dir: Path, run_id: str) -> int:
     return step if isinstance(step, int) else 0
 
 
+def read_job_start(run_dir: Path, run_id: str) -> int | None:
+    """The step from which the last job of this run began, as far as its run.json tells."""
+    history = load_history(run_dir)
+    if history is None or history.get("id") != run_id:
+        return None
+    steps = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
+    return steps[-1] if steps and isinstance(steps[-1], int) else None
+
+
 def load_history(run_dir: Path) -> dict[str, Any] | None:
     """run.json, where there is one in order."""
     try:
@@ -158,7 +167,9 @@ class RunHistory:
             "restart": start.is_restart,
         }
         self.generations.append(entry | {"began": now, "seen": now, "end": "running"})
-        self.content |= {"status": "running", "durable_step": start.durable_step}
+        # In a restart a snapshot may have been lost with its disk: that it was written must not be forgotten.
+        earlier = self.content["durable_step"] if start.is_restart else 0
+        self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
         self.file.write(self.encode())
         return sentence
 

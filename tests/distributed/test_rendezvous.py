@@ -1,7 +1,9 @@
 import pytest
+from torch.distributed import TCPStore
 
-from mingpt.distributed import GenerationEnd
+from mingpt.distributed import GenerationEnd, Launch
 from mingpt.distributed.generation import LOST_PEER, TIMED_OUT
+from mingpt.distributed.rendezvous import Rendezvous
 
 NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
 FAILED = "failed (ValueError: no such thing)"
@@ -39,3 +41,13 @@ def test_different_reasons_are_all_named() -> None:
 def test_the_last_step_is_the_furthest_that_any_rank_has_reported() -> None:
     assert make_end(3, {0: NO_PEER, 1: NO_PEER}).step() == 11
     assert make_end(3, {}).step() is None
+
+
+def test_a_store_tells_only_of_the_generation_right_before() -> None:
+    """It lives in an agent that may have been away while another one led the job."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    known = []
+    for round in (1, 2, 4, 5):
+        launch = Launch(master_addr="127.0.0.1", master_port=store.port, agent_hosts_store=True, round=round)
+        known.append(Rendezvous(launch, timeout_s=10).previous_generation is not None)
+    assert known == [False, True, False, True]

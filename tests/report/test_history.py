@@ -8,7 +8,14 @@ from support.faults import FaultyDisk
 
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.generation import MAX_REPEATS
-from mingpt.report import GenerationStart, RunHistory, mark_ended, read_durable_step, read_run_id
+from mingpt.report import (
+    GenerationStart,
+    RunHistory,
+    mark_ended,
+    read_durable_step,
+    read_job_start,
+    read_run_id,
+)
 
 RUN_ID = "abc123"
 
@@ -235,5 +242,16 @@ def test_the_newest_snapshot_on_disk_is_on_record_until_the_run_begins_anew(tmp_
     history.file.retry()
     assert read_durable_step(tmp_path, RUN_ID) == 20
     assert read_durable_step(tmp_path, "another run") == 0
+    begin(open_history(tmp_path), 1, 15, None, True, [])
+    assert read_durable_step(tmp_path, RUN_ID) == 20, "its disk may be gone, and a restart is in memory"
     begin(open_history(tmp_path), 1, 0, None, False, [])
     assert read_durable_step(tmp_path, RUN_ID) == 0
+
+
+def test_the_step_from_which_the_last_job_began_is_on_record(tmp_path: Path) -> None:
+    assert read_job_start(tmp_path, RUN_ID) is None
+    begin(open_history(tmp_path), 1, 0, None, False, [])
+    begin(open_history(tmp_path), 1, 40, None, False, [])
+    begin(open_history(tmp_path), 1, 55, None, True, [])
+    assert read_job_start(tmp_path, RUN_ID) == 40
+    assert read_job_start(tmp_path, "another") is None

@@ -13,8 +13,10 @@ T = TypeVar("T")
 class ThreadContext(DistributedContext):
     """One rank of several; each is alone on its node."""
 
-    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any]) -> None:
-        self.launch = Launch(rank=rank, world_size=world_size, node_rank=rank)
+    def __init__(
+        self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any], round: int | None
+    ) -> None:
+        self.launch = Launch(rank=rank, world_size=world_size, node_rank=rank, round=round)
         self.rank, self.world_size = rank, world_size
         self.barrier, self.board = barrier, board
 
@@ -29,15 +31,23 @@ class ThreadContext(DistributedContext):
         received: Any = self.all_gather_object(value)[source]
         return received  # type: ignore[no-any-return]
 
+    def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
+        return self.broadcast_object(content, source) or b""
 
-def run_ranks(world_size: int, work: Callable[[DistributedContext], T]) -> list[T | Exception]:
+    def run_with_heartbeat(self, work: Callable[[], T]) -> T:
+        return self.raise_on_all_ranks(work)
+
+
+def run_ranks(
+    world_size: int, work: Callable[[DistributedContext], T], round: int | None = None
+) -> list[T | Exception]:
     """What `work` returns, or raises, on each rank."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
     results: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadContext(rank, world_size, barrier, board))
+            results[rank] = work(ThreadContext(rank, world_size, barrier, board, round))
         except Exception as error:
             results[rank] = error
 
