@@ -31,7 +31,7 @@ from mingpt.elastic.boards import Board, BoardMemory, Endpoint, FolderBoard, Hos
 from mingpt.elastic.decisions import FINISHED, LEFT, WAITING, Entry
 from mingpt.elastic.meeting import Meeting
 from mingpt.elastic.node import Node
-from mingpt.elastic.store import KeyMemory, RoundStore
+from mingpt.elastic.store import KeyMemory, RoundStore, assigned_ranks
 from mingpt.elastic.wire import Message, Server, is_ipv6, request
 
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
@@ -166,12 +166,11 @@ class ElasticRendezvous(RendezvousHandler):
         members = round["members"]
         self._round, leader = round, members[0]
         os.environ[JOB], os.environ[ROUND] = round["job"], str(round["number"])
-        # With equal nodes torchrun need not ask the others for ranks, one of which may have died since.
-        is_identical = len({member["nproc"] for member in members}) == 1 and leader["nproc"] > 0
-        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = str(int(is_identical))
+        os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # the store knows the ranks of unequal nodes
         names = ", ".join(f"{member['host']} ({member['address']})" for member in members)
         self._say(f"round {round['number']}: {names}")
-        store: Any = RoundStore(leader["address"], leader["port"], round["id"], self._is_round_over)
+        known = assigned_ranks([member["nproc"] for member in members])
+        store: Any = RoundStore(leader["address"], leader["port"], round["id"], self._is_round_over, known)
         rank = [member["id"] for member in members].index(self._node.id)
         return RendezvousInfo(
             store, rank, len(members), RendezvousStoreInfo(leader["address"], round["store_port"])

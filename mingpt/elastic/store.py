@@ -3,10 +3,11 @@
 Workers do not see it: they get a torch TCPStore that the leader's agent hosts.
 """
 
+import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,21 +54,43 @@ class KeyMemory:
             return {"value": int(keys[token])}
 
 
+def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
+    """What torchrun's agents would ask each other for ranks, if it is known how many workers each node has.
+
+    `nprocs` is in the order of the nodes' ranks; 0, not known, gives {}. Workers have one role.
+    """
+    if 0 in nprocs:
+        return {}
+    found, total = {}, sum(nprocs)
+    for rank, nproc in enumerate(nprocs):
+        base = sum(nprocs[:rank])
+        info = {"role": "", "rank": rank, "local_world_size": nproc}
+        found[f"torchelastic/role_info/{rank}"] = json.dumps(info)
+        found[f"torchelastic/assigned_ranks/{rank}"] = json.dumps([base, total, base, total])
+    return found
+
+
 class RoundStore:
     """What torchrun's agent uses of a torch Store, so that a cut network cannot hang it.
 
     Once `is_over()`, because a member has left or died, nothing waits any more: `wait` and `add` return, and
-    `get` raises DistStoreError.
+    `get` raises DistStoreError. Keys in `known` are never asked for or changed: ranks are assigned where
+    torchrun catches no error.
     """
 
-    def __init__(self, address: str, port: int, round: str, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self, address: str, port: int, round: str, is_over: Callable[[], bool], known: Mapping[str, str] = {}
+    ) -> None:
         self.timeout = timedelta(seconds=60)
+        self._known = known
         self._address, self._port, self._round, self._is_over = address, port, round, is_over
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
+        if key in self._known:
+            return
         text = value.decode("latin-1") if isinstance(value, bytes) else value
         self._ask({"op": "set", "key": key, "value": text})
 
@@ -107,6 +130,8 @@ class RoundStore:
             time.sleep(POLL_S)
 
     def _values(self, keys: Sequence[str]) -> list[Any]:
+        if all(key in self._known for key in keys):
+            return [self._known[key] for key in keys]
         return list(self._ask({"op": "get", "keys": list(keys)}).get("values", [None] * len(keys)))
 
     def _ask(self, message: Message) -> Message:

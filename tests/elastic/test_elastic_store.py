@@ -5,13 +5,16 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.utils.store import barrier
 
 from mingpt.elastic import store as module
-from mingpt.elastic.store import KeyMemory, RoundStore
+from mingpt.elastic.store import KeyMemory, RoundStore, assigned_ranks
 from mingpt.elastic.wire import Message, Server
 
 HERE = "127.0.0.1"
@@ -103,3 +106,28 @@ def test_an_addition_whose_answer_was_lost_counts_once(monkeypatch: pytest.Monke
     store = RoundStore(HERE, serve(memory.operations() | {"add": add}), "round", lambda: False)
     assert store.add("n", 1) == 1 and failed
     assert store.add("n", 1) == 2
+
+
+def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_WORKER_IDENTICAL", raising=False)
+    counts = (2, 1, 3)
+    ranks = []
+    with socket.socket() as bound:
+        bound.bind((HERE, 0))  # the leader has died: it refuses
+        port = bound.getsockname()[1]
+        for group_rank, count in enumerate(counts):
+            store = RoundStore(HERE, port, "round", lambda: True, assigned_ranks(counts))
+            spec: Any = SimpleNamespace(role="default", local_world_size=count)
+            assign: Any = SimpleElasticAgent._assign_worker_ranks
+            workers = assign(None, store, group_rank, len(counts), spec)
+            ranks += [worker.global_rank for worker in workers]
+            assert {worker.world_size for worker in workers} == {6}
+            assert [worker.role_rank for worker in workers] == [worker.global_rank for worker in workers]
+            assert {worker.role_world_size for worker in workers} == {6}
+    assert ranks == list(range(6))
+
+
+def test_without_all_counts_of_workers_ranks_are_shared_by_the_agents() -> None:
+    assert assigned_ranks([2, 0]) == {}
