@@ -5,12 +5,14 @@ No clock, no network, no torch: what is seen goes in, what to do comes out.
 
 import ipaddress
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 JOIN_HOLD_S = 1.0  # of what has to last before anybody is disturbed
+REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # of a node that was lost soon after it had joined
+SOON_S = 120.0  # more than the default `trainer.timeout_s`, after which a cut link ends a round
 LAG_HOLD_S = 4.0  # a member of a new round may be seen in its old one for a moment
 
 
@@ -173,7 +175,37 @@ class Restart:
     hold_s: float = 0.0
 
 
-def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart | None:
+class JoinBackoff:
+    """How long a waiting node is held off: longer each time that it had joined and was lost soon after.
+
+    A node is known by host and address, as its agent may be another one each time.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[str, tuple[str, str, float]] = {}  # id: host, address, when it joined
+        self._losses: dict[tuple[str, str], int] = {}
+
+    def start_round(self, members: Iterable[Mapping[str, Any]], now: float) -> None:
+        """Members of the first round have joined nobody."""
+        joined = now if self._members else -math.inf
+        before = self._members
+        self._members = {
+            one["id"]: before.get(one["id"], (one["host"], one["address"], joined)) for one in members
+        }
+        for id in before.keys() - self._members.keys():
+            host, address, since = before[id]
+            losses = self._losses.pop((host, address), 0)
+            if now - since < SOON_S:
+                self._losses[host, address] = losses + 1
+
+    def hold_s(self, entry: Entry) -> float:
+        losses = self._losses.get((entry.host, entry.address), 0)
+        return REJOIN_HOLDS_S[min(losses, len(REJOIN_HOLDS_S) - 1)]
+
+
+def must_restart(
+    me: Entry, alive: Collection[Entry], max_nodes: int, join_hold_s: Callable[[Entry], float]
+) -> Restart | None:
     """Whether the round that `me` is in has to end, for a reason that its workers cannot know.
 
     A member has left it, an agent waits that each member reaches, or a larger round of this job is seen.
@@ -188,10 +220,10 @@ def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart
             return Restart(f"{mate} is not in this round", hold_s)
     running = [me, *(mate for mate in mates if mate.state == RUNNING)]
     if len(me.members) < max_nodes:
-        for entry in sorted(alive, key=lambda entry: entry.key):
+        for entry in sorted(alive, key=lambda entry: (join_hold_s(entry), entry.key)):
             can_join = entry.state == WAITING and entry.id not in me.members
             if can_join and all(is_linked(entry, member) for member in running):
-                return Restart(f"{entry} joins", JOIN_HOLD_S)
+                return Restart(f"{entry} joins", join_hold_s(entry))
     mine = (-len(running), me.round)
     for name, members in active_rounds(alive).items():
         if name != me.round and (-len(members), name) < mine:

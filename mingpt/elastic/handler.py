@@ -55,7 +55,9 @@ class ElasticRendezvous(RendezvousHandler):
         self._round: Message | None = None
         self._tcp_store: TCPStore | None = None
         self._store_port = 0
-        self._restart_since: float | None = None
+        self._backoff = decisions.JoinBackoff()
+        self._restart: decisions.Restart | None = None
+        self._restart_since = 0.0
         self._has_ended = False
         operations = self._node.operations() | BoardMemory().operations() | KeyMemory().operations()
         port = own_port(endpoints, self._address)
@@ -90,7 +92,7 @@ class ElasticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait to be taken into a round, for as long as it takes. Ends the agent if the job is finished."""
         self._node.wait_for_round()
-        self._restart_since = None
+        self._restart = None
         meeting = Meeting(self._min, self._max, began=time.monotonic())
         while True:
             round = self._node.entered_round()
@@ -165,6 +167,7 @@ class ElasticRendezvous(RendezvousHandler):
     def _start(self, round: Message) -> RendezvousInfo:
         members = round["members"]
         self._round, leader = round, members[0]
+        self._backoff.start_round(members, time.monotonic())
         os.environ[JOB], os.environ[ROUND] = round["job"], str(round["number"])
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # the store knows the ranks of unequal nodes
         names = ", ".join(f"{member['host']} ({member['address']})" for member in members)
@@ -185,13 +188,14 @@ class ElasticRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """1 if the round has to end, else 0."""
         view, now = self._node.view(), time.monotonic()
-        restart = decisions.must_restart(view.me, view.alive, self._max) if view.is_fresh else None
-        if restart is None:
-            self._restart_since = None
-            return 0
-        if self._restart_since is None:
-            self._restart_since = now
-        if now - self._restart_since < restart.hold_s:
+        restart = None
+        if view.is_fresh:
+            restart = decisions.must_restart(view.me, view.alive, self._max, self._backoff.hold_s)
+        if restart != self._restart:
+            self._restart, self._restart_since = restart, now
+            if restart is not None and restart.hold_s > decisions.LAG_HOLD_S:
+                self._say(f"{restart.reason} in {restart.hold_s:.0f} s: it was lost soon after it had joined")
+        if restart is None or now - self._restart_since < restart.hold_s:
             return 0
         self._say(f"the round ends: {restart.reason}")
         return 1

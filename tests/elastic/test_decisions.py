@@ -7,9 +7,12 @@ from mingpt.elastic.decisions import (
     JOIN_HOLD_S,
     LAG_HOLD_S,
     RUNNING,
+    SOON_S,
     WAITING,
     Entry,
+    JoinBackoff,
     Liveness,
+    Restart,
     best_group,
     busy,
     describe_wait,
@@ -135,67 +138,110 @@ def test_nobody_meets_while_a_round_goes_on_or_its_members_are_to_come() -> None
     assert busy([waiting, one, entry("b", round="r")]) == ([], [one])
 
 
+def restart(
+    me: Entry, alive: list[Entry], max_nodes: int, backoff: JoinBackoff | None = None
+) -> Restart | None:
+    return must_restart(me, alive, max_nodes, (backoff or JoinBackoff()).hold_s)
+
+
 def test_a_round_of_which_all_are_here_goes_on() -> None:
     a, b = running("a", "r", "ab"), running("b", "r", "ab")
-    assert must_restart(a, [a, b], 3) is None
-    assert must_restart(a, [a], 3) is None  # its workers notice a dead peer by themselves
-    assert must_restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
+    assert restart(a, [a, b], 3) is None
+    assert restart(a, [a], 3) is None  # its workers notice a dead peer by themselves
+    assert restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
 
 
 def test_a_member_that_left_ends_the_round_at_once() -> None:
     a, left = running("a", "r", "ab"), entry("b", round="r", number=1)
-    found = must_restart(a, [a, left], 3)
+    found = restart(a, [a, left], 3)
     assert found is not None and found.hold_s == 0.0 and "node2 (10.0.0.2)" in found.reason
 
 
 def test_a_member_that_is_seen_in_its_old_round_gets_a_moment() -> None:
     a = running("a", "r2", "ab", number=2)
     for lagging in (entry("b", round="r1", number=1), running("b", "r1", "ab", number=1), entry("b")):
-        found = must_restart(a, [a, lagging], 3)
+        found = restart(a, [a, lagging], 3)
         assert found is not None and found.hold_s == LAG_HOLD_S
 
 
 def test_a_member_that_went_on_without_this_one_ends_the_round_at_once() -> None:
     a, b = running("a", "r1", "abc", number=1), running("b", "r2", "bc", number=2)
-    found = must_restart(a, [a, b], 3)
+    found = restart(a, [a, b], 3)
     assert found is not None and found.hold_s == 0.0
+
+
+def members(text: str) -> list[dict[str, object]]:
+    """A round's members: "b" is node b's agent, "b2" a later agent of the same node."""
+    return [
+        {"id": name, "host": entry(name[0]).host, "address": entry(name[0]).address} for name in text.split()
+    ]
+
+
+def test_a_node_that_joins_and_is_lost_again_and_again_is_held_off_longer_each_time() -> None:
+    backoff, now, b = JoinBackoff(), 0.0, entry("b")
+    backoff.start_round(members("a b"), now)
+    holds = []
+    for number in range(2, 7):
+        backoff.start_round(members("a"), now + 10)
+        holds.append(backoff.hold_s(b))
+        now += 30
+        backoff.start_round(members(f"a b{number}"), now)
+    assert holds == [JOIN_HOLD_S, 10.0, 60.0, 300.0, 300.0]
+    assert backoff.hold_s(entry("c")) == JOIN_HOLD_S
+    backoff.start_round(members("a b6 c"), now + 50)  # it goes on: the round ended for another node
+    backoff.start_round(members("a c"), now + 60)
+    assert backoff.hold_s(b) == 300.0
+    backoff.start_round(members("a b7 c"), now + 400)
+    backoff.start_round(members("a b7"), now + 400 + SOON_S)
+    backoff.start_round(members("a"), now + 400 + SOON_S)  # it had lasted: all is forgotten
+    assert backoff.hold_s(b) == JOIN_HOLD_S
+
+
+def test_a_node_that_is_held_off_keeps_no_other_one_out() -> None:
+    backoff, a = JoinBackoff(), running("a", "r", "a")
+    for names in ("a", "a b", "a"):
+        backoff.start_round(members(names), 0.0)
+    found = restart(a, [a, entry("b")], 3, backoff)
+    assert found is not None and found.hold_s == 10.0 and "node2" in found.reason
+    found = restart(a, [a, entry("b"), entry("c")], 3, backoff)
+    assert found is not None and found.hold_s == JOIN_HOLD_S and "node3" in found.reason
 
 
 def test_a_newcomer_that_all_members_reach_is_taken_in() -> None:
     a, b = running("a", "r", "ab"), running("b", "r", "ab")
     for me in (a, b):
-        found = must_restart(me, [a, b, entry("c")], 3)
+        found = restart(me, [a, b, entry("c")], 3)
         assert found is not None and found.hold_s == JOIN_HOLD_S and "node3 (10.0.0.3) joins" in found.reason
-    assert must_restart(a, [a, b, entry("c")], 2) is None  # no room
-    assert must_restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
+    assert restart(a, [a, b, entry("c")], 2) is None  # no room
+    assert restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
 
 
 @pytest.mark.parametrize("reach", ["a", "b", ""])
 def test_a_newcomer_that_only_some_reach_disturbs_nobody(reach: str) -> None:
     a, b = running("a", "r", "ab"), running("b", "r", "ab")
     for me in (a, b):
-        assert must_restart(me, [a, b, entry("c", reach)], 3) is None
+        assert restart(me, [a, b, entry("c", reach)], 3) is None
     deaf = running("b", "r", "ab", reach="a")
     for me in (a, deaf):
-        assert must_restart(me, [a, deaf, entry("c", "ab")], 3) is None
+        assert restart(me, [a, deaf, entry("c", "ab")], 3) is None
 
 
 def test_a_dead_member_does_not_keep_a_newcomer_out() -> None:
     a = running("a", "r", "ab")
-    assert must_restart(a, [a, entry("c", "a")], 3) is not None
+    assert restart(a, [a, entry("c", "a")], 3) is not None
 
 
 def test_of_two_rounds_the_larger_goes_on() -> None:
     a, b, c = running("a", "r1", "a"), running("b", "r2", "bc"), running("c", "r2", "bc")
-    found = must_restart(a, [a, b, c], 3)
+    found = restart(a, [a, b, c], 3)
     assert found is not None and found.hold_s == JOIN_HOLD_S and "larger group" in found.reason
-    assert must_restart(b, [a, b, c], 3) is None and must_restart(c, [a, b, c], 3) is None
+    assert restart(b, [a, b, c], 3) is None and restart(c, [a, b, c], 3) is None
 
 
 def test_of_two_rounds_of_one_size_exactly_one_goes_on() -> None:
     a, b = running("a", "r1", "a"), running("b", "r2", "b")
-    assert must_restart(a, [a, b], 3) is None
-    assert must_restart(b, [a, b], 3) is not None
+    assert restart(a, [a, b], 3) is None
+    assert restart(b, [a, b], 3) is not None
 
 
 def test_a_barrier_is_over_once_a_member_has_gone_or_left() -> None:

@@ -120,7 +120,7 @@ def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
         for group_rank, count in enumerate(counts):
             store = RoundStore(HERE, port, "round", lambda: True, assigned_ranks(counts))
             spec: Any = SimpleNamespace(role="default", local_world_size=count)
-            assign: Any = SimpleElasticAgent._assign_worker_ranks
+            assign: Any = vars(SimpleElasticAgent)["_assign_worker_ranks"]
             workers = assign(None, store, group_rank, len(counts), spec)
             ranks += [worker.global_rank for worker in workers]
             assert {worker.world_size for worker in workers} == {6}
