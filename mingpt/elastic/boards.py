@@ -19,6 +19,7 @@ from mingpt.elastic.wire import Message, Server, request
 
 FORGET_S = 60.0
 POST_TIMEOUT_S = 1.0
+BIND_S = 3.0  # between attempts to listen on a port that is taken
 
 
 class Board(Protocol):
@@ -123,6 +124,17 @@ def serve(address: str, port: int) -> None:
     """Hold a board for agents elsewhere, until this process is ended. Raises OSError if the port is taken."""
     operations = BoardMemory().operations() | {"ping": lambda message: {"id": "board"}}
     Server(address, port, operations).serve_forever()
+
+
+def serve_once_free(address: str, port: int, operations: dict[str, Callable[[Message], Message]]) -> None:
+    """Answer on a port that is taken, by an agent of before say, as soon as it is free."""
+    while True:
+        try:
+            server = Server(address, port, operations)
+        except OSError:
+            time.sleep(BIND_S)
+        else:
+            server.serve_forever()
 
 
 @dataclass(frozen=True)

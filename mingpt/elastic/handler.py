@@ -8,6 +8,7 @@ Workers find the job's token in MINGPT_JOB and the number of the round in MINGPT
 import atexit
 import os
 import platform
+import random
 import socket
 import sys
 import threading
@@ -27,7 +28,15 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from mingpt.elastic import decisions
-from mingpt.elastic.boards import Board, BoardMemory, Endpoint, FolderBoard, HostBoard, parse_rdzv
+from mingpt.elastic.boards import (
+    Board,
+    BoardMemory,
+    Endpoint,
+    FolderBoard,
+    HostBoard,
+    parse_rdzv,
+    serve_once_free,
+)
 from mingpt.elastic.decisions import FINISHED, LEFT, WAITING, Entry
 from mingpt.elastic.meeting import Meeting
 from mingpt.elastic.node import Node
@@ -41,6 +50,7 @@ LINGER_S = 2.0  # for others to read that the job is finished
 NOTICE_S = 0.3  # for others to read that this agent has left
 EXIT_S = 1.0
 POLL_S = 0.05
+RETRY_S = (0.1, 0.3)  # after a proposal that failed, at random: two leaders may be in each other's way
 
 
 class ElasticRendezvous(RendezvousHandler):
@@ -66,8 +76,10 @@ class ElasticRendezvous(RendezvousHandler):
         except OSError as error:
             if not port:
                 raise
-            self._say(f"port {port} is taken ({error.strerror}); this agent hosts no board")
+            self._say(f"port {port} is taken ({error.strerror}); this agent hosts no board until it is free")
             server = Server(self._address, 0, operations)
+            arguments = self._address, port, operations
+            threading.Thread(target=serve_once_free, args=arguments, daemon=True).start()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         boards: list[Board] = [HostBoard(end.host, end.port, self._run_id) for end in endpoints]
         if not isinstance(rdzv, list):
@@ -93,7 +105,7 @@ class ElasticRendezvous(RendezvousHandler):
         """Wait to be taken into a round, for as long as it takes. Ends the agent if the job is finished."""
         self._node.wait_for_round()
         self._restart = None
-        meeting = Meeting(self._min, self._max, began=time.monotonic())
+        meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""
         while True:
             round = self._node.entered_round()
             if round is not None:
@@ -104,17 +116,22 @@ class ElasticRendezvous(RendezvousHandler):
                 raise SystemExit(0)
             group = meeting.group_to_propose(view, now)
             if group is not None:
-                self._propose(group)
+                failure = self._propose(group)
+                if failure:
+                    if failure != said:
+                        said = failure
+                        self._say(f"{failure}; trying again")
+                    time.sleep(random.uniform(*RETRY_S))
                 continue
             line = meeting.line_to_say(view, now)
             if line is not None:
                 self._say(line)
             time.sleep(POLL_S)
 
-    def _propose(self, group: Sequence[Entry]) -> None:
-        """Start a round if all accept; else somebody is cut off, or has promised itself to another leader."""
+    def _propose(self, group: Sequence[Entry]) -> str:
+        """Start a round if all accept; else the reason: somebody is cut off, or has promised itself elsewhere."""
         job, number = decisions.job_of(group)
-        round = {
+        round: Message = {
             "id": uuid.uuid4().hex,
             "number": number + 1,
             "job": job or uuid.uuid4().hex,
@@ -126,15 +143,17 @@ class ElasticRendezvous(RendezvousHandler):
         }
         has_promised = self._node.promise(round)
         if not has_promised:
-            return
+            return "this agent has accepted another proposal"
         answers = self._ask_all(group[1:], {"op": "propose", "round": round})
         refusals = [str(entry) for entry, is_ok in zip(group[1:], answers, strict=True) if not is_ok]
         if refusals:
-            self._say(f"not accepted by {', '.join(refusals)}; trying again")
-            return
+            self._node.release(round["id"])
+            return f"not accepted by {', '.join(refusals)}"
+        has_entered = self._node.enter(round)
+        if not has_entered:
+            return "the answers to a proposal took too long"
         self._ask_all(group[1:], {"op": "go", "round": round})
-        # Whoever has not heard it waits on, which the others see.
-        self._node.enter(round)
+        return ""  # whoever has not heard it waits on, which the others see
 
     def _ask_all(self, others: Sequence[Entry], message: Message) -> list[bool]:
         def ask(entry: Entry) -> bool:

@@ -18,7 +18,7 @@ from mingpt.elastic.wire import Message, request
 DEAD_S = 4.0  # without a new post
 FRESH_S = 2.0  # a view that is older decides nothing
 REACH_S = 4.0  # since the last ping that was answered
-PROMISE_S = 5.0
+PROMISE_S = 10.0
 POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
 POLL_PER_AGENT_S = 0.005  # each agent reads what each one posts
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
@@ -229,6 +229,12 @@ class Node:
                 return False
             self._promise = (leader, round["id"], time.monotonic() + PROMISE_S)
             return True
+
+    def release(self, round: str) -> None:
+        """Take back the promise to the leader of this round, which is this agent itself."""
+        with self._lock:
+            if self._promise[1] == round:
+                self._promise = ("", "", 0.0)
 
     def _on_go(self, message: Message) -> Message:
         return {"ok": self.enter(message["round"])}
