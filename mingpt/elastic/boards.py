@@ -8,16 +8,17 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from mingpt.elastic.decisions import Entry
-from mingpt.elastic.wire import Message, Server, request
+from mingpt.elastic.decisions import FINISHED, Entry
+from mingpt.elastic.wire import Message, Operation, Server, request
 
 FORGET_S = 60.0
+FORGET_FINISHED_S = 3600.0  # for an agent that is frozen or cut off while the others finish
 POST_TIMEOUT_S = 1.0
 BIND_S = 3.0  # between attempts to listen on a port that is taken
 
@@ -45,24 +46,27 @@ class FolderBoard:
         partial = self._folder / f"{mine.id}.partial"
         partial.write_text(json.dumps(mine.to_json()))
         partial.replace(self._folder / f"{mine.id}.json")
-        found = []
-        for path in self._folder.glob("*.json"):
+        found, paths = [], list(self._folder.glob("*.json"))
+        for path in paths:
             try:
                 content = path.read_bytes()
-            except FileNotFoundError:
-                continue  # its agent has just ended
-            self._clean(path, content)
+                self._clean(path, content)
+            except OSError:
+                continue  # its agent has just ended, or this one file cannot be read now
             found += parse_entries([content])
+        listed = {path.name for path in paths}
+        self._unchanged = {name: value for name, value in self._unchanged.items() if name in listed}
         return found
 
     def _clean(self, path: Path, content: bytes) -> None:
-        """Remove what an agent left that was killed."""
+        """Remove what an agent left that was killed, and, after a longer time, that a job is finished."""
         before, since = self._unchanged.get(path.name, (b"", 0.0))
         if before != content:
             self._unchanged[path.name] = (content, time.monotonic())
-        elif time.monotonic() - since > FORGET_S:
+            return
+        is_finished = [entry.state for entry in parse_entries([content])] == [FINISHED]
+        if time.monotonic() - since > (FORGET_FINISHED_S if is_finished else FORGET_S):
             path.unlink(missing_ok=True)
-            del self._unchanged[path.name]
 
     def remove(self, mine: Entry) -> None:
         (self._folder / f"{mine.id}.json").unlink(missing_ok=True)
@@ -78,22 +82,32 @@ class HostBoard:
     def exchange(self, mine: Entry) -> list[Entry]:
         message = {"op": "post", "rdzv_id": self._rdzv_id, "entry": mine.to_json()}
         answer = request(self._host, self._port, message, POST_TIMEOUT_S)
-        return parse_entries(json.dumps(content).encode() for content in answer.get("entries", []))
+        entries = answer.get("entries")
+        if not isinstance(entries, list):
+            raise OSError(f"{self.name} has no board")
+        return parse_entries(entries)
 
     def remove(self, mine: Entry) -> None:
         message = {"op": "remove", "rdzv_id": self._rdzv_id, "id": mine.id}
         request(self._host, self._port, message, POST_TIMEOUT_S)
 
 
-def parse_entries(contents: Any) -> list[Entry]:
-    """What is not an entry, of a later version of this program say, is left out."""
+def parse_entries(contents: Iterable[Any]) -> list[Entry]:
+    """What is not an entry, of a later version of this program say, is left out. Bytes are JSON."""
     found = []
     for content in contents:
         try:
-            found.append(Entry.from_json(json.loads(content)))
-        except ValueError:
+            found.append(Entry.from_json(json.loads(content) if isinstance(content, bytes) else content))
+        except (ValueError, RecursionError):
             continue
     return found
+
+
+@dataclass(frozen=True)
+class Posted:
+    rdzv_id: str
+    text: str  # the entry as JSON
+    until: float  # by this process's monotonic clock
 
 
 class BoardMemory:
@@ -101,18 +115,21 @@ class BoardMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[tuple[str, str], tuple[Any, float]] = {}
+        self._entries: dict[tuple[str, str], Posted] = {}
 
-    def operations(self) -> dict[str, Callable[[Message], Message]]:
+    def operations(self) -> dict[str, Operation]:
         return {"post": self._post, "remove": self._remove}
 
-    def _post(self, message: Message) -> Message:
+    def _post(self, message: Message) -> str:
+        """The answer as JSON: for many agents, encoding each entry each time would be most of the work."""
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
+        forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
+        posted = Posted(rdzv_id, json.dumps(entry, separators=(",", ":")), now + forget_s)
         with self._lock:
-            self._entries[rdzv_id, str(entry["id"])] = (entry, now)
-            kept = {key: value for key, value in self._entries.items() if now - value[1] < FORGET_S}
-            self._entries = kept
-            return {"entries": [entry for (name, _), (entry, _) in kept.items() if name == rdzv_id]}
+            self._entries[rdzv_id, str(entry["id"])] = posted
+            self._entries = {key: value for key, value in self._entries.items() if now < value.until}
+            found = [value.text for value in self._entries.values() if value.rdzv_id == rdzv_id]
+        return f'{{"entries":[{",".join(found)}]}}'
 
     def _remove(self, message: Message) -> Message:
         with self._lock:
@@ -122,11 +139,12 @@ class BoardMemory:
 
 def serve(address: str, port: int) -> None:
     """Hold a board for agents elsewhere, until this process is ended. Raises OSError if the port is taken."""
-    operations = BoardMemory().operations() | {"ping": lambda message: {"id": "board"}}
+    operations: dict[str, Operation] = {"ping": lambda message: {"id": "board"}}
+    operations |= BoardMemory().operations()
     Server(address, port, operations).serve_forever()
 
 
-def serve_once_free(address: str, port: int, operations: dict[str, Callable[[Message], Message]]) -> None:
+def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
     """Answer on a port that is taken, by an agent of before say, as soon as it is free."""
     while True:
         try:

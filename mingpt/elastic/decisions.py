@@ -82,6 +82,10 @@ class Liveness:
             elif entry.counter > self._seen[entry.id][0]:
                 self._seen[entry.id] = (entry.counter, now, True)
 
+    def keep(self, ids: Collection[str]) -> None:
+        """Forget all others."""
+        self._seen = {id: seen for id, seen in self._seen.items() if id in ids}
+
     def is_alive(self, id: str, now: float) -> bool:
         _, since, has_changed = self._seen.get(id, (0, now, False))
         return has_changed and now - since < self.dead_s

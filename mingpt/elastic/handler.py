@@ -129,7 +129,7 @@ class ElasticRendezvous(RendezvousHandler):
             time.sleep(POLL_S)
 
     def _propose(self, group: Sequence[Entry]) -> str:
-        """Start a round if all accept; else the reason: somebody is cut off, or has promised itself elsewhere."""
+        """Start a round if all accept; else why not: somebody is cut off, or promised to another leader."""
         job, number = decisions.job_of(group)
         round: Message = {
             "id": uuid.uuid4().hex,
@@ -239,9 +239,10 @@ class ElasticRendezvous(RendezvousHandler):
         return any(entry.state == WAITING for entry in self._node.view().alive)
 
     def _leave(self) -> None:
-        if not self._has_ended:
-            self._node.end(LEFT, EXIT_S)
-            time.sleep(NOTICE_S)
+        if self._has_ended:
+            return  # its last entry stays, for an agent that is frozen or cut off now
+        self._node.end(LEFT, EXIT_S)
+        time.sleep(NOTICE_S)
         self._node.remove(EXIT_S)
 
 

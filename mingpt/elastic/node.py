@@ -32,7 +32,7 @@ class View:
     me: Entry
     alive: tuple[Entry, ...]  # me included
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
-    finished: bool  # an agent that was seen running has finished the job; else it was an earlier job's
+    finished: bool  # an agent of this job, or one that was seen running, has finished it; no earlier job
     is_fresh: bool
     troubles: tuple[str, ...]  # what does not answer, or why it cannot be used
 
@@ -115,6 +115,7 @@ class Node:
             elif id not in self._pinging:
                 self._pinging.add(id)
                 threading.Thread(target=self._ping, args=(entry,), daemon=True).start()
+        liveness.keep(self._entries.keys() | {entry.id for entry in entries})
 
     def _ping(self, entry: Entry) -> None:
         """Note whether an agent answers, until it is forgotten."""
@@ -171,10 +172,15 @@ class Node:
                 me=me,
                 alive=(me, *(entry for entry in alive if entry.id not in ended | self._gone)),
                 gone=frozenset(self._gone | ended | lapsed),
-                finished=any(entry.state == FINISHED and entry.id in self._seen_running for entry in alive),
+                finished=any(self._is_end_of_job(entry) for entry in self._entries.values()),
                 is_fresh=bool(fresh),
                 troubles=tuple(sorted(set(troubles))),
             )
+
+    def _is_end_of_job(self, entry: Entry) -> bool:
+        """Its agent may be gone since, while this one was frozen or cut off."""
+        is_own = entry.id in self._seen_running or (entry.job == self._entry.job != "")
+        return entry.state == FINISHED and is_own
 
     def wait_for_round(self) -> None:
         """Post that this agent waits."""

@@ -8,24 +8,29 @@ import ipaddress
 import json
 import socket
 import socketserver
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 24  # the entries of 1,000 agents
 SERVER_TIMEOUT_S = 5.0
 
 Message = dict[str, Any]
+Operation = Callable[[Message], Message | str]  # a string is JSON already
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """The answer of the server at (host, port). Raises OSError: refused, silent, or not one of ours."""
-    with socket.create_connection((host, port), timeout_s) as connection:
+    try:
+        made = socket.create_connection((host, port), timeout_s)
+    except (ValueError, OverflowError) as error:  # such as a name that IDNA does not allow
+        raise OSError(f"{host}:{port} is no address: {error}") from error
+    with made as connection:
         connection.sendall(json.dumps(message).encode() + b"\n")
         with connection.makefile("rb") as reader:
             line = reader.readline(MAX_LINE_BYTES)
     try:
         answer = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OSError(f"{host}:{port} is not an agent of this kind") from error
     if not isinstance(answer, dict):
         raise OSError(f"{host}:{port} is not an agent of this kind")
@@ -38,7 +43,7 @@ class Server:
     Raises OSError if the port is taken.
     """
 
-    def __init__(self, address: str, port: int, operations: dict[str, Callable[[Message], Message]]) -> None:
+    def __init__(self, address: str, port: int, operations: Mapping[str, Operation]) -> None:
         class Handler(socketserver.StreamRequestHandler):
             timeout = SERVER_TIMEOUT_S
 
@@ -62,14 +67,15 @@ class Server:
         self._server.serve_forever(poll_interval=0.5)
 
 
-def answer(operations: dict[str, Callable[[Message], Message]], line: bytes) -> bytes:
+def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
     """The line that answers a line; {"error": ...} if it is no request."""
     try:
         message = json.loads(line)
         result = operations[message["op"]](message)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         result = {"error": f"{type(error).__name__}: {error}"}
-    return json.dumps(result).encode() + b"\n"
+    text = result if isinstance(result, str) else json.dumps(result)
+    return text.encode() + b"\n"
 
 
 def is_ipv6(address: str) -> bool:

@@ -71,6 +71,14 @@ def test_an_agent_is_alive_only_once_its_counter_changes() -> None:
     assert seen.silent_for("b", 61.0) == float("inf") and not seen.is_alive("b", 61.0)
 
 
+def test_who_is_no_longer_listed_is_forgotten() -> None:
+    seen = Liveness(dead_s=4.0)
+    for counter in (1, 2):
+        seen.observe([entry("a", counter=counter), entry("b", counter=counter)], now=0.0)
+    seen.keep({"b"})
+    assert not seen.was_alive("a") and seen.silent_for("a", 1.0) == float("inf") and seen.was_alive("b")
+
+
 def test_a_link_takes_both_directions() -> None:
     assert is_linked(entry("a", "b"), entry("b", "a"))
     assert not is_linked(entry("a", ""), entry("b", "a"))

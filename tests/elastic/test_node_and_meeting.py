@@ -120,6 +120,18 @@ def test_a_job_is_finished_only_for_whom_saw_it_running(monkeypatch: pytest.Monk
     wait_until(lambda: node.view().finished)
 
 
+@pytest.mark.parametrize(("job", "is_finished"), [("job", True), ("earlier", False), ("", False)])
+def test_news_of_the_own_jobs_end_count_without_signs_of_life(job: str, is_finished: bool) -> None:
+    left_by = FakeBoard("b", lambda n: [other("ended", counter=9, state=FINISHED, job=job)])
+    node = Node("host", HERE, 1)
+    node.wait_for_round()
+    assert node.promise(proposal(node.id)) and node.enter(proposal(node.id))
+    node.wait_for_round()
+    node.start(1, [left_by])
+    wait_until(lambda: left_by.exchanges > 5)
+    assert node.view().finished is is_finished
+
+
 def proposal(leader: str, round: str = "r") -> dict[str, Any]:
     return {"id": round, "number": 4, "job": "job", "members": [{"id": leader}, {"id": "x"}], "store_port": 1}
 

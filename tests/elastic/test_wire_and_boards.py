@@ -1,5 +1,6 @@
 """Requests have time limits and servers survive nonsense; boards hold what was posted last."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -11,7 +12,7 @@ import pytest
 
 from mingpt.elastic import boards
 from mingpt.elastic.boards import BoardMemory, Endpoint, FolderBoard, HostBoard, parse_rdzv
-from mingpt.elastic.decisions import Entry
+from mingpt.elastic.decisions import FINISHED, Entry
 from mingpt.elastic.wire import Server, request
 
 HERE = "127.0.0.1"
@@ -129,3 +130,75 @@ def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
     for wrong in ("", "node1", "node1:", "node1:0", "node1:70000", "a:1,b", "::1"):
         with pytest.raises(ValueError, match="HOST:PORT"):
             parse_rdzv(wrong)
+
+
+def test_a_file_that_cannot_be_read_hides_no_other_one(tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path, "job")
+    board.exchange(entry("b"))
+    (tmp_path / "job" / "a.json").mkdir()  # reading it fails, as a stale handle of NFS does
+    assert sorted(found.id for found in board.exchange(entry("c"))) == ["b", "c"]
+
+
+def test_a_folder_board_remembers_nobody_whose_file_is_gone(tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path, "job")
+    for number in range(20):
+        board.exchange(entry(f"agent{number}"))
+        board.remove(entry(f"agent{number}"))
+    board.exchange(entry("a"))
+    assert sum(len(value) for value in vars(board).values() if isinstance(value, dict)) <= 1
+
+
+@pytest.mark.parametrize("entries", [None, "text", {"id": 1}, 7])
+def test_an_answer_without_a_list_of_entries_is_an_error(entries: object) -> None:
+    server = Server(HERE, 0, {"post": lambda message: {"entries": entries}})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(OSError, match="no board"):
+        HostBoard(HERE, server.port, "job").exchange(entry("a"))
+
+
+def test_a_server_that_knows_no_such_request_is_an_error() -> None:
+    server = Server(HERE, 0, {"ping": lambda message: {"id": "no board"}})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(OSError, match="no board"):
+        HostBoard(HERE, server.port, "job").exchange(entry("a"))
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("a..b", 1), ("x" * 80, 1), ("a\0b", 1), (HERE, 70000), (HERE, -1)]
+)
+def test_an_address_that_is_none_is_an_error_of_the_system(host: str, port: int) -> None:
+    with pytest.raises(OSError):
+        request(host, port, {"op": "ping"}, 1)
+
+
+def test_json_that_is_too_deep_is_an_error(port: int) -> None:
+    with socket.create_connection((HERE, port), 2) as connection:
+        connection.sendall(b"[" * 100_000 + b"\n")
+        assert "error" in json.loads(connection.makefile().readline())
+
+
+def test_boards_keep_the_news_that_a_job_is_finished(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boards, "FORGET_S", 0.2)
+    finished = dataclasses.replace(entry("a"), state=FINISHED)
+    for board in (HostBoard(HERE, port, "finished"), FolderBoard(tmp_path, "job")):
+        board.exchange(finished)
+        board.exchange(entry("killed"))
+        board.exchange(entry("b", 1))
+        time.sleep(0.3)  # that time itself
+        board.exchange(entry("b", 2))
+        assert sorted(found.id for found in board.exchange(entry("b", 3))) == ["a", "b"]
+
+
+def test_news_that_a_job_is_finished_is_removed_in_the_end(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boards, "FORGET_FINISHED_S", 0.2)
+    finished = dataclasses.replace(entry("a"), state=FINISHED)
+    for board in (HostBoard(HERE, port, "removed"), FolderBoard(tmp_path, "job")):
+        board.exchange(finished)
+        board.exchange(entry("b", 1))
+        time.sleep(0.3)  # that time itself
+        board.exchange(entry("b", 2))
+        assert [found.id for found in board.exchange(entry("b", 3))] == ["b"]
