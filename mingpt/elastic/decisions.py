@@ -110,11 +110,16 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     many, members of the latest round come first.
     """
     group = sorted(entries, key=lambda entry: entry.key)
-    links = {entry.id: sum(is_linked(entry, other) for other in group) for entry in group}
-    while any(count < len(group) for count in links.values()):
-        worst = min(reversed(group), key=lambda entry: links[entry.id])
+    reach = {entry.id: {entry.id, *entry.reach} for entry in group}
+    links = {
+        id: {other for other in reach if other in reached and id in reach[other]}
+        for id, reached in reach.items()
+    }
+    while any(len(linked) < len(group) for linked in links.values()):
+        worst = min(reversed(group), key=lambda entry: len(links[entry.id]))
         group.remove(worst)
-        links = {entry.id: sum(is_linked(entry, other) for other in group) for entry in group}
+        for id in links.pop(worst.id) - {worst.id}:
+            links[id].remove(worst.id)
     if len(group) > max_nodes:
         former = last_members(group)
         group = sorted(group, key=lambda entry: (entry.id not in former, entry.key))[:max_nodes]

@@ -20,9 +20,10 @@ FRESH_S = 2.0  # a view that is older decides nothing
 REACH_S = 4.0  # since the last ping that was answered
 PROMISE_S = 10.0
 POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
-POLL_PER_AGENT_S = 0.005  # each agent reads what each one posts
+POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads what each one posts; less than FRESH_S
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
 FORGET_S = 60.0
+ID_LENGTH = 12  # an entry lists all others twice
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Node:
 
     def __init__(self, host: str, address: str, nproc: int) -> None:
         self._lock = threading.Lock()
-        self._entry = Entry(id=uuid.uuid4().hex, host=host, address=address, port=0, nproc=nproc)
+        self._entry = Entry(id=uuid.uuid4().hex[:ID_LENGTH], host=host, address=address, port=0, nproc=nproc)
         self._entries: dict[str, Entry] = {}
         # By a board's name: two boards may hold an entry at different ages, which is no sign of life.
         self._liveness: dict[str, Liveness] = {}
@@ -86,7 +87,9 @@ class Node:
                     self._posted[board.name] = mine.state
                     self._take_in(board, entries)
                 if self._entry.state == mine.state:
-                    self._changed.wait(max(POLL_S[mine.state], POLL_PER_AGENT_S * len(entries)))
+                    self._changed.wait(
+                        max(POLL_S[mine.state], min(MAX_POLL_S, POLL_PER_AGENT_S * len(entries)))
+                    )
 
     def _next_entry(self) -> Entry:
         reach = self._reach(time.monotonic())

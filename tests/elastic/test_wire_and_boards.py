@@ -87,6 +87,14 @@ def test_a_host_board_holds_the_latest_entries_of_each_job(port: int) -> None:
     assert mine.exchange(entry("c")) == [entry("c")]
 
 
+def test_a_host_board_serves_many_agents(port: int) -> None:
+    board, names = HostBoard(HERE, port, "many"), tuple(f"{number:032}" for number in range(130))
+    for name in names:
+        posted = dataclasses.replace(entry(name), members=names, reach=names)
+        found = board.exchange(posted)
+    assert len(found) == 130 and found[-1] == posted  # more than a mebibyte
+
+
 def test_a_folder_board_holds_a_file_for_each_agent_and_no_more(tmp_path: Path) -> None:
     board, elsewhere = FolderBoard(tmp_path / "deep", "job/1"), FolderBoard(tmp_path / "deep", "job/2")
     elsewhere.exchange(entry("z"))
