@@ -190,6 +190,23 @@ def test_a_frozen_agent_is_left_out_and_taken_in_once_thawed(new_agents: Callabl
 
 
 @pytest.mark.slow
+def test_an_agent_that_was_frozen_while_the_job_ended_ends_once_thawed(
+    new_agents: Callable[..., Agents],
+) -> None:
+    agents = new_agents(nnodes="2:2")
+    agents.start(1, 2)
+    agents.await_round(1, 1, 2)
+    frozen = agents.jobs.pop(2)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    for pid in children(frozen.pid):
+        os.kill(pid, signal.SIGKILL)
+    agents.finish()
+    os.kill(frozen.pid, signal.SIGCONT)
+    assert frozen.wait(20) == 0
+    assert "the job is finished" in frozen.err()
+
+
+@pytest.mark.slow
 def test_a_spare_agent_waits_and_ends_with_the_job(new_agents: Callable[..., Agents]) -> None:
     agents = new_agents(nnodes="1:2")
     agents.start(2, 3)
