@@ -56,7 +56,7 @@ SETTINGS = {
     "trainer.sample_tokens": 0, "trainer.timeout_s": TIMEOUT_S, "trainer.device": "cpu", "snapshot.every": 20,
     "snapshot.memory_every": MEMORY_EVERY,
 }  # fmt: skip
-KILL_STEPS, LONG_STEPS = 400, 1000  # so many that the job still trains when a healed node is back
+KILL_STEPS, LONG_STEPS = 400, 600  # so many that the job still trains when a healed node is back
 CUTS = ("network", "storage", "both", "frozen")
 ON_OWN_DISKS = ("network", "frozen", "power")  # the others need storage over a network
 Found = dict[str, Any]
