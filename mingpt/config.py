@@ -146,7 +146,7 @@ class SnapshotConfig:
     )
     memory_path: str = Field("/dev/shm", "folder in memory; where it is absent or too small, there are none")
     local_every: Optional[typing.Annotated[int, pydantic.Field(ge=0)]] = Field(
-        None, "the same on each node's own disk where nodes share none; null: like every; 0: the last one"
+        None, "like `every`, on each node's own disk where nodes share none; null: as `every`; 0: the last"
     )
     keep_last: int = Field(3, "number of newest snapshots kept", ge=1)
     keep_best: bool = Field(True, "also keep the snapshot with the lowest validation loss")

@@ -10,7 +10,7 @@ class ExpectedError(RuntimeError):
 
 
 class PeersMissing(ExpectedError):
-    """Other workers did not come to meet this one; the message says which."""
+    """This generation ends because other workers did not come, or because the next one leaves a node out."""
 
 
 class StopRequested(Exception):

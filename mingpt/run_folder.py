@@ -162,4 +162,4 @@ def remove_probe(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        log.info("%s is left behind (%s)", path, error.strerror)
+        log.info("%s could not be removed (%s)", path, error.strerror)

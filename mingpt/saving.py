@@ -24,8 +24,8 @@ LONG_WAIT_S = 5.0
 class Saving:
     """The snapshots of this generation. Methods are collective unless they say otherwise.
 
-    Rank 0 writes to disk, and the first worker of each node to its memory; where nodes share no disk, to its
-    own disk too.
+    The ranks with `folder.keeps_snapshots` write to disk, the first worker of each node to its memory. What
+    `folder.snapshots_rank` has written counts as durable.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Saving:
         if isinstance(self.saver.error, ClaimLost):
             raise self.saver.error
         if is_last or self.durable_step < self.last_save_step:
-            self.wait_for_write_before()
+            self.wait_for_previous_save()
         self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
         tensors = self.state.full_state()
@@ -141,7 +141,7 @@ class Saving:
             is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
             done = all(is_over)
 
-    def wait_for_write_before(self) -> None:
+    def wait_for_previous_save(self) -> None:
         """`wait`, and one line if that takes long: training stands still meanwhile."""
         began = time.monotonic()
         self.wait()
@@ -176,8 +176,8 @@ class Saving:
         error = self.saver.error
         if error is None:
             return None
-        is_of_the_disk = isinstance(error, (OSError, UserError)) or not self.store.is_local
-        if isinstance(error, ClaimLost) or not is_of_the_disk:
+        is_disk_error = isinstance(error, (OSError, UserError)) or not self.store.is_local
+        if isinstance(error, ClaimLost) or not is_disk_error:
             raise error
         durable_step = max(self.durable_step, self.saver.newest_written)
         stands, goes_on = "there is none before it", ""

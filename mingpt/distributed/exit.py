@@ -155,7 +155,7 @@ class ProcessExit:
             )
 
     def exit_without_rendezvous(self, error: BaseException) -> NoReturn:
-        """Exit code 1 for a worker that waited in vain for others to come; the next generation says so."""
+        """Exit code 1 after PeersMissing; the next generation says who is missing."""
         self.exiting.acquire()
         if not self.launch.has_restarts_left():
             has_agent_of_torchrun = self.launch.agent_pid and self.launch.status_file is None
