@@ -13,14 +13,18 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file whole or not at all. Raises OSError; then the file of before is still there."""
+def replace_file(path: Path, content: str | bytes, may_write: "MayWrite | None" = None) -> None:
+    """Write a small file whole or not at all. Raises OSError; then the file of before is still there.
+
+    `may_write` is asked right before the file gets its name: storage may have hung for long.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
         with open(partial, "wb", buffering=0) as file:
             write_all(file.fileno(), content.encode() if isinstance(content, str) else content)
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        if may_write is None or may_write():
+            os.replace(partial, path)
     except OSError:
         remove_quietly(partial)  # on a full disk it would take the room of others
         raise
@@ -131,7 +135,7 @@ class SmallFile:
             if content is None or not self.may_write():
                 return
             try:
-                replace_file(self.path, content)
+                replace_file(self.path, content, self.may_write)
             except OSError as error:
                 self.status.failed(error)
                 return

@@ -49,19 +49,21 @@ class JsonlSink(Sink):
     def drop_past(self, step: int) -> None:
         """Drop the records past `step`, and all at 0: they come again. Raises OSError.
 
-        That is a truncation, which needs no room on the disk, unless dropped lines lie between others.
+        That is a truncation, which needs no room on the disk, unless dropped lines lie between others. A
+        record that comes late, as one that was being written when storage hung, is put in its place.
         """
         unwritten = self.run.unwritten
         first_unwritten = unwritten[0]["step"] if unwritten else step + 1
-        kept_bytes, is_dropping, needs_rewrite, found = 0, False, False, set()
+        kept_bytes, is_dropping, needs_rewrite, found, last = 0, False, False, set(), (-1, False)
         for line, record in read_lines(self.path):
             if record is None or record["step"] > step or step == 0:
                 is_dropping = True
                 continue
-            needs_rewrite = needs_rewrite or is_dropping or not line.endswith(b"\n")
-            kept_bytes += len(line)
+            key = record_key(record)
+            needs_rewrite = needs_rewrite or is_dropping or not line.endswith(b"\n") or key <= last
+            kept_bytes, last = kept_bytes + len(line), key
             if record["step"] >= first_unwritten:
-                found.add(record_key(record))
+                found.add(key)
         if needs_rewrite:
             self.rewrite(step)
         elif is_dropping:
@@ -70,13 +72,17 @@ class JsonlSink(Sink):
         self.file.pending.extendleft(encode(record) for record in reversed(missing))
 
     def rewrite(self, step: int) -> None:
-        """Replace the file by its records up to `step`. Raises OSError."""
+        """Replace the file by its records up to `step`, each once and in order. Raises OSError."""
         partial = Path(f"{self.path}.partial")
+        kept = {
+            record_key(record): line.rstrip(b"\n") + b"\n"
+            for line, record in read_lines(self.path)
+            if record is not None and record["step"] <= step
+        }
         try:
             with open(partial, "wb", buffering=0) as file:
-                for line, record in read_lines(self.path):
-                    if record is not None and record["step"] <= step:
-                        write_all(file.fileno(), line.rstrip(b"\n") + b"\n")
+                for key in sorted(kept):
+                    write_all(file.fileno(), kept[key])
                 os.fsync(file.fileno())
             os.replace(partial, self.path)
         except OSError:

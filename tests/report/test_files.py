@@ -50,12 +50,21 @@ def test_a_small_file_is_reported_once_and_written_when_there_is_room(
     ]
 
 
+def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:
+    """The claim was there before the storage hung, and is gone when the file would get its name."""
+    path = tmp_path / "run.json"
+    replace_file(path, "the other job's")
+    answers = [True, False]
+    SmallFile(path, lambda: answers.pop(0)).write("ours")
+    assert answers == [] and path.read_text() == "the other job's"
+
+
 def test_the_latest_content_wins_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first write takes long: the caller does not wait, and the contents in between are skipped."""
     file, begun, go_on = SmallFile(tmp_path / "run.json"), threading.Event(), threading.Event()
     written = []
 
-    def slow_replace(path: Path, content: str) -> None:
+    def slow_replace(path: Path, content: str, *_: object) -> None:
         begun.set()
         assert go_on.wait(30)
         written.append(content)

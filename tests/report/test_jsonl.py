@@ -176,3 +176,13 @@ def test_what_only_the_snapshot_has_is_added_and_nothing_twice(tmp_path: Path) -
     sink.rewind(6)
     log_losses(sink, range(7, 8))
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 6, 7]
+
+
+def test_a_record_that_comes_late_is_put_in_its_place(tmp_path: Path) -> None:
+    """A worker was writing it when its storage hung; the others have computed that step again since."""
+    path = tmp_path / "metrics.jsonl"
+    steps = [1, 2, 3, 5, 4, 5, 6, 3]
+    path.write_text("".join(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in steps))
+    sink = JsonlSink(make_run(tmp_path, is_fresh=False))
+    sink.rewind(6)
+    assert [record["step"] for record in records(path)] == [1, 2, 3, 4, 5, 6]
