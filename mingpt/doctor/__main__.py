@@ -5,7 +5,8 @@
     python -m mingpt.doctor --claim RUN_DIR [--release]
 
 The first, with the flags and settings of the run, prints a row per worker and a sentence per fault. Exit code
-0: no fault; 1: faults, under torchrun without restarts; 2: a mistake on the command line.
+0: no fault; 1: faults (torchrun does not restart the workers); 2: a mistake on the command line (torchrun
+itself exits with 1).
 
 --endpoint looks at the meeting point of the agents (--rdzv_endpoint) from this host alone.
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 from mingpt.doctor.facts import Facts
-from mingpt.doctor.verdict import size
+from mingpt.doctor.verdict import STATES_IN_MEMORY, size
 
 NOTHING = "-"
 
@@ -64,4 +64,4 @@ def describe_sharing(worker: Facts, workers: Sequence[Facts]) -> str:
 def describe_memory(worker: Facts) -> str:
     if worker.memory_free is None or worker.state_bytes is None:
         return NOTHING
-    return f"{size(worker.memory_free)} free, {size(2 * worker.state_bytes)} needed"
+    return f"{size(worker.memory_free)} free, {size(STATES_IN_MEMORY * worker.state_bytes)} needed"

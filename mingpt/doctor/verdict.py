@@ -9,9 +9,8 @@ from mingpt.doctor.links import find_link_faults
 
 MAX_CLOCK_S = 1.0
 STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
-STATES_PER_WORKER = 2  # weights, optimizer and gradients; activations are not counted
+STATES_PER_WORKER = 1  # weights and optimizer; gradients and activations are not counted
 MAX_SETTINGS = 3  # named in one sentence
-ANY_NODE = "rank 0, which reads it for all, may be on any node after a fault"
 
 
 def find_faults(workers: Sequence[Facts]) -> list[str]:
@@ -21,6 +20,7 @@ def find_faults(workers: Sequence[Facts]) -> list[str]:
     return [
         *find_broken(workers, names),
         *find_different(workers, names),
+        *find_data_faults(nodes),
         *find_clock_faults(nodes),
         *(sentence for name, node in nodes.items() for sentence in find_folder_faults(name, node)),
         *(sentence for name, node in nodes.items() for sentence in find_memory_faults(name, node)),
@@ -38,8 +38,6 @@ def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]
             found.append(f"{name}: the configuration is wrong there: {worker.config_error}")
         if worker.device_error:
             found.append(f"{name}: {worker.device_error}")
-        if worker.data_error:
-            found.append(f"{name}: {worker.data_error}; {ANY_NODE}")
         if worker.address_error:
             found.append(
                 f"{name}: {worker.address_error}: set GLOO_SOCKET_IFNAME there to one that the others reach"
@@ -76,7 +74,7 @@ def find_different(workers: Sequence[Facts], names: Mapping[int, str]) -> list[s
         path = next(worker.data_path for worker in workers if names[worker.rank] == name)
         sentences.append(
             f"data.path {path} is another text on {name} (sha256 {own[:12]}) than on the others "
-            f"({most[:12]}): copy the same file there, since {ANY_NODE}"
+            f"({most[:12]}): copy the same file there, since the first node that can read it reads it for all"
         )
     for name, own, most in odd_ones({worker.rank: worker.config for worker in configured}, names):
         sentences.append(
@@ -103,6 +101,16 @@ def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
     shown = keys[:MAX_SETTINGS]
     there = ", ".join(f"{key}={own.get(key)}" for key in shown)
     return f"{there}{more}, the others with {', '.join(f'{key}={most[key]}' for key in shown)}"
+
+
+def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
+    """Why no node can read the text; the same error in one sentence. None if any can: it reads for all."""
+    by_error: dict[str, list[str]] = {}
+    for name, node in nodes.items():
+        if node.data_error is None:
+            return []
+        by_error.setdefault(node.data_error, []).append(name)
+    return [f"{' and '.join(names)}: {error}" for error, names in by_error.items()]
 
 
 def find_clock_faults(nodes: Mapping[str, Facts]) -> list[str]:

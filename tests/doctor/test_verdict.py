@@ -25,6 +25,7 @@ def test_the_node_that_differs_from_most_is_named_with_both_values() -> None:
     assert "node3 computes with 8 CPU threads" in fault and "OMP_NUM_THREADS=1" in fault
     fault = only_fault(*others, replace(last, data="cd" * 32))
     assert "another text on node3 (sha256 cdcdcdcdcdcd)" in fault and "play.txt" in fault
+    assert "the first node that can read it reads it for all" in fault
     fault = only_fault(replace(CLUSTER[0], device_type="cuda"), *CLUSTER[1:])
     assert fault.startswith("node1 computes on cuda and the others on cpu")
 
@@ -80,16 +81,15 @@ def test_too_little_memory_is_told_with_what_is_needed() -> None:
     absent = replace(CLUSTER[2], memory_free=None, memory_error="No such file or directory")
     assert "cannot be used on node3 (No such file or directory)" in only_fault(*CLUSTER[:2], absent)
     assert find_faults([*CLUSTER[:2], replace(small, memory_path=None, memory_free=None)]) == []
-    poor = replace(CLUSTER[2], ram_free=39 * MB)  # two states in memory, weights and gradients
-    assert "node3 has 39.0 MB of memory free" in only_fault(*CLUSTER[:2], poor)
-    assert find_faults([*CLUSTER[:2], replace(CLUSTER[2], ram_free=41 * MB)]) == []
+    poor = replace(CLUSTER[2], ram_free=29 * MB)  # two states in memory, one in the worker
+    assert "node3 has 29.0 MB of memory free" in only_fault(*CLUSTER[:2], poor)
+    assert find_faults([*CLUSTER[:2], replace(CLUSTER[2], ram_free=31 * MB)]) == []
 
 
 def test_what_a_worker_could_not_do_is_a_fault_of_its_own() -> None:
     for change in (
         {"config_error": "unknown setting 'a.b'"},
         {"device_error": "trainer.device=cuda asks for GPU 0 and this machine has 0"},
-        {"data_error": "data.path play.txt does not exist"},
         {"address_error": "GLOO_SOCKET_IFNAME=ib0 names no interface"},
         {"unfinished": "writing to run_dir out/a: not done after 20 s"},
         {"all_reduce_error": "timed out"},
@@ -97,6 +97,20 @@ def test_what_a_worker_could_not_do_is_a_fault_of_its_own() -> None:
         fault = only_fault(*CLUSTER[:2], replace(CLUSTER[2], **change))  # type: ignore[arg-type]
         (reason,) = change.values()
         assert "node3" in fault and reason in fault
+
+
+def test_a_text_is_a_fault_only_if_no_node_can_read_it() -> None:
+    error = "data.path play.txt does not exist"
+    without = [replace(worker, data=None, data_error=error) for worker in CLUSTER]
+    assert find_faults([*without[:2], CLUSTER[2]]) == []
+    second = replace(CLUSTER[2], rank=3, local_rank=1, data=None)  # reads nothing itself
+    assert only_fault(*without, second) == f"node1 and node2 and node3: {error}"
+    forbidden = replace(without[2], data_error="data.path play.txt: Permission denied")
+    assert find_faults([*without[:2], forbidden]) == [
+        f"node1 and node2: {error}",
+        "node3: data.path play.txt: Permission denied",
+    ]
+    assert only_fault(without[0]) == f"node1: {error}"
 
 
 def test_a_worker_that_found_nothing_is_not_said_to_differ() -> None:
