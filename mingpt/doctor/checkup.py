@@ -20,7 +20,7 @@ from mingpt.distributed import Launch, ProcessExit, write_stderr
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.doctor.endpoint import describe_endpoint
 from mingpt.doctor.exchange import Exchange, measure_all_reduce
-from mingpt.doctor.facts import Facts, Findings, Folders
+from mingpt.doctor.facts import Facts, Findings, Folders, identity
 from mingpt.doctor.network import Listener, ephemeral_ports, find_unreachable, gloo_address, networks
 from mingpt.doctor.table import make_table
 from mingpt.doctor.verdict import find_faults
@@ -32,7 +32,7 @@ MEET_S, FINDINGS_S, LEAST_FINDINGS_S, WAIT_S, ACK_S, CLEAN_UP_S = 20.0, 20.0, 4.
 
 
 def run_checkup(argv: Sequence[str]) -> NoReturn:
-    """The check-up of this worker, to the end of its process; see the top of this file for its exit codes."""
+    """The check-up of this worker, to the end of its process; __main__.py says its exit codes."""
     try:
         launch = Launch.from_environment()
     except UserError as error:
@@ -99,13 +99,13 @@ class Checkup:
         rank, rendezvous = self.launch.rank, self.meet()
         self.process_exit.rendezvous = rendezvous
         exchange = Exchange(rendezvous.process_group_store, rank, self.launch.world_size)
-        exchange.put("hello", self.identity())
+        exchange.put("hello", identity(self.launch))
         found: dict[str, Any] = {"clock_s": exchange.clock_offset_s(), "config_error": self.config_error}
         if rank == 0:
             exchange.serve_clock()
         found |= try_links(exchange, rendezvous.generation)
         found |= self.take_findings()
-        exchange.put("facts", self.identity() | found)
+        exchange.put("facts", found)
         others = exchange.get_all("facts", WAIT_S + FINDINGS_S)
         exchange.put("sees", self.visible())
         if rank == 0:
@@ -142,11 +142,6 @@ class Checkup:
             cleaning.start()
             cleaning.join(CLEAN_UP_S)
 
-    def identity(self) -> dict[str, Any]:
-        launch = self.launch
-        names = {"rank": launch.rank, "node": launch.node_rank, "host": platform.node()}
-        return names | {"local_rank": launch.local_rank}
-
     def meet(self) -> Rendezvous:
         """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
         launch = self.launch
@@ -176,8 +171,8 @@ class Checkup:
         facts, sees = exchange.get_all("facts", 0.0), exchange.get_all("sees", WAIT_S)
         rates = exchange.get_all("all_reduce", 2 * WAIT_S) if is_measured else {}
         workers = []
-        for rank, identity in hello.items():
-            there = facts.get(rank, identity | {"unfinished": "it has stopped answering in this check-up"})
+        for rank, worker in hello.items():
+            there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
             rate, error = rates.get(rank, (None, "no answer" if is_measured else None))
             more = {"sees": sees.get(rank, []), "all_reduce_mb_s": rate, "all_reduce_error": error}
             workers.append(Facts.from_json({"unreachable": {}} | there | more))

@@ -56,7 +56,7 @@ def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
             heard = ask(connection, AGENT_PING) or heard
     except OSError as error:
         return False, f"{seen}then {error}"
-    if is_json(heard):
+    if is_agent(heard):
         return True, f"{seen}an agent of mingpt.elastic answers"
     if not heard:
         return False, f"{seen}it says nothing within {ANSWER_S:g} s: a frozen agent, or another program"
@@ -73,11 +73,13 @@ def ask(connection: socket.socket, question: bytes) -> bytes:
         return b""
 
 
-def is_json(content: bytes) -> bool:
+def is_agent(answer: bytes) -> bool:
+    """Whether a ping was answered, by an agent's name, and not refused, as by {"error": ...}."""
     try:
-        return isinstance(json.loads(content), dict)
+        content = json.loads(answer)
     except ValueError:
         return False
+    return isinstance(content, dict) and "id" in content
 
 
 def advice(reason: str, port: int) -> str:

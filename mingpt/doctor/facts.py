@@ -140,18 +140,22 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def find_own(launch: Launch, config: Config | None) -> dict[str, Any]:
-    """The fields of Facts that need no look at the disk."""
-    import torch
-
-    found: dict[str, Any] = {
+def identity(launch: Launch) -> dict[str, Any]:
+    """The fields of Facts that say which worker it is."""
+    return {
         "rank": launch.rank,
         "node": launch.node_rank,
         "host": platform.node(),
         "local_rank": launch.local_rank,
         "local_world_size": launch.local_world_size,
-        "torch": torch.__version__,
     }
+
+
+def find_own(launch: Launch, config: Config | None) -> dict[str, Any]:
+    """The fields of Facts that need no look at the disk."""
+    import torch
+
+    found: dict[str, Any] = {"torch": torch.__version__}
     if config is None:
         return found
     from mingpt.distributed.device import environment_info, find_device
@@ -231,7 +235,7 @@ class Findings:
     """What this worker finds without the others, in the background: a disk that hangs must not hang it."""
 
     def __init__(self, launch: Launch, config: Config | None, folders: Folders | None) -> None:
-        self.found: dict[str, Any] = {}
+        self.found = identity(launch)
         self.began_at = time.monotonic()
         self.doing: str | None = "looking at its device"
         self.error: str | None = None

@@ -79,7 +79,7 @@ def ephemeral_ports() -> str:
 
 
 class Listener:
-    """Listens at any port of an address and tells whoever connects a word, until `close`. Raises OSError."""
+    """Listens at any port of an address, while the process lives; tells a word to all. Raises OSError."""
 
     def __init__(self, address: str, word: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -93,16 +93,10 @@ class Listener:
         while True:
             try:
                 connection, _ = self.socket.accept()
-            except OSError:
-                return  # closed
-            with connection:
-                try:
+                with connection:
                     connection.sendall(self.word.encode())
-                except OSError:
-                    pass  # it has gone, and says so itself
-
-    def close(self) -> None:
-        self.socket.close()
+            except OSError:
+                continue  # whoever connected has gone, and says so itself
 
 
 def connect(host: str, port: int) -> socket.socket:

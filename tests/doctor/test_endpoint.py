@@ -1,6 +1,5 @@
 """What answers at a meeting point, told apart by trying it."""
 
-import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,13 +8,15 @@ from contextlib import contextmanager
 import pytest
 
 from mingpt.doctor import check_endpoint
+from mingpt.elastic.node import Node
+from mingpt.elastic.wire import Operation, Server
 from mingpt.errors import UserError
 from mingpt.jobs import free_port
 
 
 @contextmanager
-def server(answers: dict[bytes, bytes], default: bytes = b"") -> Iterator[int]:
-    """Answers a first byte by a line; yields the port."""
+def stranger(says: bytes) -> Iterator[int]:
+    """Says the same to all who speak to it; yields the port."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -25,7 +26,8 @@ def server(answers: dict[bytes, bytes], default: bytes = b"") -> Iterator[int]:
             except OSError:
                 return  # closed
             with connection:
-                connection.sendall(answers.get(connection.recv(1024)[:1], default))
+                connection.recv(1024)
+                connection.sendall(says)
 
     threading.Thread(target=serve, daemon=True).start()
     yield listening.getsockname()[1]
@@ -42,14 +44,26 @@ def test_a_store_of_torch_is_recognised() -> None:
     assert store.get("key") == b"value"  # and it is not disturbed
 
 
-def test_an_agent_that_answers_in_json_is_recognised() -> None:
-    with server({b"{": json.dumps({"id": 1}).encode() + b"\n"}) as port:
-        is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
+def start_server(operations: dict[str, Operation]) -> int:
+    """The port of a server as agents have one."""
+    server = Server("127.0.0.1", 0, operations)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.port
+
+
+def test_an_agent_is_recognised() -> None:
+    port = start_server(Node("node1", "127.0.0.1", 1).operations())
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
     assert is_good and "an agent of mingpt.elastic answers" in line
 
 
+def test_what_refuses_a_ping_in_json_is_no_agent() -> None:
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{start_server({})}")
+    assert not is_good and "another program has port" in line and "KeyError" in line
+
+
 def test_another_program_is_told_by_what_it_says() -> None:
-    with server({}, b"HTTP/1.1 400 Bad Request\r\n") as port:
+    with stranger(b"HTTP/1.1 400 Bad Request\r\n") as port:
         is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
     assert not is_good and "another program has port" in line and "HTTP/1.1 400" in line
 
