@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # importing pydantic would delay the moment from which signal
 # Set by mingpt.agent for its workers.
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before a worker asks
 STATUS_FILE = "MINGPT_STATUS_FILE"
-# Set by mingpt.elastic for its workers; the same on all nodes, whatever happens to any of them.
+# Set by mingpt.elastic for its workers (handler.py has the same names); the same on all nodes, whatever
+# happens to any of them.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from mingpt.elastic.decisions import FINISHED, Entry
 from mingpt.elastic.wire import Message, Operation, Server, request
 
-FORGET_S = 60.0
+FORGET_S = 60.0  # for an agent that was killed
 FORGET_FINISHED_S = 3600.0  # for an agent that is frozen or cut off while the others finish
 POST_TIMEOUT_S = 1.0
 BIND_S = 3.0  # between attempts to listen on a port that is taken

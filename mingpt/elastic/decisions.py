@@ -269,5 +269,5 @@ def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles:
         nodes = f"{missing} more node{'s' if missing > 1 else ''}"
         text = f"waiting for {nodes} of at least {min_nodes}: here {names}"
     else:
-        text = f"waiting for others to come: here {names}"
+        text = f"waiting for more nodes: here {names}"
     return "; ".join([text, *troubles])

@@ -43,7 +43,7 @@ from mingpt.elastic.node import Node
 from mingpt.elastic.store import KeyMemory, RoundStore, assigned_ranks
 from mingpt.elastic.wire import Message, Server, is_ipv6, request
 
-JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
+JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"  # mingpt/distributed/launch.py has the same names
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
 LINGER_S = 2.0  # for others to read that the job is finished
@@ -76,7 +76,8 @@ class ElasticRendezvous(RendezvousHandler):
         except OSError as error:
             if not port:
                 raise
-            self._say(f"port {port} is taken ({error.strerror}); this agent hosts no board until it is free")
+            taken = f"port {port} is taken ({error.strerror})"
+            self._say(f"{taken}; this node cannot host the rendezvous for now")
             server = Server(self._address, 0, operations)
             arguments = self._address, port, operations
             threading.Thread(target=serve_once_free, args=arguments, daemon=True).start()
@@ -120,7 +121,7 @@ class ElasticRendezvous(RendezvousHandler):
                 if failure:
                     if failure != said:
                         said = failure
-                        self._say(f"{failure}; trying again")
+                        self._say(f"{failure}; retrying")
                     time.sleep(random.uniform(*RETRY_S))
                 continue
             line = meeting.line_to_say(view, now)
@@ -148,7 +149,7 @@ class ElasticRendezvous(RendezvousHandler):
         refusals = [str(entry) for entry, is_ok in zip(group[1:], answers, strict=True) if not is_ok]
         if refusals:
             self._node.release(round["id"])
-            return f"not accepted by {', '.join(refusals)}"
+            return f"{', '.join(refusals)} did not accept the round"
         has_entered = self._node.enter(round)
         if not has_entered:
             return "the answers to a proposal took too long"

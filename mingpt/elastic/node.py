@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mingpt.elastic.boards import Board
+from mingpt.elastic.boards import FORGET_S, Board
 from mingpt.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Liveness
 from mingpt.elastic.wire import Message, request
 
@@ -22,7 +22,6 @@ PROMISE_S = 10.0
 POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
 POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads what each one posts; less than FRESH_S
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
-FORGET_S = 60.0
 ID_LENGTH = 12  # an entry lists all others twice
 
 

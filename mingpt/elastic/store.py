@@ -99,9 +99,6 @@ class RoundStore:
             self._ask({"op": "add", "key": key, "amount": amount, "token": uuid.uuid4().hex}).get("value", 0)
         )
 
-    def check(self, keys: Sequence[str]) -> bool:
-        return None not in self._values(keys)
-
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 

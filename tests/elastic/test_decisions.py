@@ -271,7 +271,7 @@ def test_who_waits_says_for_whom() -> None:
     assert text.endswith("(10.0.0.1); x:1 does not answer; /y: Permission denied")
     assert text.startswith("waiting for 2 more nodes of at least 3")
     assert describe_wait(a, [b, a], 1, []) == (
-        "waiting for others to come: here node1 (10.0.0.1), node2 (10.0.0.2)"
+        "waiting for more nodes: here node1 (10.0.0.1), node2 (10.0.0.2)"
     )
     others = [running("b", "r", "bc"), running("c", "r", "bc")]
     assert describe_wait(a, [a, *others], 1, []) == (

@@ -11,6 +11,8 @@ import pytest
 from conftest import wait_until
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
+from mingpt.distributed import launch
+from mingpt.elastic import handler as handler_module
 from mingpt.elastic import node as node_module
 from mingpt.elastic.boards import FolderBoard
 from mingpt.elastic.handler import ElasticRendezvous
@@ -30,6 +32,11 @@ def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", nodes, nodes, HERE))
 
     return make
+
+
+def test_workers_read_the_variables_that_the_handler_sets() -> None:
+    """Two rooms that do not import each other name them."""
+    assert (handler_module.JOB, handler_module.ROUND) == (launch.JOB, launch.ROUND)
 
 
 class Peer:
@@ -66,7 +73,7 @@ def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
     accepts.set()
     thread.join(10)
     assert not thread.is_alive() and peer.node.entered_round() is not None
-    assert capsys.readouterr().err.count("not accepted by peer (127.0.0.2)") == 1
+    assert capsys.readouterr().err.count("peer (127.0.0.2) did not accept the round; retrying") == 1
 
 
 def test_no_round_begins_once_the_leaders_own_promise_has_run_out(
@@ -98,7 +105,8 @@ def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
         taken.listen()
         port = taken.getsockname()[1]
         new_handler(f"{HERE}:{port}")
-        assert f"port {port} is taken" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"port {port} is taken" in said and "this node cannot host the rendezvous for now" in said
 
     def answers() -> bool:
         try:
