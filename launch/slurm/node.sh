@@ -1,5 +1,5 @@
 #!/bin/bash
-# The agent of one node, started by srun once per node; its arguments are those of train.py.
+# The agent of one node, started by srun once per node; its arguments are those of train.py, or of PROGRAM.
 set -euo pipefail
 
 # The address by which Slurm knows this node, not that of a loopback interface to which its own name may
@@ -9,17 +9,18 @@ address=$(getent ahostsv4 "$name" | awk -v name="$name" '$1 !~ /^127\./ || $1 ==
 first=$(hostname -I | cut -d ' ' -f 1)
 
 trap : TERM # the agent gets it too, and ends in order
+# PROGRAM is not quoted, since it may be several words: -m mingpt.doctor
 bash launch/elastic.sh --nnodes "$MIN_NODES:$SLURM_NNODES" \
     --nproc "${SLURM_GPUS_ON_NODE:-$SLURM_CPUS_PER_TASK}" \
     --rdzv "${RENDEZVOUS:-$PWD/out/rendezvous}" --rdzv_id "$SLURM_JOB_ID" \
-    --local_addr "${LOCAL_ADDR:-${address:-$first}}" -- train.py "$@" &
+    --local_addr "${LOCAL_ADDR:-${address:-$first}}" -- ${PROGRAM:-train.py} "$@" &
 agent=$! code=0
 while kill -0 "$agent" 2>/dev/null; do
     wait "$agent" && code=0 || code=$?
 done
 
-# With the first node died the script of the job, and nobody would end it (--no-kill). Queued again, it goes on,
-# or sees that the run is finished.
+# The batch script ran on the first node. If that node is gone, nothing ends the job (--no-kill), so requeue
+# it: it goes on, or finds the run finished and exits.
 job=$(scontrol show job "$SLURM_JOB_ID")
 nodes=$(scontrol show hostnames "$(sed -n 's/^ *NodeList=//p' <<<"$job")")
 if [[ $job == *JobState=RUNNING* ]] && ! grep -qx "$FIRST_NODE" <<<"$nodes"; then
