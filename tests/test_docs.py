@@ -1,4 +1,7 @@
-"""Every command of README and docs runs, shortened by overrides; the installs are run by .ci/run."""
+"""Every command of README.md and docs/extending.md runs, shortened by overrides.
+
+The installs are run by .ci/run.
+"""
 
 import os
 import re
