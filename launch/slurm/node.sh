@@ -1,5 +1,5 @@
 #!/bin/bash
-# The agent of one node, started by srun once per node; its arguments are those of train.py, or of PROGRAM.
+# The agent of one node, started by srun once per node; its arguments are those of train.py, or of MINGPT_PROGRAM.
 set -euo pipefail
 
 # The address by which Slurm knows this node, not that of a loopback interface to which its own name may
@@ -9,11 +9,11 @@ address=$(getent ahostsv4 "$name" | awk -v name="$name" '$1 !~ /^127\./ || $1 ==
 first=$(hostname -I | cut -d ' ' -f 1)
 
 trap : TERM # the agent gets it too, and ends in order
-# PROGRAM is not quoted, since it may be several words: -m mingpt.doctor
+# MINGPT_PROGRAM is not quoted, since it may be several words: -m mingpt.doctor
 bash launch/elastic.sh --nnodes "$MIN_NODES:$SLURM_NNODES" \
     --nproc "${SLURM_GPUS_ON_NODE:-$SLURM_CPUS_PER_TASK}" \
     --rdzv "${RENDEZVOUS:-$PWD/out/rendezvous}" --rdzv_id "$SLURM_JOB_ID" \
-    --local_addr "${LOCAL_ADDR:-${address:-$first}}" -- ${PROGRAM:-train.py} "$@" &
+    --local_addr "${LOCAL_ADDR:-${address:-$first}}" -- ${MINGPT_PROGRAM:-train.py} "$@" &
 agent=$! code=0
 while kill -0 "$agent" 2>/dev/null; do
     wait "$agent" && code=0 || code=$?
