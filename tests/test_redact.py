@@ -89,7 +89,7 @@ def test_no_secret_reaches_the_terminal_or_any_file(start: Start, server: str, t
 
 def test_the_environment_is_read_by_name_and_never_as_a_whole() -> None:
     """distributed/launch.py reads a launcher's variables; the others hand a copy to programs they start."""
-    by_name = re.compile(r"os\.environ(\[|\.get\(|\.setdefault\()")
+    by_name = re.compile(r"os\.environ(\[|\.get\(|\.setdefault\(|\.pop\()")
     whole = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "mingpt").rglob("*.py")
