@@ -58,7 +58,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
     snapshot = open_snapshot(arguments.run, check_model)
     tokenizer, config = snapshot_tokenizer(snapshot), snapshot.config
-    prompt = tokenizer.default_prompt() if arguments.prompt is None else arguments.prompt
+    prompt = tokenizer.decode(tokenizer.default_prompt()) if arguments.prompt is None else arguments.prompt
     if not prompt:
         raise UserError("--prompt is empty and there is nothing to continue: give at least one character")
     tokens = tokenizer.encode(prompt).tolist()

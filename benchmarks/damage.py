@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from common import make_manifest, row
 
-from mingpt.config import Config, to_dict
+from mingpt.config import Config
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
+from mingpt.settings import to_dict
 from mingpt.snapshot import SnapshotStore, to_safetensors
 
 OLDER, NEWER = 10, 20  # steps; the newer snapshot is damaged

@@ -15,8 +15,9 @@ from typing import Any
 import pydantic
 import yaml
 
-from mingpt.config import Config, Setting, check, flatten, settings, to_yaml
+from mingpt.config import Config, check
 from mingpt.errors import UserError
+from mingpt.settings import Setting, flatten, settings, to_yaml
 
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
 

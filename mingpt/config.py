@@ -5,20 +5,17 @@ can change the result must be the same when a run is resumed; see resume.py. Fil
 by cli.py. Nothing here imports torch, so a wrong setting is answered at once.
 """
 
-import dataclasses
 import re
 import typing
 from typing import Any, Literal, Optional
 
 import pydantic
-import yaml
 from pydantic.dataclasses import dataclass
 
 from mingpt.errors import UserError
-from mingpt.redact import redact_all
 
 RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
-LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
+OptionalCount = Optional[typing.Annotated[int, pydantic.Field(ge=1)]]
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
@@ -32,17 +29,30 @@ class DataConfig:
     """What is read."""
 
     path: str = Field(
-        "data/input.txt", "UTF-8 text: a path or any fsspec URL; a URL is cached under ~/.cache/mingpt"
+        "data/input.txt",
+        "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
+        "folder or pattern of .bin files",
     )
     sha256: Optional[str] = Field(None, "expected SHA-256 of the text in hex; null accepts any")
     block_size: int = Field(
         256, "context length in tokens; a window holds one more", ge=1, affects_result=True
     )
     val_fraction: float = Field(
-        0.1, "share of the text, its tail, kept for validation", gt=0, lt=1, affects_result=True
+        0.1,
+        "share of the text, its tail, kept for validation; shards named *val* take its place",
+        gt=0,
+        lt=1,
+        affects_result=True,
     )
-    tokenizer: Literal["auto", "char"] = Field(
-        "auto", "auto takes char: one token per character", affects_result=True
+    tokenizer: str = Field(
+        "auto",
+        "char, or a tokenizer.json by path or URL; auto: the one beside the data, else that of init_from, "
+        "else char for a text",
+    )
+    vocab_size: OptionalCount = Field(
+        None,
+        "rows of the embedding; null: the tokenizer's size, or 50257 for shards without one",
+        affects_result=True,
     )
 
 
@@ -109,7 +119,10 @@ class TrainerConfig:
     micro_batch_size: int = Field(
         2, "windows in one forward and backward pass; divides batch_size", ge=1, affects_result=True
     )
-    eval_every: int = Field(85, "steps between evaluations of the whole validation split", ge=1)
+    eval_every: int = Field(85, "steps between evaluations of the validation split", ge=1)
+    eval_windows: OptionalCount = Field(
+        None, "windows of the validation split to evaluate, evenly spaced; null: all of it"
+    )
     eval_at_start: bool = Field(True, "also evaluate before the first step")
     log_every: int = Field(10, "steps between records of the training loss", ge=1)
     sample_tokens: int = Field(200, "tokens of sample text generated at each evaluation; 0 for none", ge=0)
@@ -158,8 +171,19 @@ class SnapshotConfig:
     )
     init_from: Optional[str] = Field(
         None,
-        "start with the weights of another run: run folder, snapshot, or GPT-2 safetensors",
+        "start with the weights of another run or model: run folder, snapshot, Hugging Face folder of GPT-2 "
+        "or NanoChat, safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl",
         affects_result=True,
+    )
+
+
+@dataclass(frozen=True, config=RULES)
+class ReportConfig:
+    """What follows the run besides its own files."""
+
+    tensorboard: bool = Field(False, "also write events for TensorBoard to run_dir/tensorboard")
+    tracker: Optional[Literal["wandb", "trackio"]] = Field(
+        None, "experiment tracker that also gets the metrics: wandb or trackio"
     )
 
 
@@ -176,86 +200,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
     snapshot: SnapshotConfig = SnapshotConfig()
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One leaf of Config by its dotted key."""
-
-    key: str
-    type: Any
-    default: Any
-    description: str
-    affects_result: bool
-    limits: dict[str, float]  # {"at least": 1}
-
-    def allowed(self) -> str:
-        """The values it may take, in words."""
-        options = typing.get_args(self.type)
-        if typing.get_origin(self.type) is Literal:
-            return "one of " + ", ".join(options)
-        if self.key == "trainer.workers":
-            return "auto or a whole number at least 1"
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-        kind = names.get(self.type, "text or null")
-        return " ".join(
-            [kind, " and ".join(f"{words} {limit:g}" for words, limit in self.limits.items())]
-        ).rstrip()
-
-
-def settings() -> dict[str, Setting]:
-    """Every setting by its dotted key, in the order of this page."""
-    found = {}
-
-    def walk(section: Any, prefix: str) -> None:
-        for name, info in section.__pydantic_fields__.items():
-            if dataclasses.is_dataclass(info.annotation):
-                walk(info.annotation, name + ".")
-                continue
-            limits = {
-                words: getattr(rule, kind)
-                for rule in info.metadata
-                for kind, words in LIMITS.items()
-                if hasattr(rule, kind)
-            }
-            affects_result = info.json_schema_extra["affects_result"]
-            key = prefix + name
-            found[key] = Setting(key, info.annotation, info.default, info.description, affects_result, limits)
-
-    walk(Config, "")
-    return found
-
-
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"n_layer": 4}} as {"model.n_layer": 4}."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, dict) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Settings that affect the result and differ, as "key: old -> new"; both nested as in a file."""
-    was, now = flatten(old), flatten(new)
-    found = []
-    for key, setting in settings().items():
-        before, after = was.get(key, setting.default), now.get(key, setting.default)
-        if setting.affects_result and before != after:
-            found.append(f"{key}: {before} -> {after}")
-    return found
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as nested dictionaries, as a config file spells it; URLs without credentials."""
-    return redact_all(dataclasses.asdict(config))
-
-
-def to_yaml(config: Config) -> str:
-    """The configuration as YAML that `cli.parse` reads back, to the same one but for credentials in URLs."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
+    report: ReportConfig = ReportConfig()
 
 
 def check(config: Config) -> None:

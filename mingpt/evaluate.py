@@ -70,7 +70,7 @@ class Evaluator:
         Cut short by a request to stop.
         """
         tokenizer = self.corpus.tokenizer
-        prompt = tokenizer.encode(tokenizer.default_prompt()).tolist()
+        prompt = tokenizer.default_prompt()
         tokens = generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)
         kept = itertools.takewhile(lambda _: not self.context.should_stop(), tokens)
         return tokenizer.decode(list(kept))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt.config import Config, check_workers, differences, to_dict
+from mingpt.config import Config, check_workers
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.errors import UnreadableSnapshot, UserError
@@ -14,6 +14,7 @@ from mingpt.handover import agree_on_run_id, share_history
 from mingpt.latest import LatestSnapshot, find_latest, prepare_store, report_skipped
 from mingpt.report import GenerationStart, read_durable_step, read_job_start
 from mingpt.run_folder import RunFolder
+from mingpt.settings import differences, to_dict
 from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore, this_process
 from mingpt.weights import check_model, snapshot_tokenizer
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mingpt.config import Config, differences, to_dict
+from mingpt.config import Config
 from mingpt.distributed import DistributedContext
 from mingpt.errors import NodeRefused, PeersMissing, UserError
+from mingpt.settings import differences, to_dict
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

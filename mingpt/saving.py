@@ -7,13 +7,14 @@ from typing import Any
 
 from mingpt import events
 from mingpt.audit import Audit
-from mingpt.config import Config, to_dict
+from mingpt.config import Config
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
 from mingpt.errors import ClaimLost, NonRetryableError, SaveAborted, UserError
 from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
+from mingpt.settings import to_dict
 from mingpt.snapshot import SnapshotSaver
 from mingpt.state import TrainState
 

@@ -32,7 +32,7 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
     if config.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
     try:
-        tokenizer = load_tokenizer(config.data.tokenizer, manifest["vocabulary"].encode())
+        tokenizer = load_tokenizer("char", manifest["vocabulary"].encode())
     except ValueError as error:
         raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
     parameters = parameter_shapes(config.model, vocab_size=len(tokenizer), block_size=config.data.block_size)
@@ -55,7 +55,7 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
 
 def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer:
     """The tokenizer that a snapshot carries."""
-    return load_tokenizer(snapshot.config.data.tokenizer, snapshot.manifest["vocabulary"].encode())
+    return load_tokenizer("char", snapshot.manifest["vocabulary"].encode())
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:

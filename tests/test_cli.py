@@ -4,8 +4,9 @@ import pytest
 import yaml
 
 from mingpt.cli import build, parse
-from mingpt.config import Config, settings
+from mingpt.config import Config
 from mingpt.errors import UserError
+from mingpt.settings import settings
 
 
 def test_the_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
@@ -75,7 +76,9 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         ("optimizer.learning_rate=nan", "optimizer.learning_rate must be a number above 0"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate must be a number above 0"),
         ("optimizer.schedule=step", "optimizer.schedule must be one of cosine, linear, not 'step'"),
-        ("data.tokenizer=bpe", "data.tokenizer must be one of auto, char, not 'bpe'"),
+        ("report.tracker=mlflow", "report.tracker must be one of wandb, trackio or null, not 'mlflow'"),
+        ("trainer.eval_windows=0", "trainer.eval_windows must be a whole number at least 1 or null, not 0"),
+        ("snapshot.local_every=-1", "snapshot.local_every must be a whole number at least 0 or null, not -1"),
         ("model.arch=gpt3", "model.arch must be one of gpt2, modern, not 'gpt3'"),
         ("trainer.compile=perhaps", "trainer.compile must be true or false"),
         ("trainer.workers=0", "trainer.workers must be auto or a whole number at least 1, not"),

@@ -10,11 +10,12 @@ from support.single_process import SingleProcess
 from support.snapshots import CONTENT, make_manifest
 
 from mingpt.cli import build
-from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
+from mingpt.config import Config, SnapshotConfig, TrainerConfig
 from mingpt.data import make_corpus
 from mingpt.errors import UnreadableSnapshot, UserError
 from mingpt.latest import LatestSnapshot, StoreView, find_latest, report_skipped
 from mingpt.resume import check_nothing_is_lost, make_check
+from mingpt.settings import to_dict
 from mingpt.snapshot import MemorySnapshots, SnapshotStore
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()

@@ -6,9 +6,10 @@ import torch
 from safetensors.torch import save_file
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
 
-from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
+from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer
 from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.settings import to_dict
 from mingpt.snapshot import to_safetensors
 from mingpt.snapshot.tensors import TensorEntry, read_entries
 from mingpt.weights import check_model, init_from, load_weights

@@ -4,9 +4,10 @@ Each window of an epoch is read exactly once, whatever the number of workers. Kn
 group.
 """
 
+from mingpt.data.char_tokenizer import CharTokenizer
 from mingpt.data.sampler import ElasticSampler, mix
 from mingpt.data.source import read_bytes
-from mingpt.data.tokenizer import TOKENIZERS, CharTokenizer, Tokenizer, load_tokenizer
+from mingpt.data.tokenizer import TOKENIZERS, Tokenizer, kind_of, load_tokenizer
 from mingpt.data.tokens import Corpus, make_corpus
 from mingpt.data.windows import CharDataset
 
@@ -17,6 +18,7 @@ __all__ = [
     "Corpus",
     "ElasticSampler",
     "Tokenizer",
+    "kind_of",
     "load_tokenizer",
     "make_corpus",
     "mix",

@@ -1,27 +1,28 @@
-"""Tokenizers: text to tokens and back, and to the bytes that a snapshot carries."""
+"""What trainer, resume, sample.py and export know of a tokenizer.
+
+Each kind is a file of its own, registered by name in TOKENIZERS: characters in char_tokenizer.py, any
+tokenizer.json in json_tokenizer.py.
+"""
 
 import hashlib
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from mingpt.errors import UserError
-
 
 class Tokenizer(ABC):
-    """What trainer, resume and sample.py know of a tokenizer. Registered by name in TOKENIZERS."""
+    """Text to tokens and back, and to the bytes that a snapshot carries."""
 
     @classmethod
     @abstractmethod
     def train(cls, text: str) -> "Tokenizer":
-        """The tokenizer for a text."""
+        """The tokenizer for a text. Raises UserError for a kind that is not made from the run's text."""
 
     @classmethod
     @abstractmethod
     def from_bytes(cls, content: bytes) -> "Tokenizer":
-        """The inverse of `to_bytes`."""
+        """The inverse of `to_bytes`. Raises ValueError for other bytes."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
@@ -39,9 +40,31 @@ class Tokenizer(ABC):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens."""
 
-    def default_prompt(self) -> str:
+    def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of tokens as they come, in pieces of whole characters; joined, it is that of `decode`."""
+        for token in tokens:
+            yield self.decode([token])
+
+    def token_bytes(self) -> np.ndarray | None:
+        """(vocabulary,) int64: for each token the UTF-8 bytes of text that it stands for, 0 for special ones.
+
+        None where that is not a property of the token alone.
+        """
+        return None
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a document, if there is one."""
+        return None
+
+    def default_prompt(self) -> list[int]:
         """What a sample begins with where no prompt is given; at least one token."""
-        return "\n"
+        end = self.end_of_text
+        return self.encode("\n").tolist() if end is None else [end]
+
+    def to_tokenizer_json(self) -> bytes | None:
+        """The content of a tokenizer.json for Hugging Face's tokenizers; None where it cannot be said so."""
+        return None
 
     def matching_tokens(self, other: "Tokenizer") -> dict[int, int]:
         """{token here: the same token in `other`}, for embedding rows taken over from another run."""
@@ -53,71 +76,16 @@ class Tokenizer(ABC):
         return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
 
 
-class CharTokenizer(Tokenizer):
-    """One token per character: its place among a text's distinct characters in code-point order."""
-
-    def __init__(self, characters: str) -> None:
-        if not 0 < len(characters) <= sys.maxunicode + 1:
-            raise ValueError(f"a vocabulary cannot have {len(characters)} characters")
-        codes = np.frombuffer(characters.encode("utf-32-le"), dtype=np.uint32)
-        if not (codes[:-1] < codes[1:]).all():
-            raise ValueError("the characters of a vocabulary must be distinct and in code-point order")
-        self.characters = characters
-        self._codes = codes
-
-    @classmethod
-    def train(cls, text: str) -> "CharTokenizer":
-        return cls("".join(sorted(set(text))))
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> "CharTokenizer":
-        return cls(content.decode())
-
-    def to_bytes(self) -> bytes:
-        return self.characters.encode()
-
-    def __len__(self) -> int:
-        return len(self.characters)
-
-    def encode(self, text: str) -> np.ndarray:
-        """(len(text),) tokens. Raises UserError naming the first character that is not in the vocabulary."""
-        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
-        dtype = np.min_scalar_type(len(self) - 1)
-        table = np.zeros(int(max(codes.max(initial=0), self._codes[-1])) + 1, dtype=dtype)
-        table[self._codes] = np.arange(len(self), dtype=dtype)
-        tokens = table[codes]
-        unknown = np.flatnonzero(self._codes[tokens] != codes)
-        if len(unknown):
-            character = text[unknown[0]]
-            raise UserError(
-                f"the character {character!r} (U+{ord(character):04X}) is not in the vocabulary of the "
-                f"{len(self)} characters trained on"
-            )
-        return tokens
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(self.characters[token] for token in tokens)
-
-    def default_prompt(self) -> str:
-        return "\n" if "\n" in self.characters else self.characters[0]
-
-    def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
-        if not isinstance(other, CharTokenizer):
-            return super().matching_tokens(other)
-        theirs = {character: token for token, character in enumerate(other.characters)}
-        return {token: theirs[char] for token, char in enumerate(self.characters) if char in theirs}
+TOKENIZERS: dict[str, type[Tokenizer]] = {}  # by kind; `data.tokenizer` may name one
 
 
-# By the name in `data.tokenizer`; auto is the first one.
-TOKENIZERS: dict[str, type[Tokenizer]] = {
-    "char": CharTokenizer,
-}
+def kind_of(tokenizer: Tokenizer) -> str:
+    """The name under which its class is registered."""
+    return next(kind for kind, registered in TOKENIZERS.items() if type(tokenizer) is registered)
 
 
-def tokenizer_class(name: str) -> type[Tokenizer]:
-    return TOKENIZERS[next(iter(TOKENIZERS)) if name == "auto" else name]
-
-
-def load_tokenizer(name: str, content: bytes) -> Tokenizer:
-    """The tokenizer that a snapshot carries, from `data.tokenizer` of its configuration and its bytes."""
-    return tokenizer_class(name).from_bytes(content)
+def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
+    """The tokenizer that a snapshot carries. Raises ValueError for another kind, or other bytes."""
+    if kind not in TOKENIZERS:
+        raise ValueError(f"there is no tokenizer {kind!r}; there are {', '.join(TOKENIZERS)}")
+    return TOKENIZERS[kind].from_bytes(content)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mingpt.config import DataConfig
-from mingpt.data.tokenizer import Tokenizer, tokenizer_class
+from mingpt.data.tokenizer import TOKENIZERS, Tokenizer
 from mingpt.data.windows import CharDataset
 from mingpt.errors import UserError
 
@@ -38,7 +38,7 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
         raise UserError(
             f"data.path {config.path} is not UTF-8: byte 0x{byte:02x} at offset {offset:,}"
         ) from None
-    tokenizer = tokenizer_class(config.tokenizer).train(text)
+    tokenizer = TOKENIZERS["char" if config.tokenizer == "auto" else config.tokenizer].train(text)
     n_train = int(len(text) * (1 - config.val_fraction))
     train, val = tokenizer.encode(text[:n_train]), tokenizer.encode(text[n_train:])
     for part, tokens in (("training", train), ("validation", val)):

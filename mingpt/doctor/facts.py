@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mingpt.config import Config, flatten, settings, to_dict
+from mingpt.config import Config
 from mingpt.data import make_corpus, read_bytes
 from mingpt.distributed import Launch
 from mingpt.errors import UserError
 from mingpt.model import parameter_shapes
 from mingpt.optim import state_shapes
+from mingpt.settings import flatten, settings, to_dict
 from mingpt.snapshot import SnapshotStore
 
 FLOAT_BYTES = 4

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mingpt.config import Config, to_yaml
+from mingpt.config import Config
 from mingpt.data import Corpus
 from mingpt.distributed.device import usable_cores
 from mingpt.report.console import ConsoleSink
@@ -17,6 +17,7 @@ from mingpt.report.jsonl import JsonlSink
 from mingpt.report.metrics import StepStats, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.sink import RunInfo, Sink, Values
+from mingpt.settings import to_yaml
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from support.faults import FaultyDisk
 from support.runs import STATS
 
 from mingpt.cli import build
-from mingpt.config import to_dict
 from mingpt.data import make_corpus
 from mingpt.report import SINKS, GenerationStart, RunInfo, RunLogger, Sink, is_reported
 from mingpt.report.sink import Values
+from mingpt.settings import to_dict
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
 ENVIRONMENT = {"torch": "2", "device": "cpu AVX512", "threads": 1, "dtype": "float32"}

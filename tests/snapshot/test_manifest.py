@@ -6,8 +6,9 @@ import pytest
 import torch
 from support.snapshots import CONTENT, TENSORS, make_manifest
 
-from mingpt.config import Config, to_dict
+from mingpt.config import Config
 from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.settings import to_dict
 from mingpt.snapshot import Snapshot
 from mingpt.snapshot.manifest import (
     MAX_BYTES,

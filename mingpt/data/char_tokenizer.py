@@ -1,0 +1,71 @@
+"""One token per character."""
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from mingpt.data.tokenizer import TOKENIZERS, Tokenizer
+from mingpt.errors import UserError
+
+
+class CharTokenizer(Tokenizer):
+    """One token per character: its place among a text's distinct characters in code-point order."""
+
+    def __init__(self, characters: str) -> None:
+        if not 0 < len(characters) <= sys.maxunicode + 1:
+            raise ValueError(f"a vocabulary cannot have {len(characters)} characters")
+        codes = np.frombuffer(characters.encode("utf-32-le"), dtype=np.uint32)
+        if not (codes[:-1] < codes[1:]).all():
+            raise ValueError("the characters of a vocabulary must be distinct and in code-point order")
+        self.characters = characters
+        self._codes = codes
+
+    @classmethod
+    def train(cls, text: str) -> "CharTokenizer":
+        return cls("".join(sorted(set(text))))
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "CharTokenizer":
+        return cls(content.decode())
+
+    def to_bytes(self) -> bytes:
+        return self.characters.encode()
+
+    def __len__(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> np.ndarray:
+        """(len(text),) tokens. Raises UserError naming the first character that is not in the vocabulary."""
+        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+        dtype = np.min_scalar_type(len(self) - 1)
+        table = np.zeros(int(max(codes.max(initial=0), self._codes[-1])) + 1, dtype=dtype)
+        table[self._codes] = np.arange(len(self), dtype=dtype)
+        tokens = table[codes]
+        unknown = np.flatnonzero(self._codes[tokens] != codes)
+        if len(unknown):
+            character = text[unknown[0]]
+            raise UserError(
+                f"the character {character!r} (U+{ord(character):04X}) is not in the vocabulary of the "
+                f"{len(self)} characters trained on"
+            )
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.characters[token] for token in tokens)
+
+    def token_bytes(self) -> np.ndarray:
+        codes = self._codes[:, np.newaxis]  # two bytes from U+0080 on, and so forth
+        return 1 + (codes >= np.array([0x80, 0x800, 0x10000])).sum(axis=1)
+
+    def default_prompt(self) -> list[int]:
+        return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()
+
+    def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
+        if not isinstance(other, CharTokenizer):
+            return super().matching_tokens(other)
+        theirs = {character: token for token, character in enumerate(other.characters)}
+        return {token: theirs[char] for token, char in enumerate(self.characters) if char in theirs}
+
+
+TOKENIZERS["char"] = CharTokenizer
