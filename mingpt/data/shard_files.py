@@ -1,0 +1,219 @@
+"""Which files hold the tokens, in which order, and whether each is what its header says.
+
+Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
+modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32).
+"""
+
+import errno
+import glob
+import hashlib
+import itertools
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mingpt.errors import UserError
+
+HEADER_BYTES = 1024
+UINT16: np.dtype[Any] = np.dtype("<u2")
+UINT32: np.dtype[Any] = np.dtype("<u4")
+FORMATS = {20240520: (1, UINT16), 20240801: (7, UINT32)}  # magic: version, type of a token
+EVAL_MAGIC = 20240522
+HEADERLESS = ("train.bin", "val.bin")
+BLOCK_BYTES = 4096  # the first, the last and two between are part of a fingerprint
+NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A checked file: `tokens` of type `dtype` from byte `offset` on."""
+
+    path: str
+    size: int
+    tokens: int
+    offset: int
+    dtype: np.dtype[Any]
+    fingerprint: str
+
+
+def find_files(path: str) -> tuple[Path, list[str], bool]:
+    """The folder, the names of its .bin files in the order of reading, and whether all of a folder is read.
+
+    `path` is a folder, a pattern or a file. Raises UserError if no file is found, for files of several
+    folders, and for files that `in_order` refuses.
+    """
+    whole = os.path.isdir(path)
+    if whole:
+        try:
+            listed = [name for name in os.listdir(path) if name[0] != "."]  # as a pattern's * does
+        except OSError as error:
+            raise UserError(f"data.path {path} cannot be read: {error.strerror}") from None
+        names = [name for name in listed if name.endswith(".bin")]
+        if not names:
+            raise UserError(f"data.path {path} has no .bin file: name a folder of token shards, or a text")
+        return Path(path), names, whole
+    if os.path.lexists(path) or not has_pattern(path):
+        return Path(path).parent, [Path(path).name], whole
+    found = [Path(name) for name in glob.glob(path) if name.endswith(".bin")]
+    if not found:
+        raise UserError(f"data.path {path} matches no file whose name ends in .bin{relative_to(path)}")
+    folders = sorted({str(file.parent) for file in found})
+    if len(folders) > 1:
+        raise UserError(
+            f"data.path {path} matches files in several folders, {folders[0]} and {folders[1]}: put them, or "
+            "links to them, in one"
+        )
+    return found[0].parent, [file.name for file in found], whole
+
+
+def has_pattern(path: str) -> bool:
+    return any(mark in path for mark in "*?[")
+
+
+def relative_to(path: str) -> str:
+    """Where a relative path starts, for an error message."""
+    return "" if os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
+
+
+def is_validation(name: str) -> bool:
+    return "val" in name
+
+
+def in_order(folder: Path, names: Iterable[str]) -> list[str]:
+    """Training before validation, then by prefix and number, so that _2 comes before _10.
+
+    Raises UserError naming the first file that a prefix's numbering lacks, or two files with one number.
+    """
+    by_key: dict[tuple[bool, str, int], str] = {}
+    for name in names:
+        numbered = NUMBERED.fullmatch(name)
+        prefix, number = (numbered[1], int(numbered[2])) if numbered else (name, -1)
+        other = by_key.setdefault((is_validation(name), prefix, number), name)
+        if other != name:
+            one, two = sorted((other, name))
+            raise UserError(
+                f"{folder / one} and {folder / two} have the same number: remove or rename one of them"
+            )
+    ordered = sorted(by_key)
+    for before, after in itertools.pairwise(ordered):
+        missing = after[2] - before[2] - 1
+        if before[:2] == after[:2] and missing:
+            _, prefix, number = before
+            digits = len(by_key[before]) - len(prefix) - len(".bin")
+            first = folder / f"{prefix}{number + 1:0{digits}}.bin"
+            subject = (
+                f"{first} is missing" if missing == 1 else f"{first} and {missing - 1:,} more are missing"
+            )
+            raise UserError(
+                f"{subject}: the shards {by_key[before]} and {by_key[after]} are there; copy it there, "
+                "or number the files without a gap"
+            )
+    return [by_key[key] for key in ordered]
+
+
+def open_file(path: str) -> int:
+    """The descriptor of a regular file. Raises UserError for a folder, a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block for ever
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "a folder, not a file of tokens" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UserError(f"{path} is {kind}: rename or remove it")
+    return descriptor
+
+
+def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
+    """Read the header and what the fingerprint needs; `entry` is the file's in meta.json, if it is there.
+
+    Raises UserError, naming the file, unless its size is that which its header, or its name, asks for.
+    """
+    try:
+        descriptor = open_file(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            first = os.pread(descriptor, BLOCK_BYTES, 0)
+            tokens, offset, dtype = layout(path, first[:HEADER_BYTES], size)
+            if entry is None:
+                fingerprint = sampled_fingerprint(os.path.basename(path), size, first, descriptor)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        if os.path.lexists(path):
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None  # a link to nowhere
+        raise UserError(f"{path} does not exist{relative_to(path)}") from None
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} cannot be read: {reason}") from None
+    if entry is not None:
+        fingerprint = entry["sha256"]
+        for what, is_there in (("tokens", tokens), ("bytes", size)):
+            if entry[what] != is_there:
+                raise UserError(
+                    f"{path} has {is_there:,} {what}, and the meta.json beside it says {entry[what]:,}: "
+                    "prepare the data again"
+                )
+    return ShardFile(path, size, tokens, offset, dtype, fingerprint)
+
+
+def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
+    """Number of tokens, byte of the first one and their type. Raises UserError naming the file."""
+    if not size:
+        raise UserError(f"{path} is empty: remove it or copy it again")
+    magic = int.from_bytes(header[:4], "little", signed=True)
+    if magic == EVAL_MAGIC:
+        raise UserError(f"{path} is an evaluation file of llm.c (magic {magic}), not token shards: remove it")
+    if os.path.basename(path) in HEADERLESS and magic not in FORMATS:
+        if size % UINT16.itemsize:
+            raise UserError(
+                f"{path} has {size:,} bytes, and without a header tokens take two bytes each: copy it again"
+            )
+        return size // UINT16.itemsize, 0, UINT16
+    if size < HEADER_BYTES:
+        raise UserError(f"{path} has {size:,} bytes, less than the header of 1,024: copy it again")
+    if magic not in FORMATS:
+        known = " or ".join(map(str, FORMATS))
+        raise UserError(
+            f"{path} begins with {magic}, and token shards begin with {known}: remove it; files without a "
+            f"header must be named {' or '.join(HEADERLESS)}"
+        )
+    version, dtype = FORMATS[magic]
+    its_version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (4, 8))
+    if its_version != version:
+        raise UserError(
+            f"{path} has version {its_version} in its header, and expected is {version} for magic {magic}: "
+            "write it again in that format"
+        )
+    if count < 1:
+        raise UserError(f"{path} has {count:,} tokens by its header, at least 1 is needed: copy it again")
+    expected = HEADER_BYTES + count * dtype.itemsize
+    if size != expected:
+        raise UserError(
+            f"{path} has {size:,} bytes, and by its header {count:,} tokens take {expected:,}: copy it again"
+        )
+    return count, HEADER_BYTES, dtype
+
+
+def sampled_fingerprint(name: str, size: int, first: bytes, descriptor: int) -> str:
+    """SHA-256 in hex of name, size and 4 KiB at 4 fixed places; of all bytes, if there are no more."""
+    digest = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(name), size))
+    digest.update(first)
+    last = size - BLOCK_BYTES
+    places = (
+        (last // 3, last * 2 // 3, last) if last >= 3 * BLOCK_BYTES else range(BLOCK_BYTES, size, BLOCK_BYTES)
+    )
+    for place in places:
+        digest.update(os.pread(descriptor, BLOCK_BYTES, place))
+    return digest.hexdigest()
+
+
+def is_users_mistake(error: OSError) -> bool:
+    """Whether trying again cannot help, as it may with a file system that fails for a while."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR)

@@ -1,0 +1,593 @@
+"""Token shards of other programs: found, ordered, checked, read as one array."""
+
+import hashlib
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from support.shards import llmc_header, write_llmc, write_nanogpt
+
+from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
+from mingpt.errors import ExpectedError, UserError
+
+RNG = np.random.default_rng(0)
+
+
+def some_tokens(count: int, below: int = 50257) -> np.ndarray:
+    return RNG.integers(0, below, count)
+
+
+def everything(tokens: TokenShards) -> list[int]:
+    return tokens.read([0], len(tokens))[0].tolist()
+
+
+def prepared(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Two training shards and a validation shard with the meta.json that belongs to them."""
+    for name, count in (("train_00000.bin", 30), ("train_00001.bin", 7), ("val_00000.bin", 12)):
+        write_llmc(folder / name, some_tokens(count))
+    meta = {
+        "format": 1,
+        "complete": True,
+        "tokenizer": {"sha256": "a" * 64, "vocab_size": 50257, "end_of_text": 50256},
+        "val_bytes": 40,
+        "documents": {"train": 3, "val": 1},
+        "files": [
+            {
+                "name": path.name,
+                "tokens": (path.stat().st_size - 1024) // 2,
+                "bytes": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            for path in sorted(folder.glob("*.bin"))
+        ],
+    } | changes
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return meta
+
+
+def change_file_entry(folder: Path, **changes: Any) -> None:
+    meta = prepared(folder)
+    meta["files"][1].update(changes)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+# What is shards
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("{}", True),
+        ("{}/", True),
+        ("file://{}", True),
+        ("{}/train_*.bin", True),
+        ("{}/train_?.bin", True),
+        ("{}/train_[0-4].bin", True),
+        ("{}/missing.bin", True),
+        ("{}/train.bin", True),
+        ("{}/text.txt", False),
+        ("{}/missing.txt", False),
+        ("{}/what?.txt", False),  # a file of this name is there
+        ("s3://bucket/text.txt", False),
+        ("s3://bucket/folder/", False),
+        ("s3://bucket/train_000.bin", True),
+        ("s3://bucket/train_*.bin", True),
+        ("https://host/train.bin?download=1", True),
+        ("https://host/text.txt?name=*.bin", False),
+        ("http://[::1]:8000/text.txt", False),
+    ],
+)
+def test_folders_patterns_and_bin_files_are_shards(path: str, expected: bool, tmp_path: Path) -> None:
+    for name in ("train.bin", "text.txt", "what?.txt"):
+        (tmp_path / name).write_text("some text")
+    assert is_shards(path.format(tmp_path)) is expected
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/train_*.bin", "https://host/train.bin"])
+def test_shards_behind_a_url_are_refused_without_asking_the_network(path: str) -> None:
+    with pytest.raises(UserError, match="copy them to a local or shared disk"):
+        open_shards(path, 0.1)
+
+
+# What is read
+
+
+def test_a_nanogpt_folder_is_read_as_it_is(tmp_path: Path) -> None:
+    train, val = some_tokens(100), some_tokens(20)
+    write_nanogpt(tmp_path / "train.bin", train)
+    write_nanogpt(tmp_path / "val.bin", val)
+    (tmp_path / "meta.pkl").write_bytes(b"never read")
+    for path in (str(tmp_path), f"file://{tmp_path}", f"{tmp_path}/*.bin"):
+        data = open_shards(path, 0.5)
+        assert everything(data.train) == train.tolist() and everything(data.val) == val.tolist()
+        assert list(data.files) == ["train.bin", "val.bin"]
+        assert (data.folder, data.meta) == (tmp_path, None)
+
+
+def test_a_file_of_two_bytes_and_a_folder_with_dots_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "v1.0.bin"  # its name alone does not make it a file
+    folder.mkdir()
+    write_nanogpt(folder / "train.bin", [1, 2, 3])
+    write_nanogpt(folder / "val.bin", [4, 5])
+    (folder / ".hidden.bin").write_bytes(b"not a shard")
+    data = open_shards(str(folder), 0.1)
+    assert (everything(data.train), everything(data.val)) == ([1, 2, 3], [4, 5])
+
+
+def test_a_path_relative_to_the_working_directory_or_home_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shards").mkdir()
+    write_nanogpt(tmp_path / "shards" / "train.bin", range(20))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("shards", "~/shards", "shards/train.bin", "~/shards/tr*.bin"):
+        assert is_shards(path)
+        assert len(open_shards(path, 0.5).train) == 10
+
+
+def test_a_known_header_counts_even_where_the_name_would_allow_none(tmp_path: Path) -> None:
+    write_llmc(tmp_path / "train.bin", range(10))
+    write_llmc(tmp_path / "val.bin", range(70_000, 70_004), wide=True)
+    data = open_shards(str(tmp_path), 0.1)
+    assert everything(data.train) == list(range(10))
+    assert everything(data.val) == list(range(70_000, 70_004))
+
+
+def test_files_are_ordered_by_prefix_and_number_and_validation_comes_last(tmp_path: Path) -> None:
+    for number in (10, 2, 9, 11, 3, 4, 5, 6, 7, 8):
+        write_llmc(tmp_path / f"b_train_{number}.bin", [number])
+    write_llmc(tmp_path / "b_val_000000.bin", [90, 91])
+    write_llmc(tmp_path / "a_train_007.bin", [107])
+    write_llmc(tmp_path / "a_train_006.bin", [106])
+    write_llmc(tmp_path / "other.bin", [200])
+    data = open_shards(str(tmp_path), 0.1)
+    assert everything(data.train) == [106, 107, *range(2, 12), 200]
+    assert everything(data.val) == [90, 91]
+    assert list(data.files)[-1] == "b_val_000000.bin" and len(data.files) == 14
+
+
+@pytest.mark.parametrize("val_fraction", [0.1, 0.37, 0.5, 0.9])
+def test_without_validation_files_the_tail_is_validation(val_fraction: float, tmp_path: Path) -> None:
+    tokens = some_tokens(101)
+    for number, part in enumerate(np.array_split(tokens, 4)):
+        write_llmc(tmp_path / f"shard_{number}.bin", part)
+    data = open_shards(f"{tmp_path}/shard_*.bin", val_fraction)
+    n_train = int(101 * (1 - val_fraction))
+    assert everything(data.train) == tokens[:n_train].tolist()
+    assert everything(data.val) == tokens[n_train:].tolist()
+
+
+def mixed_shards(folder: Path) -> tuple[ShardData, np.ndarray, np.ndarray]:
+    """Shards of 1 to 50 tokens in both types; returns what they hold, too."""
+    parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+    for split, files in (("train", 60), ("val", 5)):
+        for number in range(files):
+            wide = bool(RNG.integers(2))
+            tokens = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
+            write_llmc(folder / f"{split}_{number}.bin", tokens, wide=wide)
+            parts[split].append(tokens)
+    return open_shards(str(folder), 0.1), np.concatenate(parts["train"]), np.concatenate(parts["val"])
+
+
+def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
+    data, train, val = mixed_shards(tmp_path)
+    for tokens, expected in ((data.train, train), (data.val, val)):
+        assert len(tokens) == len(expected)
+        for _ in range(200):
+            length = int(RNG.integers(1, min(len(expected), 300) + 1))
+            starts = RNG.integers(0, len(expected) - length + 1, int(RNG.integers(0, 9)))
+            windows = tokens.read(starts, length)
+            tokens.advise(starts, length)
+            assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
+            assert windows.tolist() == [expected[start : start + length].tolist() for start in starts]
+
+
+def test_a_window_outside_of_the_array_is_never_read(tmp_path: Path) -> None:
+    write_llmc(tmp_path / "a.bin", range(10))
+    data = open_shards(str(tmp_path / "a.bin"), 0.5)
+    for start in (-1, 3, 10):
+        with pytest.raises(IndexError):
+            data.train.read([0, start], 3)
+        with pytest.raises(IndexError):
+            data.train.advise([start], 3)
+    assert data.val.read([2], 3).tolist() == [[7, 8, 9]]
+
+
+def test_a_position_is_named_by_its_file(tmp_path: Path) -> None:
+    for number, count in enumerate((5, 1, 10)):
+        write_llmc(tmp_path / f"a_{number}.bin", range(count))
+    data = open_shards(f"{tmp_path}/a_*.bin", 0.5)  # 8 tokens each
+    assert data.train.where(4) == f"token 4 of {tmp_path}/a_0.bin"
+    assert data.train.where(5) == f"token 0 of {tmp_path}/a_1.bin"
+    assert data.train.where(7) == f"token 1 of {tmp_path}/a_2.bin"
+    assert data.val.where(0) == f"token 2 of {tmp_path}/a_2.bin"
+
+
+def test_a_read_that_the_system_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A regular file gives all at once here; a network file system need not."""
+    write_llmc(tmp_path / "a.bin", range(100))
+    tokens = open_shards(str(tmp_path), 0.1).train
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, offset: pread(file, min(count, 7), offset))
+    assert everything(tokens) == list(range(90))
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_file_that_shrinks_while_it_is_read_is_named(is_open: bool, tmp_path: Path) -> None:
+    write_llmc(tmp_path / "a.bin", range(1000))
+    tokens = open_shards(str(tmp_path), 0.1).train
+    if is_open:
+        tokens.read([0], 4)
+    os.truncate(tmp_path / "a.bin", 1100)
+    with pytest.raises(UserError, match=rf"{tmp_path}/a\.bin .*changed while"):
+        tokens.read([500], 4)
+
+
+def test_a_file_that_is_removed_or_fails_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llmc(tmp_path / "a.bin", range(1000))
+    tokens = open_shards(str(tmp_path), 0.1).train
+    (tmp_path / "a.bin").rename(tmp_path / "b.bin")
+    with pytest.raises(UserError, match=r"a\.bin cannot be read: No such file"):
+        tokens.read([0], 4)
+    (tmp_path / "b.bin").rename(tmp_path / "a.bin")
+
+    def fail(file: int, count: int, offset: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ExpectedError, match=r"a\.bin cannot be read: Input/output error"):
+        tokens.read([0], 4)
+
+
+def test_2000_shards_need_few_file_descriptors(tmp_path: Path) -> None:
+    for number in range(2000):
+        write_llmc(tmp_path / f"a_{number}.bin", [number % 997, number])
+    program = (
+        "import resource, sys, numpy\n"
+        "from mingpt.data.shards import open_shards\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "tokens = open_shards(sys.argv[1], 0.1).train\n"
+        "starts = numpy.random.default_rng(0).integers(0, 1799, 5000) * 2\n"
+        "tokens.advise(starts, 4)\n"
+        "windows = tokens.read(starts, 4)\n"
+        "assert (windows[:, 1] == starts // 2).all() and (windows[:, 3] == starts // 2 + 1).all()\n"
+        "files = [open(sys.argv[1] + '/a_0.bin') for _ in range(32)]  # half of them are left\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_descriptors_are_given_back(tmp_path: Path) -> None:
+    mixed_shards(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    data = open_shards(str(tmp_path), 0.1)
+    everything(data.train)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del data
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Fingerprints
+
+
+def test_a_change_of_content_changes_the_fingerprint_of_its_file_alone(tmp_path: Path) -> None:
+    for number in range(3):
+        write_llmc(tmp_path / f"a_{number}.bin", some_tokens(30_000))
+    before = open_shards(str(tmp_path), 0.1)
+    again = open_shards(f"{tmp_path}/a_?.bin", 0.2)
+    assert (again.fingerprint, again.files) == (before.fingerprint, before.files)
+    size = (tmp_path / "a_1.bin").stat().st_size
+    for place in (1024, 4095, (size - 4096) // 3, (size - 4096) * 2 // 3 + 4095, size - 4096, size - 1):
+        content = bytearray((tmp_path / "a_1.bin").read_bytes())
+        content[place] ^= 1
+        (tmp_path / "a_1.bin").write_bytes(content)
+        after = open_shards(str(tmp_path), 0.1)
+        assert after.fingerprint != before.fingerprint
+        assert [name for name in after.files if after.files[name] != before.files[name]] == ["a_1.bin"]
+        before = after
+
+
+def test_every_byte_of_a_small_file_and_its_name_count(tmp_path: Path) -> None:
+    seen = set()
+    for place in range(20):
+        write_nanogpt(tmp_path / "train.bin", [7 if other == place else 0 for other in range(20)])
+        seen.add(open_shards(str(tmp_path), 0.5).fingerprint)
+    write_llmc(tmp_path / "a.bin", range(20))
+    seen.add(open_shards(str(tmp_path / "a.bin"), 0.5).fingerprint)
+    (tmp_path / "a.bin").rename(tmp_path / "b.bin")
+    seen.add(open_shards(str(tmp_path / "b.bin"), 0.5).fingerprint)
+    assert len(seen) == 22
+
+
+def test_a_prepared_folder_has_its_fingerprints_from_meta_json(tmp_path: Path) -> None:
+    meta = prepared(tmp_path)
+    data = open_shards(str(tmp_path), 0.5)
+    assert data.meta == meta
+    assert data.files == {entry["name"]: entry["sha256"] for entry in meta["files"]}
+    digests = "".join(data.files.values()).encode()
+    assert data.fingerprint == hashlib.sha256(digests).hexdigest()
+    assert (len(data.train), len(data.val)) == (37, 12)
+
+
+def test_a_part_of_a_prepared_folder_keeps_fingerprints_but_not_the_bytes_of_validation(
+    tmp_path: Path,
+) -> None:
+    meta = prepared(tmp_path)
+    write_llmc(tmp_path / "other.bin", [1, 2])  # a pattern leaves it out
+    data = open_shards(f"{tmp_path}/train_*.bin", 0.5)
+    assert data.files == {entry["name"]: entry["sha256"] for entry in meta["files"][:2]}
+    assert data.meta == meta | {"val_bytes": None}
+    assert open_shards(f"{tmp_path}/*_0*.bin", 0.5).meta == meta
+    assert len(open_shards(f"{tmp_path}/*.bin", 0.5).train) == 39
+
+
+# Damage: each kind has its sentence, which names the file
+
+
+def overwrite(name: str, place: int, content: bytes) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        with open(folder / name, "r+b") as file:
+            file.seek(place)
+            file.write(content)
+
+    return damage
+
+
+def int32(number: int) -> bytes:
+    return number.to_bytes(4, "little", signed=True)
+
+
+def cut(name: str, size: int) -> Callable[[Path], object]:
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def replace_by_folder(folder: Path) -> None:
+    (folder / "train_3.bin").unlink()
+    (folder / "train_3.bin").mkdir()
+
+
+def replace_by_fifo(folder: Path) -> None:
+    (folder / "train_3.bin").unlink()
+    os.mkfifo(folder / "train_3.bin")
+
+
+def replace_by_broken_link(folder: Path) -> None:
+    (folder / "train_3.bin").unlink()
+    (folder / "train_3.bin").symlink_to("nowhere")
+
+
+def link_to_itself(folder: Path) -> None:
+    (folder / "train_3.bin").unlink()
+    (folder / "train_3.bin").symlink_to("train_3.bin")
+
+
+def only_validation(folder: Path) -> None:
+    for path in folder.glob("train_*"):
+        path.unlink()
+
+
+def no_shards(folder: Path) -> None:
+    for path in folder.glob("*.bin"):
+        path.rename(path.with_suffix(".tokens"))
+
+
+def one_token_of_validation(folder: Path) -> None:
+    write_llmc(folder / "val_0.bin", [1])
+
+
+def headerless(name: str, size: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(bytes(size))
+
+
+def remove(*names: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
+
+
+def copy_as(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / "train_3.bin").read_bytes())
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "wrong magic": (
+        overwrite("train_3.bin", 0, int32(1234)),
+        r"/train_3\.bin begins with 1234.*20240520 or 20240801.*named train\.bin or val\.bin",
+    ),
+    "headerless under another name": (headerless("tokens.bin", 4000), r"/tokens\.bin begins with 0"),
+    "an evaluation file": (
+        overwrite("train_3.bin", 0, int32(20240522)),
+        r"/train_3\.bin is an evaluation file of llm\.c.*not token",
+    ),
+    "an evaluation file named val.bin": (
+        lambda folder: (folder / "val.bin").write_bytes(int32(20240522) + bytes(1020)),
+        r"/val\.bin is an evaluation file of llm\.c",
+    ),
+    "version": (overwrite("train_3.bin", 4, int32(2)), r"/train_3\.bin has version 2 .*expected is 1"),
+    "version of the wide type": (
+        overwrite("train_3.bin", 0, int32(20240801)),
+        r"/train_3\.bin has version 1 .*expected is 7",
+    ),
+    "longer than it says": (
+        overwrite("train_3.bin", 1224, b"xx"),
+        r"/train_3\.bin has 1,226 bytes.* 100 tokens take 1,224: copy it again",
+    ),
+    "cut short": (cut("train_3.bin", 1222), r"/train_3\.bin has 1,222 bytes.* 100 tokens .* 1,224"),
+    "cut in its header": (cut("train_3.bin", 600), r"/train_3\.bin has 600 bytes.* header of 1,024"),
+    "cut in its magic": (cut("train_3.bin", 3), r"/train_3\.bin has 3 bytes.* header of 1,024"),
+    "empty": (cut("train_3.bin", 0), r"/train_3\.bin is empty"),
+    "no tokens": (overwrite("train_3.bin", 8, int32(0)), r"/train_3\.bin .* 0 tokens.* at least 1"),
+    "negative count": (overwrite("train_3.bin", 8, int32(-5)), r"/train_3\.bin .* -5 tokens.* at least 1"),
+    "odd size": (headerless("train.bin", 4001), r"/train\.bin has 4,001 bytes.* two bytes each"),
+    "empty and headerless": (headerless("train.bin", 0), r"/train\.bin is empty"),
+    "a folder": (replace_by_folder, r"/train_3\.bin is a folder"),
+    "a pipe": (replace_by_fifo, r"/train_3\.bin is not a regular file"),
+    "a broken link": (replace_by_broken_link, r"/train_3\.bin cannot be read: No such file"),
+    "a link to itself": (
+        link_to_itself,
+        r"/train_3\.bin cannot be read: Too many levels of symbolic links",
+    ),
+    "a gap": (remove("train_3.bin"), r"/train_3\.bin is missing: .*train_2\.bin and train_4\.bin"),
+    "a wide gap": (
+        remove("train_8.bin", "train_9.bin"),
+        r"/train_8\.bin and 1 more are missing: .*train_7\.bin and train_10\.bin",
+    ),
+    "a gap in padded numbers": (copy_as("c_0007.bin"), ""),
+    "a number twice": (
+        copy_as("train_03.bin"),
+        r"/train_03\.bin and .*train_3\.bin have the same number",
+    ),
+    "validation only": (only_validation, r"only files named \*val\*.*val_0\.bin.* for training"),
+    "no shards": (no_shards, r"has no \.bin file"),
+    "one token of validation": (
+        one_token_of_validation,
+        r"the validation part of .* has 1 token.* at least 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
+    for number in range(2, 13):
+        write_llmc(tmp_path / f"train_{number}.bin", some_tokens(100))
+    write_llmc(tmp_path / "val_0.bin", some_tokens(100))
+    open_shards(str(tmp_path), 0.1)
+    damage, sentence = DAMAGE[kind]
+    damage(tmp_path)
+    if kind == "a gap in padded numbers":
+        copy_as("c_0009.bin")(tmp_path)
+        sentence = r"/c_0008\.bin is missing"
+    with pytest.raises(UserError, match=sentence) as caught:
+        open_shards(str(tmp_path), 0.1)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    write_llmc(tmp_path / "a.bin", range(10))
+    (tmp_path / "a.bin").chmod(stat.S_IWUSR)
+    with pytest.raises(UserError, match=r"/a\.bin cannot be read: Permission denied"):
+        open_shards(str(tmp_path), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("{}/none.bin", r"none\.bin does not exist"),
+        ("{}/none_*.bin", r"none_\*\.bin matches no file"),
+        ("{}/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
+        ("{}/*/*.bin", r"in several folders, .*/one and .*/two"),
+        ("{}/one/\0.bin", "cannot be read: embedded null"),
+    ],
+)
+def test_a_path_without_shards_is_told_in_a_sentence(path: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_llmc(tmp_path / name / "a.bin", range(10))
+    with pytest.raises(UserError, match=sentence):
+        open_shards(path.format(tmp_path), 0.1)
+
+
+def test_a_split_that_leaves_a_part_without_tokens_is_refused(tmp_path: Path) -> None:
+    write_llmc(tmp_path / "a.bin", range(10))
+    for val_fraction, part in ((0.01, "validation"), (0.95, "training")):
+        with pytest.raises(UserError, match=f"the {part} part .* at least 2.* data.val_fraction"):
+            open_shards(str(tmp_path), val_fraction)
+
+
+META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "not finished": (lambda folder: prepared(folder, complete=False), "prepare has not finished.*again"),
+    "not JSON": (lambda folder: (folder / "meta.json").write_text("{"), "is damaged"),
+    "not text": (lambda folder: (folder / "meta.json").write_bytes(b"\xff\xfe"), "is damaged"),
+    "nested": (lambda folder: (folder / "meta.json").write_text("[" * 100_000), "is damaged"),
+    "no object": (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged: no JSON object"),
+    "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "no format"),
+    "a later format": (lambda folder: prepared(folder, format=2), "format 2.*reads format 1"),
+    "complete is a word": (lambda folder: prepared(folder, complete="yes"), 'damaged: "complete"'),
+    "tokenizer": (lambda folder: prepared(folder, tokenizer=None), 'damaged: "tokenizer"'),
+    "vocabulary": (
+        lambda folder: prepared(folder, tokenizer={"sha256": None, "vocab_size": 0, "end_of_text": None}),
+        'damaged: "vocab_size" of "tokenizer"',
+    ),
+    "vocabulary is true": (
+        lambda folder: prepared(folder, tokenizer={"sha256": None, "vocab_size": True, "end_of_text": None}),
+        'damaged: "vocab_size" of "tokenizer"',
+    ),
+    "bytes of validation": (lambda folder: prepared(folder, val_bytes=-1), 'damaged: "val_bytes"'),
+    "documents": (lambda folder: prepared(folder, documents={"train": 1}), '"val" of "documents"'),
+    "no files": (lambda folder: prepared(folder, files=[]), 'damaged: "files"'),
+    "a file without a name": (lambda folder: change_file_entry(folder, name=7), '"name" of file 1'),
+    "a file elsewhere": (lambda folder: change_file_entry(folder, name="../a.bin"), '"name" of file 1'),
+    "a file twice": (lambda folder: change_file_entry(folder, name="train_00000.bin"), "lists.*twice"),
+    "sha256": (lambda folder: change_file_entry(folder, sha256="A" * 63), '"sha256" of file 1'),
+    "other tokens": (
+        lambda folder: change_file_entry(folder, tokens=8),
+        r"train_00001\.bin has 7 tokens.* 8",
+    ),
+    "other bytes": (
+        lambda folder: change_file_entry(folder, bytes=2),
+        r"train_00001\.bin has 1,038 bytes.* 2",
+    ),
+    "a missing file": (
+        remove("train_00001.bin"),
+        r"train_00001\.bin is missing.*meta\.json",
+    ),
+    "another file": (
+        lambda folder: write_llmc(folder / "train_00002.bin", [1]),
+        r"train_00002\.bin is not in .*meta\.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", META_DAMAGE)
+def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
+    prepared(tmp_path)
+    damage, sentence = META_DAMAGE[kind]
+    damage(tmp_path)
+    with pytest.raises(UserError, match=sentence) as caught:
+        open_shards(str(tmp_path), 0.1)
+    assert f"{tmp_path}/" in str(caught.value) and "meta.json" in str(caught.value)
+
+
+# Size
+
+
+def test_200_gb_open_at_once_and_take_no_memory(tmp_path: Path) -> None:
+    """Sparse files. The bounds are several times what it takes: shared machines are slow at times."""
+    count = (200_000_000 - 1024) // 2
+    for number in range(1000):
+        path = tmp_path / f"train_{number:05}.bin"
+        path.write_bytes(llmc_header(count))
+        os.truncate(path, 1024 + 2 * count)
+    program = (
+        "import json, resource, sys, time, numpy\n"
+        "from mingpt.data.shards import open_shards\n"
+        "def memory(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "before, began = memory(), time.perf_counter()\n"
+        "tokens = open_shards(sys.argv[1], 0.01).train\n"
+        "open_s = time.perf_counter() - began\n"
+        "starts = numpy.random.default_rng(0).integers(0, len(tokens) - 1025, 20_480)\n"
+        "for chunk in starts.reshape(-1, 64): assert not tokens.read(chunk, 1025).any()\n"
+        "print(json.dumps({'open_s': open_s, 'mb': memory() - before, 'tokens': len(tokens)}))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["open_s"] < 0.5 and row["mb"] < 20, row
+    assert row["tokens"] == int(count * 1000 * 0.99)
