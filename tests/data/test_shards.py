@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from conftest import ROOT
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
+from mingpt.data import shards
 from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
 from mingpt.errors import ExpectedError, UserError
 
@@ -267,6 +269,25 @@ def test_2000_shards_need_few_file_descriptors(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_several_threads_may_read_while_files_are_opened_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that is closed during a read would give the tokens of another file."""
+    monkeypatch.setattr(shards, "MAX_OPEN_FILES", 2)
+    for number in range(50):
+        write_llmc(tmp_path / f"a_{number}.bin", [number] * 2000)
+    tokens = open_shards(str(tmp_path), 0.1).train
+
+    def wrong_windows(seed: int) -> int:
+        starts = np.random.default_rng(seed).integers(0, 45, 5000) * 2000
+        return sum(
+            int((tokens.read(few, 2000) != few[:, np.newaxis] // 2000).sum()) for few in np.split(starts, 500)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(wrong_windows, range(4))) == [0] * 4
 
 
 def test_the_descriptors_are_given_back(tmp_path: Path) -> None:
