@@ -5,6 +5,8 @@ group.
 """
 
 from mingpt.data.char_tokenizer import CharTokenizer
+from mingpt.data.gpt2_vocabulary import load_named_tokenizer, read_named_tokenizer
+from mingpt.data.json_tokenizer import JsonTokenizer, parse_tokenizer_json
 from mingpt.data.sampler import ElasticSampler, mix
 from mingpt.data.source import read_bytes
 from mingpt.data.tokenizer import TOKENIZERS, Tokenizer, kind_of, load_tokenizer
@@ -17,10 +19,14 @@ __all__ = [
     "CharTokenizer",
     "Corpus",
     "ElasticSampler",
+    "JsonTokenizer",
     "Tokenizer",
     "kind_of",
+    "load_named_tokenizer",
     "load_tokenizer",
     "make_corpus",
     "mix",
+    "parse_tokenizer_json",
     "read_bytes",
+    "read_named_tokenizer",
 ]

@@ -1,7 +1,9 @@
 """One token per character."""
 
+import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +62,33 @@ class CharTokenizer(Tokenizer):
 
     def default_prompt(self) -> list[int]:
         return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()
+
+    def to_tokenizer_json(self) -> bytes:
+        """One word per character: WordLevel behind a split at every character."""
+        every_character = {"Regex": r"[\s\S]"}
+        split = {"type": "Split", "pattern": every_character, "behavior": "Isolated", "invert": False}
+        vocab = {character: token for token, character in enumerate(self.characters)}
+        spec: dict[str, Any] = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": split,
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+        }
+        return json.dumps(spec, ensure_ascii=False, indent=1).encode()
+
+    @classmethod
+    def from_tokenizer_json(cls, content: bytes) -> "CharTokenizer | None":
+        """The inverse of `to_tokenizer_json`; None for any other content."""
+        try:
+            tokenizer = cls("".join(json.loads(content)["model"]["vocab"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        return tokenizer if tokenizer.to_tokenizer_json() == content else None
 
     def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
         if not isinstance(other, CharTokenizer):

@@ -15,20 +15,31 @@ log = logging.getLogger(__name__)
 LOCAL = ("file://", "local://", "memory://")
 
 
+class AbsentFile(UserError):
+    """There is no such file."""
+
+
 def read_bytes(config: DataConfig) -> bytes:
     """The text's bytes. Raises UserError if they cannot be read or have another sha256 than `data.sha256`."""
-    remote = "://" in config.path and not config.path.startswith(LOCAL)
-    content = read_cache(config.path) if remote else None
-    if content is not None and has_expected_checksum(content, config):
+    return read_cached(config.path, config.sha256, "data.path", "data.sha256")
+
+
+def read_cached(path: str, sha256: str | None, setting: str, asker: str) -> bytes:
+    """The bytes at a path or URL; what comes from far is cached.
+
+    Raises UserError, which begins with `setting`, if they cannot be read or have another checksum than
+    `sha256`, which `asker` asks for; None accepts any.
+    """
+    remote = "://" in path and not path.startswith(LOCAL)
+    content = read_cache(path) if remote else None
+    if content is not None and has_checksum(content, sha256):
         return content  # otherwise the cached file is outdated or incomplete: download it again
-    content = download(config.path)
-    if not has_expected_checksum(content, config):
+    content = download(path, setting)
+    if not has_checksum(content, sha256):
         digest = hashlib.sha256(content).hexdigest()
-        raise UserError(
-            f"data.path {config.path} has sha256 {digest}, and data.sha256 asks for {config.sha256}"
-        )
+        raise UserError(f"{setting} {path} has sha256 {digest}, and {asker} asks for {sha256}")
     if remote:
-        write_cache(config.path, content)
+        write_cache(path, content)
     return content
 
 
@@ -71,20 +82,20 @@ def cache_path(url: str) -> Path:
     return folder / f"{digest[:16]}-{url.partition('?')[0].rsplit('/', 1)[-1][:80]}"
 
 
-def has_expected_checksum(content: bytes, config: DataConfig) -> bool:
-    return config.sha256 is None or hashlib.sha256(content).hexdigest() == config.sha256.lower()
+def has_checksum(content: bytes, sha256: str | None) -> bool:
+    return sha256 is None or hashlib.sha256(content).hexdigest() == sha256.lower()
 
 
-def download(path: str) -> bytes:
+def download(path: str, setting: str) -> bytes:
     """The bytes at a path or URL. Raises UserError, naming the package if its driver is not installed."""
     try:
         with fsspec.open(path, "rb") as file:
             return bytes(file.read())
     except ImportError as error:
-        raise UserError(f"data.path {path} needs a driver that is not installed: {error}") from None
+        raise UserError(f"{setting} {path} needs a driver that is not installed: {error}") from None
     except FileNotFoundError:
         hint = "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
-        raise UserError(f"data.path {path} does not exist{hint}") from None
+        raise AbsentFile(f"{setting} {path} does not exist{hint}") from None
     except Exception as error:  # each driver raises exceptions of its own
         reason = str(error).splitlines()[0] if str(error) else ""
-        raise UserError(f"data.path {path} cannot be read: {type(error).__name__}: {reason}") from None
+        raise UserError(f"{setting} {path} cannot be read: {type(error).__name__}: {reason}") from None

