@@ -7,8 +7,21 @@ ranks.
 from mingpt.model.compile import compile_model, import_compiler
 from mingpt.model.generate import generate
 from mingpt.model.gpt import GPT, LossModule
-from mingpt.model.hf import from_gpt2
+from mingpt.model.hf import HFModel, from_gpt2, from_hf, hf_config, hf_model_of, hf_shapes, to_hf
 from mingpt.model.shapes import parameter_shapes
 
-__all__ = ["GPT", "LossModule", "compile_model", "from_gpt2", "generate", "import_compiler",
-           "parameter_shapes"]  # fmt: skip
+__all__ = [
+    "GPT",
+    "HFModel",
+    "LossModule",
+    "compile_model",
+    "from_gpt2",
+    "from_hf",
+    "generate",
+    "hf_config",
+    "hf_model_of",
+    "hf_shapes",
+    "import_compiler",
+    "parameter_shapes",
+    "to_hf",
+]
