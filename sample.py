@@ -1,29 +1,42 @@
 """Generate text with a trained model: python sample.py out/default --prompt "..." --tokens 300.
 
-Prints the prompt, then the text, and nothing else.
+Prints the prompt, then the text, and nothing else; of several samples each on lines of its own. A sample
+ends early where the model ends its document.
 """
 
 import argparse
 import logging
 import os
 import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from mingpt.errors import UserError
 from mingpt.redact import RedactingFormatter, redact
 
+if TYPE_CHECKING:
+    from mingpt.data import Tokenizer
 
-def main() -> int:
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
     parser.add_argument("run", nargs="?", default="out/default", help=where)
-    parser.add_argument(
-        "--prompt", default=None, help="text to continue (default: a newline, if it is a token)"
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", help="text to continue (default: end-of-text if there is such a token, else a newline)"
+    )
+    prompts.add_argument("--prompt_file", metavar="PATH", help="file with the text to continue; - for stdin")
+    prompts.add_argument(
+        "--prompt_tokens", metavar="IDS", help="tokens to continue, as in 464,3290; prints tokens, not text"
     )
     parser.add_argument(
         "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
     )
+    parser.add_argument("--num_samples", type=int, default=1, help="how many samples (default: %(default)s)")
+    parser.add_argument("--stop", metavar="TEXT", help="end a sample before this text")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
     parser.add_argument(
         "--top_k", type=int, default=None, help="sample from the k most likely tokens (default: all)"
@@ -32,10 +45,19 @@ def main() -> int:
         "--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)"
     )
     arguments = parser.parse_args()
-    for name, low in (("tokens", 0), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+    for name, low in (("tokens", 0), ("num_samples", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(arguments, name)
         if value is not None and not low <= value < 2**63:
             parser.error(f"--{name} must be at least {low}, not {value}")
+    if arguments.stop == "":
+        parser.error("--stop is empty")
+    if arguments.stop and arguments.prompt_tokens:
+        parser.error("--stop is text, and --prompt_tokens prints tokens")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
@@ -46,6 +68,8 @@ def main() -> int:
         return 2
     except BrokenPipeError:
         os._exit(1)  # the reader of the text is gone
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
@@ -54,32 +78,99 @@ def sample(arguments: argparse.Namespace) -> None:
 
     from mingpt.model import GPT, generate
     from mingpt.snapshot import open_snapshot
-    from mingpt.weights import check_model, load_weights, snapshot_tokenizer
+    from mingpt.weights import check_model, load_weights, snapshot_tokenizer, snapshot_vocab_size
 
     snapshot = open_snapshot(arguments.run, check_model)
-    tokenizer, config = snapshot_tokenizer(snapshot), snapshot.config
-    prompt = tokenizer.decode(tokenizer.default_prompt()) if arguments.prompt is None else arguments.prompt
-    if not prompt:
-        raise UserError("--prompt is empty and there is nothing to continue: give at least one character")
-    tokens = tokenizer.encode(prompt).tolist()
+    config, vocab_size = snapshot.config, snapshot_vocab_size(snapshot)
+    tokenizer = None if arguments.prompt_tokens else snapshot_tokenizer(snapshot)
+    if tokenizer is None:
+        text, prompt, known = "", read_prompt_tokens(arguments, vocab_size), vocab_size
+    else:
+        text, prompt, known = *read_prompt(arguments, tokenizer), len(tokenizer)
     # Tables grow with the context's length, so there is no more of it than these tokens can fill.
-    block_size = min(config.data.block_size, len(tokens) + arguments.tokens)
-    model = GPT(config.model, vocab_size=len(tokenizer), block_size=block_size)
+    block_size = min(config.data.block_size, len(prompt) + arguments.tokens)
+    model = GPT(config.model, vocab_size=vocab_size, block_size=block_size)
     load_weights(model, snapshot.tensors("model."), arguments.run)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    sys.stdout.write(prompt)
-    generated = generate(
-        model,
-        tokens,
-        arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    )
-    for token in generated:
-        sys.stdout.write(tokenizer.decode([token]))
+    for number in range(arguments.num_samples):
+        tokens = generate(
+            model,
+            prompt,
+            arguments.tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            seed=arguments.seed + number,
+            vocab_size=known,
+            end=tokenizer.end_of_text if tokenizer else None,
+        )
+        if tokenizer is None:
+            write_tokens(prompt, tokens)
+        else:
+            sys.stdout.write(text)
+            write_pieces(tokenizer.decode_pieces(tokens), arguments.stop)
+
+
+def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
+    """The text to continue, and its tokens. Raises UserError if it is empty or cannot be read or encoded."""
+    text = arguments.prompt
+    if arguments.prompt_file is not None:
+        try:
+            content = sys.stdin.buffer.read() if arguments.prompt_file == "-" else read(arguments.prompt_file)
+            text = content.decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt_file {arguments.prompt_file} cannot be read: {error}") from None
+    if text is None:
+        tokens = tokenizer.default_prompt()
+        return tokenizer.decode(tokens), tokens
+    if not text:
+        raise UserError("the prompt is empty and there is nothing to continue: give at least one character")
+    return text, tokenizer.encode(text).tolist()
+
+
+def read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
+    """The tokens to continue. Raises UserError unless they are given and in the vocabulary."""
+    text = arguments.prompt_tokens
+    if text is None:
+        raise UserError("the run has no tokenizer: give tokens to continue, as in --prompt_tokens 464,3290")
+    words = text.replace(",", " ").split()
+    tokens = [int(word) for word in words if word.isascii() and word.isdigit() and int(word) < vocab_size]
+    if not tokens or len(tokens) < len(words):
+        raise UserError(f"--prompt_tokens must be numbers below {vocab_size}, as in 464,3290, not {text!r}")
+    return tokens
+
+
+def write_tokens(prompt: list[int], tokens: Iterable[int]) -> None:
+    sys.stdout.write(",".join(map(str, prompt)))
+    for token in tokens:
+        sys.stdout.write(f",{token}")
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def write_pieces(pieces: Iterator[str], stop: str | None) -> None:
+    """Write text as it comes, up to `stop`; what may be its beginning waits for the next piece."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if stop and stop in held:
+            held = held[: held.index(stop)]
+            break
+        kept = longest_overlap(held, stop) if stop else 0
+        sys.stdout.write(held[: len(held) - kept])
+        sys.stdout.flush()
+        held = held[len(held) - kept :]
+    sys.stdout.write(held + "\n")
+    sys.stdout.flush()
+
+
+def longest_overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`."""
+    return next(size for size in range(min(len(stop), len(text)), -1, -1) if text.endswith(stop[:size]))
 
 
 if __name__ == "__main__":

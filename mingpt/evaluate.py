@@ -27,49 +27,58 @@ class Evaluator:
         self, config: Config, context: DistributedContext, model: GPT, corpus: Corpus, dtype: torch.dtype
     ) -> None:
         self.config, self.context, self.model, self.corpus, self.dtype = config, context, model, corpus, dtype
+        self.token_bytes = corpus.tokenizer.token_bytes() if corpus.tokenizer else None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
-        """Mean loss in nats over every token of the split, dropout off. Collective.
+        """Mean loss in nats over every token of the split, or of `trainer.eval_windows`, dropout off.
 
-        None on all ranks if a request to stop has cut it.
+        Bits per byte where it is known how many bytes of text these tokens stand for. None on all ranks if a
+        request to stop has cut it. Raises UserError on all ranks for data that cannot be used. Collective.
         """
         events.emit("evaluation_start", step=step)
-        targets = len(self.corpus.val.tokens) - 1
-        losses = self.context.run_with_heartbeat(self.local_losses)
+        sums = self.context.run_with_heartbeat(self.local_sums)
         if self.context.agreed_stop:
             return None
-        losses = self.context.all_reduce(losses)
-        nats = math.fsum(losses.tolist())
-        return {"val/loss": nats / targets, "val/bits_per_byte": nats / math.log(2) / self.corpus.val_bytes}
+        nats, source_bytes, targets = (math.fsum(row) for row in self.context.all_reduce(sums).tolist())
+        values = {"val/loss": nats / targets}
+        if self.token_bytes is None:
+            is_all = targets == len(self.corpus.val.tokens) - 1
+            source_bytes = (self.corpus.val_bytes or 0) if is_all else 0
+        if source_bytes:
+            values["val/bits_per_byte"] = nats / math.log(2) / source_bytes
+        return values
 
     @torch.no_grad()
-    def local_losses(self) -> Tensor:
-        """(batches,) nats of each batch; zero for those of other ranks."""
-        block_size, device = self.config.data.block_size, self.context.device
-        batch_size = max(self.config.trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
-        losses = torch.zeros(
-            len(self.corpus.val.tokens) // (batch_size * block_size) + 2, dtype=torch.float64
-        )
-        batches = enumerate(self.corpus.val.eval_batches(batch_size))
+    def local_sums(self) -> Tensor:
+        """(3, batches): nats, bytes of text and targets of each batch; zero for those of other ranks."""
+        trainer, device = self.config.trainer, self.context.device
+        block_size = self.config.data.block_size
+        batch_size = max(trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
+        batches = self.corpus.val.eval_batches(batch_size, trainer.eval_windows)
+        sums = torch.zeros(3, len(batches), dtype=torch.float64)
         self.model.eval()
-        for number, (inputs, targets) in itertools.islice(
-            batches, self.context.rank, None, self.context.world_size
-        ):
+        for number in range(self.context.rank, len(batches), self.context.world_size):
             events.emit("evaluation_batch", number=number)
             if self.context.should_stop():
                 break
+            inputs, targets = batches[number]
             with autocast(device, self.dtype):
                 _, loss = self.model(inputs.to(device), targets.to(device))
-            losses[number] = float(loss) * targets.numel()
+            sums[0, number] = float(loss) * targets.numel()
+            if self.token_bytes is not None:
+                sums[1, number] = int(self.token_bytes[targets.numpy()].sum())
+            sums[2, number] = targets.numel()
         self.model.train()
-        return losses
+        return sums
 
     def sample(self) -> str:
         """Text from the default prompt, without the prompt; the same on the same kind of device.
 
-        Cut short by a request to stop.
+        Cut short by a request to stop. Empty without a tokenizer.
         """
         tokenizer = self.corpus.tokenizer
+        if tokenizer is None:
+            return ""
         prompt = tokenizer.default_prompt()
         tokens = generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)
         kept = itertools.takewhile(lambda _: not self.context.should_stop(), tokens)

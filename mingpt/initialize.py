@@ -1,4 +1,4 @@
-"""Builds what is trained, from snapshot or seed: model, parallel strategy, optimizer and position."""
+"""Builds what is trained, from snapshot, weights or seed: model, parallel strategy, optimizer, position."""
 
 import functools
 import logging
@@ -8,10 +8,9 @@ import torch
 
 from mingpt import resume, weights
 from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler, make_corpus, read_bytes
+from mingpt.data import Corpus, ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast, enable_determinism, environment_info, resolve_dtype
-from mingpt.errors import UserError
 from mingpt.model import GPT, LossModule, compile_model, import_compiler
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
@@ -20,29 +19,14 @@ from mingpt.state import TrainState
 log = logging.getLogger(__name__)
 
 
-def load_corpus(config: Config, context: DistributedContext) -> Corpus:
-    """The first node that can read the text does; all ranks get its bytes and encode them alike.
-
-    Raises UserError if no node can.
-    """
-    local_ranks = context.all_gather_object(context.launch.local_rank)
-    errors: list[UserError] = []
-    for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
-        reads = context.rank == source
-        try:
-            content = context.run_with_heartbeat(functools.partial(read_text, config, reads))
-        except UserError as error:  # raised on all ranks
-            errors.append(error)
-            continue
-        if errors and context.rank == 0:
-            log.warning("%s; the text is read by worker %d", errors[0], source)
-        text = context.broadcast_bytes(content, source)
-        return context.heartbeat_while(functools.partial(make_corpus, text, config.data))
-    raise errors[0]
-
-
-def read_text(config: Config, reads: bool) -> bytes | None:
-    return read_bytes(config.data) if reads else None
+def open_initial_weights(
+    config: Config, context: DistributedContext, start: resume.StartPoint
+) -> weights.OtherWeights | None:
+    """On rank 0 of a fresh run, those of snapshot.init_from. Raises UserError. Collective."""
+    where = config.snapshot.init_from
+    if start.snapshot or not where:
+        return None
+    return context.run_with_heartbeat(lambda: weights.open_weights(where) if context.rank == 0 else None)
 
 
 def init_environment(config: Config, context: DistributedContext, start: resume.StartPoint) -> dict[str, Any]:
@@ -67,19 +51,24 @@ def init_state(
     corpus: Corpus,
     start: resume.StartPoint,
     environment: dict[str, Any],
+    initial: weights.OtherWeights | None,
 ) -> tuple[TrainState, ElasticSampler]:
-    """The state from snapshot or seed, and whether it is compiled, into `environment`. Raises UserError."""
+    """The state from a snapshot, other weights (on rank 0), or seed. Raises UserError.
+
+    Whether it is compiled goes into `environment`.
+    """
     snapshot = start.snapshot
     torch.manual_seed(config.seed)
-    sizes = {"vocab_size": len(corpus.tokenizer), "block_size": config.data.block_size}
+    sizes = {"vocab_size": corpus.vocab_size, "block_size": config.data.block_size}
     model = context.heartbeat_while(lambda: GPT(config.model, **sizes))
     step, windows_seen = 0, 0
     if snapshot:
         step, windows_seen = snapshot.manifest["step"], snapshot.manifest["windows"]
         weights.load_weights(model, snapshot.tensors("model."), f"the snapshot of step {step}")
-    elif config.snapshot.init_from:
-        where = config.snapshot.init_from
-        context.run_with_heartbeat(lambda: weights.init_from(model, where, corpus.tokenizer))
+    elif config.snapshot.init_from:  # the other ranks get them below
+        context.run_with_heartbeat(
+            lambda: weights.init_from(model, initial, corpus.tokenizer) if initial else None
+        )
     model.to(context.device)
     context.broadcast_parameters(model.parameters())
     sampler = ElasticSampler(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.config import Config, check_workers
-from mingpt.data import Corpus
+from mingpt.data import Data
 from mingpt.distributed import DistributedContext
 from mingpt.errors import UnreadableSnapshot, UserError
 from mingpt.handover import agree_on_run_id, share_history
@@ -16,7 +16,7 @@ from mingpt.report import GenerationStart, read_durable_step, read_job_start
 from mingpt.run_folder import RunFolder
 from mingpt.settings import differences, to_dict
 from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore, this_process
-from mingpt.weights import check_model, snapshot_tokenizer
+from mingpt.weights import check_model
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class StartPoint:
 
 
 def find_start(
-    config: Config, context: DistributedContext, folder: RunFolder, corpus: Corpus, was_started: bool
+    config: Config, context: DistributedContext, folder: RunFolder, data: Data, was_started: bool
 ) -> StartPoint:
     """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective.
 
@@ -58,14 +58,14 @@ def find_start(
         config.snapshot.memory_path, run_id, folder.path, context.launch.node_rank, agent
     )
     starts = context.all_gather_object(read_job_start(folder.path, run_id) if is_restart else None)
-    check = make_check(config, corpus, max((step for step in starts if step is not None), default=None))
+    check = make_check(config, data, max((step for step in starts if step is not None), default=None))
     latest = find_latest(store, memory, context, is_restart, check)
     if latest.snapshot is None or latest.snapshot.manifest["step"] == 0:
         durable_steps = context.all_gather_object(read_durable_step(folder.path, run_id))
         check_nothing_is_lost(latest, config, is_restart, max(durable_steps))
     if context.rank == 0:
         report_skipped(latest, store.url, config)
-    changes = check_snapshot(latest.snapshot, config, latest.where, corpus, is_restart)
+    changes = check_snapshot(latest.snapshot, config, latest.where, data, is_restart)
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, latest, is_restart, folder)
         step = latest.snapshot.manifest["step"] if latest.snapshot else 0
@@ -83,7 +83,7 @@ def find_start(
     )
 
 
-def make_check(config: Config, corpus: Corpus, job_start: int | None) -> Check:
+def make_check(config: Config, data: Data, job_start: int | None) -> Check:
     """What a snapshot must fulfil to be looked at. `job_start`: the step from which this job began.
 
     In a restart, a node that joins may have newer ones of another run, or of an earlier job of this one.
@@ -94,7 +94,7 @@ def make_check(config: Config, corpus: Corpus, job_start: int | None) -> Check:
         if job_start is None or manifest["step"] <= job_start:
             return
         changes = differences(manifest["config"], to_dict(config))
-        if manifest["data"]["sha256"] != corpus.fingerprint:
+        if manifest["data"]["sha256"] != data.fingerprint:
             changes.append("data")
         if changes:
             raise UnreadableSnapshot(f"it is none of this job ({'; '.join(changes)})")
@@ -170,7 +170,7 @@ def shorten(reasons: list[str]) -> str:
 
 
 def check_snapshot(
-    snapshot: Snapshot | None, config: Config, url: str, corpus: Corpus, is_restart: bool
+    snapshot: Snapshot | None, config: Config, url: str, data: Data, is_restart: bool
 ) -> list[str]:
     """Raises UserError unless a generation may start from this snapshot; a restart checks the data alone.
 
@@ -192,15 +192,9 @@ def check_snapshot(
             f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: "
             "choose another run_dir"
         )
-    trained_on = manifest["data"]["sha256"]
-    if trained_on != corpus.fingerprint:
-        raise UserError(
-            f"{config.data.path} (sha256 {corpus.fingerprint[:12]}...) is not the text that the snapshots in "
-            f"{url} were trained on ({trained_on[:12]}...): choose another run_dir, with snapshot.init_from "
-            "to keep the weights"
-        )
-    if snapshot_tokenizer(snapshot).fingerprint() != corpus.tokenizer.fingerprint():
-        raise UserError(f"{url} holds snapshots of a run with another tokenizer: choose another run_dir")
+    if manifest["data"]["sha256"] != data.fingerprint:
+        what = describe_other_data(config.data.path, data, url, manifest["data"])
+        raise UserError(f"{what}: choose another run_dir, with snapshot.init_from to keep the weights")
     if is_restart:
         return []
     changes = differences(manifest["config"], to_dict(config))
@@ -215,6 +209,26 @@ def check_snapshot(
             "choose another run_dir, or go on with the new ones by snapshot.resume=changed"
         )
     return changes
+
+
+def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:
+    """In which way `data` is not that of the snapshots in `url`, whose manifest says `then` of theirs."""
+    was, now = then.get("files", {}), data.files
+    if not was or not now:
+        return (
+            f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
+            f"trained on ({then['sha256'][:12]}...)"
+        )
+    differing = (name for name in [*was, *now] if was.get(name) != now.get(name))
+    name = next(differing, None)
+    what = f"{name} has changed"
+    if name is None:
+        what = "the files are the same, and not their order or the split"
+    elif name not in now:
+        what = f"{name} is missing"
+    elif name not in was:
+        what = f"{name} is new"
+    return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
 
 
 def check_environment(start: StartPoint, config: Config, environment: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from mingpt import events
 from mingpt.audit import Audit
 from mingpt.config import Config
@@ -17,6 +19,7 @@ from mingpt.resume import StartPoint
 from mingpt.settings import to_dict
 from mingpt.snapshot import SnapshotSaver
 from mingpt.state import TrainState
+from mingpt.weights import manifest_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
@@ -41,6 +44,9 @@ class Saving:
     ) -> None:
         self.config, self.context, self.state, self.audit = config, context, state, audit
         self.corpus, self.environment = corpus, environment
+        self.tokenizer_fields, self.tokenizer_tensors = manifest_tokenizer(
+            corpus.tokenizer, corpus.vocab_size
+        )
         self.memory, self.store, self.is_resumed = start.memory, start.store, start.snapshot is not None
         self.writes_to_disk = start.folder.keeps_snapshots
         self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
@@ -60,7 +66,7 @@ class Saving:
 
     def allocate(self) -> None:
         """Allocate staging buffers before the first step, so that no save has to."""
-        tensors = self.state.full_state()
+        tensors = self.tensors()
         if self.writes_to_disk:
             self.saver.allocate(tensors)
         if self.config.snapshot.memory_every and self.context.launch.local_rank == 0:
@@ -99,7 +105,7 @@ class Saving:
             self.wait_for_previous_save()
         self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
-        tensors = self.state.full_state()
+        tensors = self.tensors()
         if self.writes_to_disk and self.is_due_here(is_last):
             metrics = dict(run_logger.last) if run_logger else {}
             manifest = self.manifest() | {"metrics": metrics}
@@ -118,11 +124,15 @@ class Saving:
         """Copy the state to memory that outlives this process."""
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
-        tensors = self.state.full_state()
+        tensors = self.tensors()
         if self.context.launch.local_rank == 0:
             manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}
             self.memory.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
         events.emit("save_end", kind="memory", step=self.state.step)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a snapshot holds: the state, and a tokenizer that is too large for its manifest."""
+        return self.state.full_state() | self.tokenizer_tensors
 
     def manifest(self) -> dict[str, Any]:
         """The fields that are known now; the audit chain and the checksums are added in the background."""
@@ -130,8 +140,12 @@ class Saving:
             "step": self.state.step,
             "windows": self.state.windows_seen,
             "config": to_dict(self.config),
-            "vocabulary": self.corpus.tokenizer.to_bytes().decode(),
-            "data": {"path": redact(self.config.data.path), "sha256": self.corpus.fingerprint},
+            **self.tokenizer_fields,
+            "data": {
+                "path": redact(self.config.data.path),
+                "sha256": self.corpus.fingerprint,
+                **({"files": dict(self.corpus.files)} if self.corpus.files else {}),
+            },
             "software": self.environment,
         }
 

@@ -9,23 +9,23 @@ snapshot holds.
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from mingpt import events
 from mingpt.audit import START, Audit
+from mingpt.batches import Batches
 from mingpt.claims import Claims, claim_places
 from mingpt.config import Config
-from mingpt.data import Corpus, mix
+from mingpt.corpus import load_corpus, load_data
+from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
-from mingpt.errors import NonFiniteError, NonRetryableError
+from mingpt.errors import NonFiniteError, NonRetryableError, UserError
 from mingpt.evaluate import Evaluator, is_due, is_missing
 from mingpt.failures import not_finite, out_of_memory_explained, raise_if_repeated
-from mingpt.initialize import init_environment, init_state, load_corpus
+from mingpt.initialize import init_environment, init_state, open_initial_weights
 from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer, is_reported, open_log
 from mingpt.resume import StartPoint, describe_start, find_start
@@ -45,12 +45,14 @@ class Trainer:
         claims = claim_places(config, context, folder)
         open_log(context.rank, folder.path if folder.is_kept else None, claims.may_write)
         raise_if_repeated(context, folder)
-        corpus = load_corpus(config, context)
-        start = find_start(config, context, folder, corpus, claims.was_started())
+        data = load_data(config, context)
+        start = find_start(config, context, folder, data, claims.was_started())
         start.store.check_claim = claims.check
+        initial = open_initial_weights(config, context, start)
+        corpus = load_corpus(config, context, data, start.snapshot, initial)
         self.environment = init_environment(config, context, start)
         with out_of_memory_explained():
-            self.state, self.sampler = init_state(config, context, corpus, start, self.environment)
+            self.state, self.sampler = init_state(config, context, corpus, start, self.environment, initial)
         self.strategy = self.state.strategy
         micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
         self.audit = Audit(start.snapshot.manifest["audit"] if start.snapshot else START, micro_batches)
@@ -60,7 +62,7 @@ class Trainer:
         self.timer = StepTimer(self.state.step)
         self.dtype = getattr(torch, self.environment["dtype"])
         self.evaluator = Evaluator(config, context, self.state.model, corpus, self.dtype)
-        self.batches = corpus.train.batches(self.sampler, config.trainer.micro_batch_size, context.device)
+        self.batches = Batches(config, context, corpus, self.sampler, self.audit, self.timer)
         self.saving = Saving(config, context, self.state, start, corpus, self.environment, self.audit)
         # A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
         is_complete = self.saving.is_resumed and self.state.step >= config.trainer.max_steps
@@ -125,14 +127,14 @@ class Trainer:
         strategy.start_step()
         with out_of_memory_explained():
             for micro_batch in strategy.my_micro_batches:
-                inputs, targets = self.next_batch(micro_batch)
+                inputs, targets = self.batches.next(step, micro_batch)
                 with strategy.micro_batch(micro_batch):
                     with autocast(self.context.device, self.dtype):
                         loss = strategy.forward(inputs, targets)
                     events.emit("forward_end", step=step, micro_batch=micro_batch)
                     (loss * strategy.loss_scale).backward()
                     events.emit("backward_end", step=step, micro_batch=micro_batch)
-                self.losses[micro_batch] = loss.detach()
+                self.losses[micro_batch] = math.nan if self.batches.error else loss.detach()
             strategy.finish_step()
             events.emit("reduction_end", step=step)
             status = self.context.reduce_step_status(self.losses, self.saving.newest_written)
@@ -151,17 +153,6 @@ class Trainer:
         self.context.exit.step = state.step
         events.emit("step_end", step=state.step)
         return grad_norm, stop
-
-    def next_batch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the device, (B, T) each; seeds the micro-batch's dropout."""
-        began = time.perf_counter()
-        inputs, targets, *on_device = next(self.batches)
-        events.emit("batch", step=self.state.step, micro_batch=micro_batch, inputs=inputs, targets=targets)
-        self.audit.add(micro_batch, inputs, targets)
-        self.timer.data_s += time.perf_counter() - began
-        if self.config.model.dropout:
-            torch.manual_seed(mix(self.config.seed, self.state.step, micro_batch))
-        return on_device[0], on_device[1]
 
     def after_step(self, grad_norm: float, stop: str | None) -> str | None:
         """Whatever is due. Records come before a snapshot, so that it holds all of its step.
@@ -233,7 +224,10 @@ class Trainer:
         self.saving.remove_memory_snapshots()
 
     def raise_if_not_finite(self, grad_norm: float) -> None:
-        """Gradient and losses are the same on all ranks, so all of them raise NonFiniteError, or none."""
+        """Gradient and losses are the same on all ranks, so all of them raise, or none.
+
+        NonFiniteError, or UserError for data that a rank could not use.
+        """
         bad = [number for number, loss in enumerate(self.step_losses) if not math.isfinite(loss)]
         if math.isfinite(grad_norm) and not bad:
             return
@@ -244,10 +238,14 @@ class Trainer:
             where.append(f"micro-batch {number} (windows at {', '.join(map(str, starts))})")
         last_window = windows_seen + self.config.trainer.batch_size - 1
         sentence = not_finite(self.state.step + 1, where, windows_seen, last_window)
+        data_error = self.batches.find_error()
         if self.run_logger:
             self.saving.saver.wait()
-            self.run_logger.failed(self.state.step, sentence)
         self.saving.remove_memory_snapshots()
+        if data_error:
+            raise UserError(data_error)
+        if self.run_logger:
+            self.run_logger.failed(self.state.step, sentence)
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
@@ -289,6 +287,9 @@ class Trainer:
         """Note in run.json a failure after which no generation follows."""
         try:
             yield
+        except UserError as error:
+            self.context.exit.note_end_of_job(str(error))
+            raise
         except Exception as error:
             is_noted = isinstance(error, NonRetryableError) or self.context.launch.has_restarts_left()
             if not is_noted:

@@ -1,12 +1,14 @@
 """Weights from files: those of a snapshot, of another run, or of GPT-2; checked before they are read."""
 
+import hashlib
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mingpt.data import Tokenizer, load_tokenizer
+from mingpt.data import Tokenizer, kind_of, load_tokenizer
 from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.model import GPT, from_gpt2, parameter_shapes
 from mingpt.optim import state_shapes
@@ -20,6 +22,7 @@ from mingpt.snapshot import (
     tensor_views,
 )
 
+TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
 log = logging.getLogger(__name__)
 
 
@@ -31,11 +34,8 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
     config = read_config(manifest)
     if config.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
-    try:
-        tokenizer = load_tokenizer("char", manifest["vocabulary"].encode())
-    except ValueError as error:
-        raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
-    parameters = parameter_shapes(config.model, vocab_size=len(tokenizer), block_size=config.data.block_size)
+    vocab_size = check_tokenizer(manifest, entries)
+    parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
     states = state_shapes(parameters, config.optimizer)
     expected = {f"model.{name}": shape for name, shape in parameters.items()}
     expected |= {f"optimizer.{name}": shape for name, shape in states.items()}
@@ -48,14 +48,75 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
             )
         if entries[name].dtype != "F32":
             raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not F32")
-    surplus = sorted(entries.keys() - expected.keys())
+    surplus = sorted(entries.keys() - expected.keys() - {TOKENIZER_TENSOR})
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
 
 
-def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer:
-    """The tokenizer that a snapshot carries."""
-    return load_tokenizer("char", snapshot.manifest["vocabulary"].encode())
+def check_tokenizer(manifest: dict[str, Any], entries: Entries) -> int:
+    """Rows of the embedding. Raises CorruptSnapshot for a tokenizer that cannot be the run's."""
+    fields = tokenizer_fields(manifest)
+    entry = entries.get(TOKENIZER_TENSOR)
+    if (entry is not None) != (fields["kind"] == "json"):
+        raise CorruptSnapshot(
+            f"its tensor {TOKENIZER_TENSOR} and its manifest's tokenizer contradict each other"
+        )
+    if entry is not None and (entry.dtype != "U8" or len(entry.shape) != 1):
+        raise CorruptSnapshot(f"its tensor {TOKENIZER_TENSOR} is no list of bytes")
+    if fields["kind"] in ("json", "none"):
+        return int(fields["vocab_size"])
+    try:
+        size = len(load_tokenizer(fields["kind"], manifest["vocabulary"].encode()))
+    except ValueError as error:
+        raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
+    if size > fields.get("vocab_size", size):
+        raise CorruptSnapshot(f"its vocabulary has {size} tokens, and its model {fields['vocab_size']}")
+    return int(fields.get("vocab_size", size))
+
+
+def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says of the tokenizer; at first there were characters alone, and it said nothing."""
+    return manifest.get("tokenizer") or {"kind": "char"}
+
+
+def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
+    """The tokenizer that a snapshot carries, if it has one. Raises UserError if it cannot be used."""
+    fields = tokenizer_fields(snapshot.manifest)
+    if fields["kind"] == "none":
+        return None
+    content = snapshot.manifest["vocabulary"].encode()
+    if fields["kind"] == "json":
+        content = snapshot.tensors()[TOKENIZER_TENSOR].numpy().tobytes()
+    try:
+        tokenizer = load_tokenizer(fields["kind"], content)
+    except ValueError as error:
+        raise UserError(f"the tokenizer of the snapshot cannot be used: {error}") from None
+    if len(tokenizer) > fields.get("vocab_size", len(tokenizer)):
+        raise UserError(
+            f"the tokenizer of the snapshot cannot be used: it has {len(tokenizer)} tokens, and the model "
+            f"{fields['vocab_size']}"
+        )
+    return tokenizer
+
+
+def snapshot_vocab_size(snapshot: Snapshot) -> int:
+    """Rows of the model's embedding."""
+    return int(tokenizer_fields(snapshot.manifest).get("vocab_size") or len(snapshot.manifest["vocabulary"]))
+
+
+def manifest_tokenizer(
+    tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The fields of a manifest, and the tensors, that carry a tokenizer."""
+    if tokenizer is None:
+        return {"vocabulary": "", "tokenizer": {"kind": "none", "vocab_size": vocab_size}}, {}
+    content = tokenizer.to_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    about = {"kind": kind_of(tokenizer), "vocab_size": vocab_size, "sha256": digest}
+    if not tokenizer.stored_as_tensor:
+        return {"vocabulary": content.decode(), "tokenizer": about}, {}
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return {"vocabulary": "", "tokenizer": about}, {TOKENIZER_TENSOR: tensor}
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
@@ -79,40 +140,53 @@ def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
             parameter.copy_(tensors[name])
 
 
-def init_from(model: GPT, where: str, tokenizer: Tokenizer) -> None:
-    """Start with the weights of another run, of one of its snapshots, or of a GPT-2 safetensors file.
+@dataclass(frozen=True)
+class OtherWeights:
+    """Weights to start with, under this project's names, and the tokenizer that they were trained with."""
+
+    tensors: dict[str, Tensor]
+    tokenizer: Tokenizer | None
+    where: str
+
+
+def open_weights(where: str) -> OtherWeights:
+    """Those of another run, of one of its snapshots, or of a model of Hugging Face's. Raises UserError."""
+    try:
+        snapshot = open_snapshot(where, check_model)
+        return OtherWeights(snapshot.tensors("model."), snapshot_tokenizer(snapshot), where)
+    except UserError:
+        if names_a_snapshot(where) or not where.endswith(".safetensors"):
+            raise
+        return OtherWeights(read_gpt2(where), None, where)
+
+
+def init_from(model: GPT, other: OtherWeights, tokenizer: Tokenizer | None) -> None:
+    """Start with other weights, for the model that `tokenizer` goes with.
 
     Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
     its fresh row. Learned positions are cut to block_size. Raises UserError if anything else differs.
     """
-    other: Tokenizer | None = None
-    try:
-        snapshot = open_snapshot(where, check_model)
-        tensors, other = snapshot.tensors("model."), snapshot_tokenizer(snapshot)
-    except UserError:
-        if names_a_snapshot(where) or not where.endswith(".safetensors"):
-            raise
-        tensors = read_gpt2(where)
+    tensors = dict(other.tensors)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name in ("wte.weight", "lm_head.weight"):
         if name in parameters and name in tensors and tensors[name].shape[1:] == parameters[name].shape[1:]:
-            tensors[name] = match_rows(name, parameters[name], tensors[name], tokenizer, other, where)
-    load_weights(model, tensors, f"snapshot.init_from={where}")
-    log.info("weights taken from %s", where)
+            tensors[name] = match_rows(name, parameters[name], tensors[name], tokenizer, other)
+    load_weights(model, tensors, f"snapshot.init_from={other.where}")
+    log.info("weights taken from %s", other.where)
 
 
 def match_rows(
-    name: str, fresh: Tensor, theirs: Tensor, tokenizer: Tokenizer, other: Tokenizer | None, where: str
+    name: str, fresh: Tensor, theirs: Tensor, tokenizer: Tokenizer | None, other: OtherWeights
 ) -> Tensor:
     """(V, C) rows for this vocabulary from those of another one."""
-    if other is None and theirs.shape == fresh.shape:
-        return theirs
-    if other is None:
-        log.info("%s has another vocabulary: %s begins afresh", where, name)
+    if tokenizer is None or other.tokenizer is None:
+        if theirs.shape == fresh.shape:
+            return theirs
+        log.info("%s has another vocabulary: %s begins afresh", other.where, name)
         return fresh
+    matching = tokenizer.matching_tokens(other.tokenizer)
     rows = fresh.clone()
-    for token, their_token in tokenizer.matching_tokens(other).items():
-        rows[token] = theirs[their_token]
+    rows[list(matching.keys())] = theirs[list(matching.values())].to(rows.dtype)
     return rows
 
 

@@ -15,7 +15,7 @@ FLOORS = [
     ["run_folder"],
     ["latest", "claims", "handover"],
     ["resume"],
-    ["saving", "evaluate", "initialize", "failures"],
+    ["corpus", "batches", "saving", "evaluate", "initialize", "failures"],
     ["trainer"],
     ["agent", "worker", "jobs", "fault_injection", "verify", "doctor"],
 ]

@@ -11,7 +11,7 @@ from support.snapshots import CONTENT, make_manifest
 
 from mingpt.cli import build
 from mingpt.config import Config, SnapshotConfig, TrainerConfig
-from mingpt.data import make_corpus
+from mingpt.data import TextData
 from mingpt.errors import UnreadableSnapshot, UserError
 from mingpt.latest import LatestSnapshot, StoreView, find_latest, report_skipped
 from mingpt.resume import check_nothing_is_lost, make_check
@@ -155,15 +155,15 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     """A node that joins may have one. That of step 100, from which the job began, may have other settings."""
     monkeypatch.setattr("mingpt.resume.check_model", lambda manifest, entries: None)
     config = build(SMALL)
-    corpus = make_corpus(b"To be, or not to be, that is the question.\n" * 40, config.data)
+    data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
     manifest = make_manifest(step) | {"config": to_dict(config)}
-    manifest["data"]["sha256"] = "0" * 64 if changed == "data" else corpus.fingerprint
+    manifest["data"]["sha256"] = "0" * 64 if changed == "data" else data.fingerprint
     manifest["config"]["seed"] += changed == "seed"
     manifest["config"]["trainer"]["log_every"] += changed == "log_every"
-    check = make_check(config, corpus, job_start=100)
+    check = make_check(config, data, job_start=100)
     if is_refused:
         with pytest.raises(UnreadableSnapshot, match="it is none of this job"):
             check(manifest, {})
     else:
         check(manifest, {})
-    make_check(config, corpus, job_start=None)(manifest, {})
+    make_check(config, data, job_start=None)(manifest, {})

@@ -12,7 +12,7 @@ from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.settings import to_dict
 from mingpt.snapshot import to_safetensors
 from mingpt.snapshot.tensors import TensorEntry, read_entries
-from mingpt.weights import check_model, init_from, load_weights
+from mingpt.weights import check_model, init_from, load_weights, open_weights
 
 VOCABULARY = "abcdefghijk"
 
@@ -109,7 +109,7 @@ def test_a_gpt2_file_that_is_none_is_one_sentence(content: bytes, tmp_path: Any)
     path.write_bytes(content)
     for where in (path, tmp_path / "missing.safetensors"):
         with pytest.raises(UserError, match=f"snapshot.init_from={where} cannot be used"):
-            init_from(model, str(where), CharTokenizer(VOCABULARY))
+            init_from(model, open_weights(str(where)), CharTokenizer(VOCABULARY))
     save_file({"wte.weight": torch.full((11, 16), float("nan"))}, path)
     with pytest.raises(UserError, match="not finite"):
-        init_from(model, str(path), CharTokenizer(VOCABULARY))
+        init_from(model, open_weights(str(path)), CharTokenizer(VOCABULARY))

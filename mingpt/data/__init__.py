@@ -8,9 +8,10 @@ from mingpt.data.char_tokenizer import CharTokenizer
 from mingpt.data.gpt2_vocabulary import load_named_tokenizer, read_named_tokenizer
 from mingpt.data.json_tokenizer import JsonTokenizer, parse_tokenizer_json
 from mingpt.data.sampler import ElasticSampler, mix
+from mingpt.data.shards import ShardData, is_shards, open_shards
 from mingpt.data.source import read_bytes
 from mingpt.data.tokenizer import TOKENIZERS, Tokenizer, kind_of, load_tokenizer
-from mingpt.data.tokens import Corpus, make_corpus
+from mingpt.data.tokens import Corpus, Data, TextData, make_corpus, tokenize, train_tokenizer
 from mingpt.data.windows import CharDataset
 
 __all__ = [
@@ -18,15 +19,22 @@ __all__ = [
     "CharDataset",
     "CharTokenizer",
     "Corpus",
+    "Data",
     "ElasticSampler",
     "JsonTokenizer",
+    "ShardData",
+    "TextData",
     "Tokenizer",
+    "is_shards",
     "kind_of",
     "load_named_tokenizer",
     "load_tokenizer",
     "make_corpus",
     "mix",
+    "open_shards",
     "parse_tokenizer_json",
     "read_bytes",
     "read_named_tokenizer",
+    "tokenize",
+    "train_tokenizer",
 ]

@@ -27,6 +27,7 @@ class JsonTokenizer(Tokenizer):
     truncation, padding and dropout do not act.
     """
 
+    stored_as_tensor = True
     can_be_cut: bool  # whether `split_text` cuts
 
     def __init__(self, content: bytes) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 class Tokenizer(ABC):
     """Text to tokens and back, and to the bytes that a snapshot carries."""
 
+    stored_as_tensor = False  # whether a snapshot carries them among its tensors: too many for its manifest
+
     @classmethod
     @abstractmethod
     def train(cls, text: str) -> "Tokenizer":

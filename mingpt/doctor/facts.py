@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.config import Config
-from mingpt.data import make_corpus, read_bytes
+from mingpt.data import is_shards, make_corpus, open_shards, read_bytes
 from mingpt.distributed import Launch
 from mingpt.errors import UserError
 from mingpt.model import parameter_shapes
@@ -178,9 +178,13 @@ def find_data(config: Config) -> dict[str, Any]:
     vocabulary = VOCABULARY_UNREAD
     if "://" not in config.data.path:
         try:
-            text = read_bytes(config.data)
-            found["data"] = hashlib.sha256(text).hexdigest()
-            vocabulary = len(make_corpus(text, config.data).tokenizer)
+            if is_shards(config.data.path):
+                found["data"] = open_shards(config.data.path, config.data.val_fraction).fingerprint
+                vocabulary = config.data.vocab_size or vocabulary
+            else:
+                text = read_bytes(config.data)
+                found["data"] = hashlib.sha256(text).hexdigest()
+                vocabulary = make_corpus(text, config.data).vocab_size
         except UserError as error:
             found["data_error"] = str(error)
     found["state_bytes"] = state_bytes(config, vocabulary)

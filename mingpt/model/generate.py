@@ -49,11 +49,15 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
+    vocab_size: int | None = None,
+    end: int | None = None,
 ) -> Iterator[int]:
     """Yield `count` tokens that continue `prompt`, which must hold at least one token.
 
-    The same seed gives the same tokens on the same device. When the cache's `block_size` positions are full,
-    the newer half of the context is read into a fresh cache, so a token costs two positions on average.
+    Fewer if `end` comes, which is not yielded. Only the first `vocab_size` tokens are drawn, where the
+    embedding has more rows. The same seed gives the same tokens on the same device. When the cache's
+    `block_size` positions are full, the newer half of the context is read into a fresh cache, so a token
+    costs two positions on average.
     """
     was_training = model.training
     model.eval()
@@ -66,7 +70,9 @@ def generate(
             if cache.length + len(unread) > model.block_size:
                 unread, cache = context[-max(1, model.block_size // 2) :], Cache(model)
             logits, _ = model(torch.tensor([unread], device=device), cache=cache)
-            unread = [choose(logits[0, -1].cpu(), temperature, top_k, generator)]
+            unread = [choose(logits[0, -1, :vocab_size].cpu(), temperature, top_k, generator)]
+            if unread[0] == end:
+                return
             context = (context + unread)[-model.block_size :]
             yield unread[0]
     finally:

@@ -120,7 +120,7 @@ class RunLogger:
             "%s: %s tokens, vocabulary of %d; %s tokens per step, %.1f steps per epoch, %d steps",
             config.data.path,
             f"{len(self.corpus.train.tokens) + len(self.corpus.val.tokens):,}",
-            len(self.corpus.tokenizer),
+            self.corpus.vocab_size,
             f"{config.trainer.batch_size * config.data.block_size:,}",
             windows_per_epoch / config.trainer.batch_size,
             config.trainer.max_steps,

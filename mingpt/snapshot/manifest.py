@@ -35,11 +35,20 @@ Scalar = bool | Number | Name | None
 
 
 class DataFields(pydantic.BaseModel):
-    """The text that was trained on."""
+    """The text, or the token shards, that were trained on."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
     path: str
     sha256: Sha256
+    files: dict[str, Name] = {}
+
+
+class TokenizerFields(pydantic.BaseModel):
+    """The tokenizer: characters in `vocabulary`, a tokenizer.json among the tensors, or none."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    kind: Name
+    vocab_size: int = pydantic.Field(ge=1, lt=2**63)
 
 
 class SoftwareFields(pydantic.BaseModel):
@@ -69,6 +78,7 @@ class Fields(pydantic.BaseModel):
     windows: Count
     config: dict[str, Any]
     vocabulary: str
+    tokenizer: TokenizerFields | None = None
     data: DataFields
     software: SoftwareFields
     audit: Sha256

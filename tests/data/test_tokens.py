@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from torch import Tensor
 
 from mingpt.cli import parse
 from mingpt.config import DataConfig
@@ -19,6 +20,9 @@ def test_no_character_of_validation_is_trained_on() -> None:
     corpus = make_corpus(TEXT.encode(), DataConfig(block_size=8, val_fraction=0.25))
     n_train = int(len(TEXT) * 0.75)
     assert (len(corpus.train.tokens), len(corpus.val.tokens)) == (n_train, len(TEXT) - n_train)
+    assert (
+        corpus.tokenizer and isinstance(corpus.train.tokens, Tensor) and isinstance(corpus.val.tokens, Tensor)
+    )
     assert corpus.tokenizer.decode([*corpus.train.tokens.tolist(), *corpus.val.tokens.tolist()]) == TEXT
     assert corpus.val_bytes == len(TEXT[n_train + 1 :].encode())
     assert corpus.fingerprint == hashlib.sha256(TEXT.encode()).hexdigest()
@@ -37,20 +41,26 @@ def test_a_text_that_cannot_be_used_is_refused(content: bytes, sentence: str) ->
         make_corpus(content, DataConfig(block_size=8))
 
 
-class FirstTokenizer(CharTokenizer):
+class OtherTokenizer(CharTokenizer):
     """Another tokenizer than the character one."""
 
 
-def test_the_setting_chooses_the_tokenizer_and_auto_takes_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delitem(TOKENIZERS, "char")
-    monkeypatch.setitem(TOKENIZERS, "first", FirstTokenizer)
-    monkeypatch.setitem(TOKENIZERS, "char", CharTokenizer)
+def test_the_setting_chooses_the_tokenizer_and_auto_takes_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOKENIZERS, "other", OtherTokenizer)
     chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8)).tokenizer
-    assert type(chosen) is FirstTokenizer
-    chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8, tokenizer="char")).tokenizer
     assert type(chosen) is CharTokenizer
+    chosen = make_corpus(TEXT.encode(), DataConfig(block_size=8, tokenizer="other")).tokenizer
+    assert type(chosen) is OtherTokenizer
+
+
+def test_the_embedding_may_have_more_rows_than_the_tokenizer_has_tokens_and_not_fewer() -> None:
+    size = len(set(TEXT))
+    assert make_corpus(TEXT.encode(), DataConfig(block_size=8)).vocab_size == size
+    assert make_corpus(TEXT.encode(), DataConfig(block_size=8, vocab_size=size + 5)).vocab_size == size + 5
+    with pytest.raises(
+        UserError, match=f"data.vocab_size is {size - 1}, and the tokenizer has {size} tokens"
+    ):
+        make_corpus(TEXT.encode(), DataConfig(block_size=8, vocab_size=size - 1))
 
 
 def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
@@ -80,5 +90,5 @@ def test_the_shakespeare_configuration_asks_for_the_well_known_text() -> None:
     words = [str(ROOT / "configs" / "shakespeare_char.yaml"), f"data.path={SHAKESPEARE}"]
     config = parse(words).data
     corpus = make_corpus(read_bytes(config), config)  # its checksum is verified on the way
-    assert len(corpus.tokenizer) == 65
+    assert corpus.vocab_size == 65
     assert len(corpus.train.tokens) + len(corpus.val.tokens) == 1_115_394

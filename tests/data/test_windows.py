@@ -23,6 +23,24 @@ def test_validation_predicts_every_token_but_the_first_exactly_once(length: int)
     assert all(torch.equal(inputs + 1, targets) and len(inputs) <= 3 for inputs, targets in batches)
 
 
+@pytest.mark.parametrize("length", [9, 17, 18, 50, 333])
+@pytest.mark.parametrize("max_windows", [1, 2, 5, 7])
+def test_a_subset_of_windows_is_evenly_spaced_and_does_not_depend_on_the_batch_size(
+    length: int, max_windows: int
+) -> None:
+    dataset = CharDataset(np.arange(length, dtype=np.uint16), 8)
+    few = [row for inputs, _ in dataset.eval_batches(2, max_windows) for row in inputs.tolist()]
+    assert few == [row for inputs, _ in dataset.eval_batches(3, max_windows) for row in inputs.tolist()]
+    starts = [row[0] for row in few]
+    whole, rest = divmod(length - 1, 8)
+    if max_windows >= whole + (rest > 0):
+        assert sum(map(len, few)) == length - 1
+        return
+    assert len(starts) == max_windows and all(len(row) == 8 and row[0] % 8 == 0 for row in few)
+    distances = np.diff([*starts, starts[0] + 8 * whole]) // 8
+    assert distances.min() >= whole // max_windows and distances.max() <= whole // max_windows + 1
+
+
 def test_batches_are_the_windows_in_the_order_asked_for() -> None:
     """More of them than are gathered at once, and a last one that is smaller."""
     dataset = CharDataset(np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint8), 8)

@@ -124,7 +124,7 @@ OTHER_MODEL = "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.007 -> 0.5"
     [
         ({"model__n_layer": 3, "optimizer__learning_rate": 0.5}, OTHER_MODEL),
         ({"snapshot__resume": "never"}, "snapshot.resume=never refuses one"),
-        ({"data__path": "other"}, "is not the text that the snapshots"),
+        ({"data__path": "other"}, "is not the data that the snapshots"),
     ],
 )
 def test_the_snapshots_of_another_run_are_left_alone(
