@@ -144,6 +144,13 @@ def test_the_table_of_speeds_is_the_one_made_from_the_results() -> None:
     assert done.stdout in (ROOT / "docs" / "RESULTS.md").read_text()
 
 
+def test_the_costs_of_the_presets_are_the_ones_computed_from_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/presets.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout in (ROOT / "configs" / "README.md").read_text()
+
+
 def requirements(name: str) -> list[str]:
     return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
 
