@@ -159,11 +159,11 @@ def test_files_are_ordered_by_prefix_and_number_and_validation_comes_last(tmp_pa
 
 @pytest.mark.parametrize("val_fraction", [0.1, 0.37, 0.5, 0.9])
 def test_without_validation_files_the_tail_is_validation(val_fraction: float, tmp_path: Path) -> None:
-    tokens = some_tokens(101)
+    tokens = some_tokens(110)
     for number, part in enumerate(np.array_split(tokens, 4)):
         write_llmc(tmp_path / f"shard_{number}.bin", part)
     data = open_shards(f"{tmp_path}/shard_*.bin", val_fraction)
-    n_train = int(101 * (1 - val_fraction))
+    n_train = int(110 * (1 - val_fraction))
     assert everything(data.train) == tokens[:n_train].tolist()
     assert everything(data.val) == tokens[n_train:].tolist()
 
@@ -231,6 +231,14 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(is_open: bool, tmp_path: 
         tokens.read([0], 4)
     os.truncate(tmp_path / "a.bin", 1100)
     with pytest.raises(UserError, match=rf"{tmp_path}/a\.bin .*changed while"):
+        tokens.read([500], 4)
+
+
+def test_a_file_that_grew_before_it_was_opened_again_is_named(tmp_path: Path) -> None:
+    write_llmc(tmp_path / "a.bin", range(1000))
+    tokens = open_shards(str(tmp_path), 0.1).train
+    write_llmc(tmp_path / "a.bin", range(1001))
+    with pytest.raises(UserError, match=r"/a\.bin has changed while .* 3,024 bytes to 3,026"):
         tokens.read([500], 4)
 
 
@@ -318,6 +326,19 @@ def test_a_change_of_content_changes_the_fingerprint_of_its_file_alone(tmp_path:
         assert after.fingerprint != before.fingerprint
         assert [name for name in after.files if after.files[name] != before.files[name]] == ["a_1.bin"]
         before = after
+
+
+@pytest.mark.parametrize("size", [4098, 8192, 12_300, 16_384])
+def test_every_byte_counts_of_a_file_of_up_to_16_kib(size: int, tmp_path: Path) -> None:
+    write_nanogpt(tmp_path / "train.bin", np.zeros(size // 2))
+    fingerprints = {open_shards(str(tmp_path), 0.5).fingerprint}
+    places = range(0, size, 511)
+    for place in places:
+        content = bytearray(size)
+        content[place] = 1
+        (tmp_path / "train.bin").write_bytes(content)
+        fingerprints.add(open_shards(str(tmp_path), 0.5).fingerprint)
+    assert len(fingerprints) == len(places) + 1
 
 
 def test_every_byte_of_a_small_file_and_its_name_count(tmp_path: Path) -> None:
