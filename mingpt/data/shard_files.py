@@ -128,6 +128,17 @@ def open_file(path: str) -> int:
     return descriptor
 
 
+def read_at(descriptor: int, count: int, offset: int) -> bytes:
+    """The bytes from `offset` on; fewer than `count` only where the file ends."""
+    content = os.pread(descriptor, count, offset)
+    while len(content) < count:  # a network file system may give a part
+        more = os.pread(descriptor, count - len(content), offset + len(content))
+        if not more:
+            break
+        content += more
+    return content
+
+
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     """Read the header and what the fingerprint needs; `entry` is the file's in meta.json, if it is there.
 
@@ -137,7 +148,7 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
         descriptor = open_file(path)
         try:
             size = os.fstat(descriptor).st_size
-            first = os.pread(descriptor, BLOCK_BYTES, 0)
+            first = read_at(descriptor, BLOCK_BYTES, 0)
             tokens, offset, dtype = layout(path, first[:HEADER_BYTES], size)
             if entry is None:
                 fingerprint = sampled_fingerprint(os.path.basename(path), size, first, descriptor)
@@ -206,11 +217,8 @@ def sampled_fingerprint(name: str, size: int, first: bytes, descriptor: int) -> 
     digest = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(name), size))
     digest.update(first)
     last = size - BLOCK_BYTES
-    places = (
-        (last // 3, last * 2 // 3, last) if last >= 3 * BLOCK_BYTES else range(BLOCK_BYTES, size, BLOCK_BYTES)
-    )
-    for place in places:
-        digest.update(os.pread(descriptor, BLOCK_BYTES, place))
+    for place in (last // 3, last * 2 // 3, last) if last > 0 else ():
+        digest.update(read_at(descriptor, BLOCK_BYTES, place))  # overlapping ones in a small file
     return digest.hexdigest()
 
 

@@ -25,6 +25,7 @@ from mingpt.data.shard_files import (
     is_users_mistake,
     is_validation,
     open_file,
+    read_at,
 )
 from mingpt.data.shard_meta import read_meta
 from mingpt.errors import ExpectedError, UserError
@@ -78,15 +79,13 @@ class ShardReader:
         Raises UserError if the file is not what it was when it was checked, ExpectedError if reading fails.
         """
         file = self.files[number]
-        offset, remaining = file.offset + first * file.dtype.itemsize, count * file.dtype.itemsize
+        size = file.dtype.itemsize
+        offset = file.offset + first * size
         with self._lock, errors_name(file):
             descriptor = self._descriptor(number)
-            content = os.pread(descriptor, remaining, offset)
-            while len(content) < remaining:
-                more = os.pread(descriptor, remaining - len(content), offset + len(content))
-                if not more:
-                    raise changed(file, os.fstat(descriptor).st_size)
-                content += more
+            content = read_at(descriptor, count * size, offset)
+            if len(content) < count * size:
+                raise changed(file, os.fstat(descriptor).st_size)
         return np.frombuffer(content, dtype=file.dtype)
 
     def advise(self, number: int, first: int, count: int) -> None:

@@ -217,10 +217,10 @@ def test_a_position_is_named_by_its_file(tmp_path: Path) -> None:
 def test_a_read_that_the_system_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A regular file gives all at once here; a network file system need not."""
     write_llmc(tmp_path / "a.bin", range(100))
-    tokens = open_shards(str(tmp_path), 0.1).train
-    pread = os.pread
+    fingerprint, pread = open_shards(str(tmp_path), 0.1).fingerprint, os.pread
     monkeypatch.setattr(os, "pread", lambda file, count, offset: pread(file, min(count, 7), offset))
-    assert everything(tokens) == list(range(90))
+    data = open_shards(str(tmp_path), 0.1)
+    assert everything(data.train) == list(range(90)) and data.fingerprint == fingerprint
 
 
 @pytest.mark.parametrize("is_open", [True, False])
