@@ -38,12 +38,20 @@ def encodes_bytes(spec: dict[str, Any]) -> bool:
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
         and byte_alphabet().keys() <= model["vocab"].keys()
-        and not any(
-            token.get("lstrip") or token.get("rstrip")
-            for token in added_tokens(spec)
-            if not token.get("special")
-        )
+        and all(has_own_bytes(token, model) for token in added_tokens(spec))
     )
+
+
+def has_own_bytes(token: dict[str, Any], model: dict[str, Any]) -> bool:
+    """Whether an added token always stands for its UTF-8 bytes, or, if it is special, for none."""
+    content, alphabet = token["content"], byte_alphabet()
+    if not token.get("special"):
+        is_alike = content not in model["vocab"] or bytes_of_token(content, alphabet) == content.encode()
+        return is_alike and not token.get("lstrip") and not token.get("rstrip")
+    if content not in model["vocab"]:
+        return True
+    merged = ("".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
+    return not model.get("ignore_merges") and content not in alphabet and content not in merged
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:

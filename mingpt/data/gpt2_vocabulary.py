@@ -55,8 +55,8 @@ def read_folder(folder: str, setting: str) -> bytes:
         merges = download(f"{folder}/{merges_name}", setting)
         return join_vocabulary(vocab, merges, f"{setting} {folder}")
     raise UserError(
-        f"{setting} {folder} is neither a .json file nor a folder with tokenizer.json, or vocab.json and "
-        "merges.txt, or encoder.json and vocab.bpe"
+        f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
+        "vocab.json and merges.txt, or encoder.json and vocab.bpe"
     )
 
 

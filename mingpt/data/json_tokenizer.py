@@ -52,10 +52,9 @@ class JsonTokenizer(Tokenizer):
         alphabet = byte_level.byte_alphabet()
         table = [b""] * self._size
         for string, token in self._ids.items():
-            if token not in self._is_special:
-                table[token] = byte_level.bytes_of_token(string, alphabet)
-            elif not self._is_special[token]:
-                table[token] = string.encode()
+            is_added = token in self._is_special and self._tokenizer.model.token_to_id(string) is None
+            own = string.encode() if is_added else byte_level.bytes_of_token(string, alphabet)
+            table[token] = b"" if self._is_special.get(token) else own
         return table
 
     @classmethod

@@ -93,9 +93,17 @@ def download(path: str, setting: str) -> bytes:
             return bytes(file.read())
     except ImportError as error:
         raise UserError(f"{setting} {path} needs a driver that is not installed: {error}") from None
-    except FileNotFoundError:
-        hint = "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
-        raise AbsentFile(f"{setting} {path} does not exist{hint}") from None
     except Exception as error:  # each driver raises exceptions of its own
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise UserError(f"{setting} {path} cannot be read: {type(error).__name__}: {reason}") from None
+        reason = failed_request(error) or error
+        if isinstance(reason, FileNotFoundError):
+            hint = "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
+            raise AbsentFile(f"{setting} {path} does not exist{hint}") from None
+        line = str(reason).splitlines()[0] if str(reason) else ""
+        raise UserError(f"{setting} {path} cannot be read: {type(reason).__name__}: {line}") from None
+
+
+def failed_request(error: Exception) -> BaseException | None:
+    """What fsspec's HTTP driver hides behind FileNotFoundError: no connection, a timeout, a refusal."""
+    cause = error.__cause__
+    is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
+    return cause if is_of_driver and getattr(cause, "status", None) not in (404, 410) else None

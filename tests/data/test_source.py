@@ -115,6 +115,49 @@ def test_a_url_that_does_not_exist_says_nothing_about_relative_paths(served: str
     assert str(error.value) == f"data.path {served}/absent.txt does not exist"
 
 
+class RefusingHandler(http.server.BaseHTTPRequestHandler):
+    """Answers with the status that the path names; closes the connection where it names none."""
+
+    def do_GET(self) -> None:
+        if self.path[1:].isdigit():
+            self.send_response(int(self.path[1:]))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        self.close_connection = True
+
+    do_HEAD = do_GET
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("404", "404 does not exist"),
+        ("403", "403 cannot be read: ClientResponseError: 403, message='Forbidden'"),
+        ("500", "500 cannot be read: ClientResponseError: 500"),
+        ("closed", "closed cannot be read: ServerDisconnectedError: "),
+        (None, "play cannot be read: ClientConnectorError: Cannot connect to host 127.0.0.1:"),
+    ],
+)
+def test_a_server_that_gives_no_file_is_told_from_a_file_that_is_not_there(
+    name: str | None, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver raises FileNotFoundError for all of them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), RefusingHandler) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        if name is None:
+            server.shutdown()
+            server.server_close()
+        with pytest.raises(UserError) as error:
+            read_bytes(DataConfig(path=f"{url}/{name or 'play'}"))
+        server.shutdown()
+        thread.join()
+    assert str(error.value).startswith(f"data.path {url}/{sentence}")
+    assert "\n" not in str(error.value)
+
+
 def test_a_relative_path_that_does_not_exist_says_where_it_starts() -> None:
     with pytest.raises(UserError) as error:
         read_bytes(DataConfig(path="nowhere/text.txt"))
