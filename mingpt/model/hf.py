@@ -25,7 +25,6 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files of GPT-2 hold
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
 MODEL_TYPES = {"gpt2": "gpt2", "modern": "nanochat"}
-PREFIXES = {"gpt2": "transformer.", "modern": "model."}
 MAX_SIZE = 1 << 28  # of anything counted in a config.json, so that products of two stay below 2**63
 # Ours: theirs, between model.layers.N. and .weight
 BLOCK = {"attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
@@ -202,8 +201,15 @@ def from_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
         for name, tensor in named.items()
-        if not name.endswith(BUFFERS) and name != "lm_head.weight"
+        if not is_redundant(name, "gpt2")
     }
+
+
+def is_redundant(name: str, arch: str) -> bool:
+    """Whether files may hold this tensor though it says nothing: GPT-2's causal masks, and its tied head."""
+    if arch != "gpt2":
+        return False
+    return name.endswith(BUFFERS) or name.removeprefix("transformer.") == "lm_head.weight"
 
 
 def to_nanochat(tensors: Mapping[str, Tensor], n_head: int) -> dict[str, Tensor]:

@@ -1,0 +1,46 @@
+"""Models of transformers with random weights, and folders that hold them, for tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mingpt.config import ModelConfig
+from mingpt.model import hf_config
+from support.models import Arch
+
+CONFIG = {
+    "gpt2": ModelConfig(arch="gpt2", n_layer=2, n_head=3, n_embd=24),
+    "modern": ModelConfig(arch="modern", n_layer=2, n_head=3, n_embd=24),
+}
+VOCAB_SIZE, BLOCK_SIZE = 31, 16
+
+
+def their_model(arch: Arch) -> Any:
+    """Biases and norms are random, too."""
+    transformers = pytest.importorskip("transformers", reason="requirements-dev.txt installs it")
+    torch.manual_seed(3)
+    fields = hf_config(CONFIG[arch], vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
+    config_class = transformers.GPT2Config if arch == "gpt2" else transformers.NanoChatConfig
+    model_class = transformers.GPT2LMHeadModel if arch == "gpt2" else transformers.NanoChatForCausalLM
+    model = model_class(config_class(**fields)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
+    return model
+
+
+def drop_prefix(folder: Path, prefix: str) -> None:
+    """Rename all tensors of a folder, in its files and in its index."""
+    for path in folder.glob("*.safetensors"):
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    for path in folder.glob("*.index.json"):
+        index = json.loads(path.read_text())
+        index["weight_map"] = {
+            name.removeprefix(prefix): shard for name, shard in index["weight_map"].items()
+        }
+        path.write_text(json.dumps(index))
