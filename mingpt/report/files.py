@@ -51,21 +51,28 @@ def describe(error: BaseException) -> str:
     return reason or f"{type(error).__name__}: {error}"
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, one at a time; a line cut short by a crash is left out."""
-    for _, record in read_lines(path):
+def read_records(path: Path, n_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl, one at a time; a line cut short by a crash is left out.
+
+    With `n_bytes`, only those that begin in so many first bytes of the file.
+    """
+    for _, record in read_lines(path, n_bytes):
         if record is not None:
             yield record
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def read_lines(path: Path, n_bytes: int | None = None) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """(line, its record) in their order, one at a time; None for a line that is not a record."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
     except FileNotFoundError:
         return
     with file:
+        begin = 0
         for line in file:
+            if n_bytes is not None and begin >= n_bytes:
+                return
+            begin += len(line)
             record = None
             try:
                 values = json.loads(line)

@@ -1,4 +1,4 @@
-"""The interface of a place that metrics go to: a file, a terminal, a picture, a tracker."""
+"""The interface of a place that metrics go to: a file, a terminal, a picture, TensorBoard, a tracker."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +21,9 @@ class RunInfo:
     unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
     may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's
     is_main: bool = True  # false where it is reported to a second run folder, on another node's disk
+    run_id: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)  # the configuration; URLs without credentials
+    starts: list[tuple[int, str]] = field(default_factory=list)  # see RunHistory.starts
 
 
 class Sink:
@@ -28,6 +31,9 @@ class Sink:
 
     def log(self, step: int, values: Values) -> None:
         """Values of metrics after `step`."""
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """A text after `step`: the sample of an evaluation."""
 
     def on_step(self, step: int) -> None:
         """A step is complete; there need not be values."""
