@@ -219,6 +219,11 @@ class RunHistory:
         """The steps at which later generations began."""
         return [entry["from_step"] for entry in self.generations[1:]]
 
+    def starts(self) -> list[tuple[int, str]]:
+        """Of each generation the step at which it began, and how the one before ended ("" for the first)."""
+        ends = [f"{entry['end']} at step {entry['to_step']}" for entry in self.generations]
+        return list(zip([entry["from_step"] for entry in self.generations], ["", *ends[:-1]], strict=True))
+
     def summary(self) -> str:
         """The whole run in a line."""
         count, redone = len(self.generations), self.content["steps_lost"]

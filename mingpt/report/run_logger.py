@@ -12,12 +12,15 @@ from mingpt.data import Corpus
 from mingpt.distributed.device import usable_cores
 from mingpt.report.console import ConsoleSink
 from mingpt.report.files import MayWrite, SmallFile, always, describe, read_records
+from mingpt.report.follower import Follower
 from mingpt.report.history import GenerationStart, RunHistory
 from mingpt.report.jsonl import JsonlSink
 from mingpt.report.metrics import StepStats, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.sink import RunInfo, Sink, Values
-from mingpt.settings import to_yaml
+from mingpt.report.tensorboard import TensorBoard
+from mingpt.report.tracker import TrackerFollower
+from mingpt.settings import to_dict, to_yaml
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +67,15 @@ class RunLogger:
             unwritten=start.unwritten if start.step else [],  # the records of step 0 come again
             may_write=may_write,
             is_main=is_main,
+            run_id=start.run_id,
+            settings=to_dict(config),
+            starts=self.history.starts(),
         )
         self.sinks = [make_sink(run) for make_sink in SINKS]
+        if is_main and config.report.tensorboard:
+            self.sinks.append(Follower(run, TensorBoard(run)))
+        if is_main and config.report.tracker:
+            self.sinks.append(TrackerFollower(run, config.report.tracker))
         self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
         for sink in self.sinks:
             sink.rewind(start.step)
@@ -164,6 +174,8 @@ class RunLogger:
     def log_evaluation(self, step: int, values: Values, sample: str) -> None:
         self.log_values(step, values)
         if sample:
+            for sink in self.sinks:
+                sink.log_text(step, "sample", sample)
             log.info("%s", "\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:
