@@ -42,9 +42,8 @@ def is_shards(path: str) -> bool:
     local = local_path(path)
     if local is None:
         scheme, _, rest = path.partition("://")
-        rest = rest.partition("/")[2]  # a host may be [::1]
         if scheme in ("http", "https"):
-            rest = rest.partition("?")[0]
+            rest = rest.partition("/")[2].partition("?")[0]  # a host may be [::1]
         return rest.endswith(".bin") or has_pattern(rest)
     if os.path.isdir(local):
         return True

@@ -82,6 +82,7 @@ def change_file_entry(folder: Path, **changes: Any) -> None:
         ("s3://bucket/folder/", False),
         ("s3://bucket/train_000.bin", True),
         ("s3://bucket/train_*.bin", True),
+        ("memory://train.bin", True),
         ("https://host/train.bin?download=1", True),
         ("https://host/text.txt?name=*.bin", False),
         ("http://[::1]:8000/text.txt", False),
