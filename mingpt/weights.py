@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.data import Tokenizer, kind_of, load_tokenizer
+from mingpt.data import (
+    Tokenizer,
+    kind_of,
+    load_named_tokenizer,
+    load_tokenizer,
+    parse_tokenizer_json,
+)
 from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.hf_folder import HuggingFaceFolder, is_hf_folder, read_folder
 from mingpt.model import GPT, from_gpt2, parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.snapshot import (
@@ -151,6 +158,9 @@ class OtherWeights:
 
 def open_weights(where: str) -> OtherWeights:
     """Those of another run, of one of its snapshots, or of a model of Hugging Face's. Raises UserError."""
+    if not where.endswith(".safetensors") and not names_a_snapshot(where) and is_hf_folder(where):
+        folder = read_folder(where)
+        return OtherWeights(folder.tensors, folder_tokenizer(folder), where)
     try:
         snapshot = open_snapshot(where, check_model)
         return OtherWeights(snapshot.tensors("model."), snapshot_tokenizer(snapshot), where)
@@ -158,6 +168,22 @@ def open_weights(where: str) -> OtherWeights:
         if names_a_snapshot(where) or not where.endswith(".safetensors"):
             raise
         return OtherWeights(read_gpt2(where), None, where)
+
+
+def folder_tokenizer(folder: HuggingFaceFolder) -> Tokenizer | None:
+    """The tokenizer in a folder of Hugging Face's, if there is one. Raises UserError if it cannot be used."""
+    if folder.tokenizer_json is None:
+        try:
+            return load_named_tokenizer(folder.folder, "snapshot.init_from")
+        except UserError as error:
+            log.warning("weights without a tokenizer: %s", error)
+            return None
+    try:
+        return parse_tokenizer_json(folder.tokenizer_json)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"tokenizer.json in {folder.folder} cannot be used: {error}") from None
 
 
 def init_from(model: GPT, other: OtherWeights, tokenizer: Tokenizer | None) -> None:
