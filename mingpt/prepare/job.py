@@ -1,0 +1,195 @@
+"""The command from its words to a complete folder: count, make the tokenizer, encode, describe."""
+
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mingpt.data import Tokenizer
+from mingpt.errors import UserError
+from mingpt.prepare.batches import Batch, Split, read_batches
+from mingpt.prepare.documents import Census, Counter, read_pieces
+from mingpt.prepare.encoding import Encoder, content_of
+from mingpt.prepare.folder import META, TOKENIZER, Record, open_folder, open_record, to_json, write_atomic
+from mingpt.prepare.inputs import InputFile, find_inputs
+from mingpt.prepare.progress import progress
+from mingpt.prepare.vocabulary import make_tokenizer, restore_tokenizer
+from mingpt.prepare.writer import ShardWriter
+
+ENCODING_THREADS = 2  # one takes the tokens out of the package while the other encodes on all cores
+MAX_PENDING = 3  # batches
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for. Raises UserError for values that are not allowed."""
+
+    tokenizer: str = "char"  # char, bpe, gpt2, or a tokenizer.json by path or URL
+    vocab_size: int = 4096  # of bpe
+    val_fraction: float = 0.1
+    shard_tokens: int = 100_000_000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"--val_fraction is {self.val_fraction}, and must be between 0 and 1")
+        if not 1 <= self.shard_tokens < 1 << 31:
+            raise UserError(f"--shard_tokens is {self.shard_tokens}, and must be 1 to {(1 << 31) - 1}")
+        if not 257 <= self.vocab_size <= 1 << 24:
+            raise UserError(
+                f"--vocab_size is {self.vocab_size}, and must be 257 (the bytes and end-of-text) to {1 << 24}"
+            )
+
+
+def prepare(names: Sequence[str], out: Path, options: Options) -> str:
+    """Write the shards of the files that `names` stand for to the folder `out`; returns a summary.
+
+    A command that was killed goes on where it was. Raises UserError.
+    """
+    files = find_inputs(names)
+    command = asdict(options) | {"files": [file.identity() for file in files]}
+    if options.tokenizer != "bpe":
+        del command["vocab_size"]
+    with open_folder(out):
+        record = open_record(out, command)
+        if record.is_complete:
+            return f"{out} is complete already; --check reads it through"
+        census = count(files, record, options)
+        split = Split(census, options.val_fraction)
+        check_split(split)
+        tokenizer = settle_tokenizer(files, record, split, options)
+        encoder = Encoder(tokenizer)
+        write_shards(files, record, split, encoder, options)
+        meta = make_meta(record, census, encoder)
+        write_atomic(out / META, to_json(meta))
+        record.finish()
+    return summary(out, meta, census)
+
+
+def count(files: Sequence[InputFile], record: Record, options: Options) -> Census:
+    """Read all documents once. Raises UserError for a file without text."""
+    if record.census is not None:
+        return Census(**record.census)
+    record.save()  # an output folder that cannot be written to is found before all is read
+    counter = Counter(wants_alphabet=options.tokenizer == "char")
+    with progress("counting", None) as shown:
+        for file in files:
+            before = counter.census.bytes
+            for piece in read_pieces(file):
+                shown.add(counter.add(piece))
+            if counter.census.bytes == before:
+                raise UserError(f"{file.shown} holds no text")
+    census = counter.result()
+    record.census = asdict(census)
+    record.save()
+    return census
+
+
+def check_split(split: Split) -> None:
+    """Raises UserError if a part would be empty."""
+    if split.characters == 0:
+        raise UserError(
+            f"a single document of {split.census.characters} characters leaves nothing to train on with "
+            f"--val_fraction {split.val_fraction}"
+        )
+
+
+def settle_tokenizer(files: Sequence[InputFile], record: Record, split: Split, options: Options) -> Tokenizer:
+    """The tokenizer, whose file is in the folder from now on. Raises UserError."""
+    path = record.folder / TOKENIZER
+    if record.tokenizer is not None and path.is_file():
+        content = path.read_bytes()
+        if sha256(content) == record.tokenizer:
+            return restore_tokenizer(options.tokenizer, split.census, content)
+    tokenizer = make_tokenizer(options.tokenizer, options.vocab_size, files, split)
+    content = content_of(tokenizer)
+    if record.tokenizer not in (None, sha256(content)):
+        raise UserError(
+            f"--tokenizer {options.tokenizer} is no longer what {record.folder} was begun with: "
+            "name another --out, or remove it"
+        )
+    unfinished = {"format": 1, "complete": False, **describe(record, len(tokenizer), None)}
+    write_atomic(record.folder / META, to_json(unfinished))  # so that nobody takes a part for the whole
+    write_atomic(path, content)
+    record.tokenizer = sha256(content)
+    record.save()
+    return tokenizer
+
+
+def write_shards(
+    files: Sequence[InputFile], record: Record, split: Split, encoder: Encoder, options: Options
+) -> None:
+    """Encode and write what is missing; reading, encoding and writing overlap. Raises UserError."""
+    census = split.census
+    writer = ShardWriter(record, encoder, options.shard_tokens)
+    batches = read_batches(files, split, encoder, writer.position)
+    pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
+    pool = ThreadPoolExecutor(ENCODING_THREADS)
+    begin = writer.position.start + writer.position.bytes
+    try:
+        with progress("encoding", census.bytes, begin) as shown:
+            for batch in itertools.chain(batches, itertools.repeat(None)):
+                if batch is not None:
+                    pending.append((batch, pool.submit(encoder.encode, batch.texts, batch.ends)))
+                if not pending:
+                    break
+                if batch is None or len(pending) > MAX_PENDING:
+                    first, tokens = pending.popleft()
+                    writer.write(first, tokens.result())
+                    shown.add(first.bytes)
+        position = writer.position
+        if (position.start, position.document) != (census.bytes, census.documents):
+            raise UserError("the input has changed while it was read: remove the folder, and start again")
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def make_meta(record: Record, census: Census, encoder: Encoder) -> dict[str, Any]:
+    """The content of meta.json. Raises UserError if a part has no token."""
+    parts = {shard["part"] for shard in record.shards}
+    if parts != {"train", "val"} or record.val is None:
+        raise UserError("the training or the validation part has no token: more text is needed")
+    return {
+        "format": 1,
+        "complete": True,
+        **describe(record, len(encoder.tokenizer), encoder.end_of_text),
+    } | {
+        "val_bytes": census.bytes - record.val["start"] - record.val["first_token"],
+        "documents": {
+            "train": max(1, record.val["document"]),
+            "val": census.documents - record.val["document"],
+        },
+    }
+
+
+def describe(record: Record, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
+    """The fields of meta.json that are the same for a part and for the whole."""
+    keys = ("name", "tokens", "bytes", "sha256")
+    return {
+        "tokenizer": {"sha256": record.tokenizer, "vocab_size": vocab_size, "end_of_text": end_of_text},
+        "val_bytes": None,
+        "documents": {"train": 0, "val": 0},
+        "files": [{key: shard[key] for key in keys} for shard in record.shards],
+    }
+
+
+def summary(out: Path, meta: dict[str, Any], census: Census) -> str:
+    tokens = sum(file["tokens"] for file in meta["files"])
+    val = sum(file["tokens"] for file in meta["files"] if file["name"].startswith("val"))
+    return (
+        f"{out}: {tokens:,} tokens ({val:,} of validation), {census.bytes / tokens:.2f} bytes per token, "
+        f"{census.documents:,} documents, {len(meta['files'])} files"
+    )
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
