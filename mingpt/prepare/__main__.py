@@ -22,6 +22,7 @@ programs wrote headers and sizes. Exit code 1 if something is wrong.
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,9 +61,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def run() -> tuple[bool, list[str]]:
+def run(words: Sequence[str] | None) -> tuple[bool, list[str]]:
     """Whether all is well, and what to print. Raises UserError."""
-    arguments = make_parser().parse_args()
+    arguments = make_parser().parse_args(words)
     if arguments.check is not None:
         if arguments.texts or arguments.out is not None:
             raise UserError("--check stands alone")
@@ -75,12 +76,13 @@ def run() -> tuple[bool, list[str]]:
     return True, [prepare(arguments.texts, arguments.out, options)]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit code; `words` stand for those of the command line."""
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
     try:
-        is_good, lines = run()
+        is_good, lines = run(words)
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")
         return 2

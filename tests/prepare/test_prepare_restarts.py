@@ -1,0 +1,205 @@
+"""Killed at any moment, the same command goes on and leaves the bytes of one that nothing disturbed."""
+
+import errno
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from support.faults import FaultyDisk
+from support.prepared import digests, prepared, refused, run_apart, run_prepare, sentence
+from test_prepare import mixed, write_documents
+
+from mingpt.prepare.encoding import Encoder
+from mingpt.prepare.folder import open_folder
+
+OPTIONS = ["--tokenizer", "bpe", "--vocab_size", 300, "--shard_tokens", 4000]
+SMALL = """
+from mingpt.prepare import batches, documents
+documents.PIECE_BYTES, batches.BATCH_CHARACTERS, batches.SHORTEST_CUT = 3001, 5000, 700
+"""
+AT_CALL = (
+    SMALL
+    + """
+import io, os, signal
+calls = 0
+def count(function):
+    def counted(*words):
+        global calls
+        calls += 1
+        if calls == {call} and {before}:
+            os.kill(os.getpid(), signal.{signal})
+        done = function(*words)
+        if calls == {call}:
+            os.kill(os.getpid(), signal.{signal})
+        return done
+    return counted
+class File(io.FileIO):
+    write = count(io.FileIO.write)
+os.replace, os.fsync, io.FileIO = count(os.replace), count(os.fsync), File
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A long document, then short ones."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "a.txt").write_bytes(mixed(30_000, 1).encode())
+    write_documents(folder / "b.jsonl", [mixed(n * 13 % 900, n) for n in range(60)])
+    return [folder / "a.txt", folder / "b.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    prepared(*texts, "--out", out, *OPTIONS)
+    assert len(list(out.glob("*.bin"))) > 4
+    return out
+
+
+def killed_at(call: int, before: bool, words: list[object]) -> int:
+    """Exit code of a command that kills itself before or after its n-th write, fsync or rename."""
+    code = AT_CALL.format(call=call, before=before, signal="SIGKILL")
+    return run_apart(*words, before=code).returncode
+
+
+@pytest.mark.parametrize(("call", "before"), [(2, True), (9, True), (14, False), (21, False), (30, True)])
+def test_a_killed_command_goes_on_to_the_same_bytes(
+    call: int, before: bool, texts: list[Path], undisturbed: Path, tmp_path: Path
+) -> None:
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    assert killed_at(call, before, words) == -signal.SIGKILL
+    assert "complete already" not in prepared(*words)
+    assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_at_every_moment_it_goes_on_to_the_same_bytes(
+    texts: list[Path], undisturbed: Path, tmp_path: Path
+) -> None:
+    """What stands there meanwhile under its final name is as in the end, but for meta.json."""
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    moments, code = 0, -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        moments += 1
+        code = killed_at(moments, False, words)
+        if code == -signal.SIGKILL:
+            there = digests(tmp_path / "out")
+            final = {name for name in there if not name.endswith(".partial")} - {"meta.json"}
+            assert all(there[name] == digests(undisturbed)[name] for name in final)
+            prepared(*words)
+            assert digests(tmp_path / "out") == digests(undisturbed)
+    assert code == 0 and moments > 50
+
+
+def test_killed_again_and_again_it_goes_on(texts: list[Path], undisturbed: Path, tmp_path: Path) -> None:
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    for _ in range(3):
+        assert killed_at(22, False, words) == -signal.SIGKILL
+    prepared(*words)
+    assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+def test_finished_shards_are_not_encoded_again(
+    texts: list[Path], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    assert killed_at(40, False, words) == -signal.SIGKILL
+    finished = len(list((tmp_path / "out").glob("train_*.bin")))
+    assert finished >= 2
+    encoded = 0
+    encode = Encoder.encode
+
+    def counted(self: Encoder, texts: list[str], ends: list[bool]) -> np.ndarray:
+        nonlocal encoded
+        tokens = encode(self, texts, ends)
+        encoded += len(tokens)
+        return tokens
+
+    monkeypatch.setattr(Encoder, "encode", counted)
+    prepared(*words)
+    total = sum((path.stat().st_size - 1024) // 2 for path in undisturbed.glob("*.bin"))
+    assert encoded <= total - 4000 * finished + 5000
+    assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+def test_a_lost_shard_is_written_again(texts: list[Path], undisturbed: Path, tmp_path: Path) -> None:
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    assert killed_at(40, False, words) == -signal.SIGKILL
+    (tmp_path / "out/train_00001.bin").write_bytes(b"torn")
+    prepared(*words)
+    assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+def test_ctrl_c_is_one_line_and_the_command_goes_on(
+    texts: list[Path], undisturbed: Path, tmp_path: Path
+) -> None:
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    done = run_apart(*words, before=AT_CALL.format(call=20, before=True, signal="SIGINT"))
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted: the same command goes on from the last finished shard\n"
+    assert list((tmp_path / "out").glob("*.partial")) == []
+    prepared(*words)
+    assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+def test_a_file_size_limit_is_a_sentence_and_the_command_goes_on(
+    texts: list[Path], undisturbed: Path, tmp_path: Path
+) -> None:
+    """As on a full disk, the operating system refuses to write on."""
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (7000, 7000))"
+    said = sentence(run_apart(*words, before=limit))
+    assert "cannot be written: File too large" in said and "the same command goes on" in said
+    prepared(*words)
+    assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_disk_that_fails_is_a_sentence_and_the_command_goes_on(
+    function: str,
+    code: int,
+    texts: list[Path],
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = [*texts, "--out", tmp_path / "out", *OPTIONS]
+    disk = FaultyDisk(monkeypatch, function, "val_00000", code)
+    assert "val_00000.bin cannot be written" in refused(*words)
+    assert [path.name for path in (tmp_path / "out").glob("val*")] == []
+    disk.broken = False
+    prepared(*words)
+    assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+def test_another_command_on_the_folder_is_refused(texts: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepared(*texts, "--out", out, *OPTIONS)
+    assert "a command with other tokenizer" in refused(*texts, "--out", out)
+    assert "a command with other files" in refused(texts[0], "--out", out, *OPTIONS)
+    assert "a command with other shard_tokens" in refused(*texts, "--out", out, *OPTIONS[:-1], 5000)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    assert "holds other files (notes.txt)" in refused(*texts, "--out", other)
+    assert [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+def test_a_text_that_changed_is_another_command(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one " * 100)
+    prepared(tmp_path / "a.txt", "--out", tmp_path / "out")
+    (tmp_path / "a.txt").write_text("two " * 101)
+    assert "a command with other files" in refused(tmp_path / "a.txt", "--out", tmp_path / "out")
+
+
+def test_two_commands_at_once_are_refused(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "out"):
+        said = refused(ROOT / "data/README.md", "--out", tmp_path / "out")
+    assert said.startswith("error: another command writes to --out")
+    assert run_prepare(ROOT / "data/README.md", "--out", tmp_path / "out").returncode == 0

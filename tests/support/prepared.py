@@ -1,0 +1,77 @@
+"""Running `python -m mingpt.prepare`, and what its folder holds."""
+
+import contextlib
+import hashlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from conftest import ROOT
+
+from mingpt.jobs import clean_environment
+from mingpt.prepare.__main__ import main
+
+COMMAND = [sys.executable, "-m", "mingpt.prepare"]
+TYPES = {20240520: np.uint16, 20240801: np.uint32}
+
+
+def run_apart(*words: object, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, which runs `before`, some Python, first."""
+    run = "runpy.run_module('mingpt.prepare', run_name='__main__')"
+    start = f"import runpy, sys\n{before}\nsys.argv[0] = 'prepare'\n{run}"
+    command = [sys.executable, "-c", start, *map(str, words)] if before else [*COMMAND, *map(str, words)]
+    return subprocess.run(
+        command, cwd=ROOT, env=clean_environment(**env), capture_output=True, text=True, timeout=300
+    )
+
+
+def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process: a new one takes seconds to import torch."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in words])
+    return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
+
+
+def prepared(*words: object) -> str:
+    """What the command prints; it must succeed."""
+    done = run_prepare(*words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def refused(*words: object) -> str:
+    """The one sentence with which the command ends."""
+    return sentence(run_prepare(*words))
+
+
+def sentence(done: subprocess.CompletedProcess[str]) -> str:
+    assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stdout, done.stderr[-3000:])
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 by name of everything that is data."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != "prepare.json")
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def tokens_of(folder: Path, part: str) -> list[int]:
+    """The tokens of all shards of a part, in order."""
+    tokens: list[int] = []
+    for path in sorted(folder.glob(f"{part}_*.bin")):
+        content = path.read_bytes()
+        header = np.frombuffer(content[:1024], dtype="<i4")
+        tokens += np.frombuffer(content[1024:], dtype=TYPES[int(header[0])]).tolist()
+    return tokens
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
+    return meta
