@@ -17,7 +17,7 @@ FLOORS = [
     ["resume"],
     ["corpus", "batches", "saving", "evaluate", "initialize", "failures"],
     ["trainer"],
-    ["agent", "worker", "jobs", "fault_injection", "verify", "doctor", "prepare"],
+    ["agent", "worker", "jobs", "fault_injection", "verify", "doctor", "prepare", "export"],
 ]
 ROOMS_APART = FLOORS[1]  # of these none imports another
 FILES = sorted((ROOT / "mingpt").rglob("*.py"))

@@ -8,9 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mingpt.config import ModelConfig
-from mingpt.model import hf_config
+from mingpt.config import Config, ModelConfig
+from mingpt.model import GPT, hf_config
+from mingpt.optim import Optimizer
+from mingpt.settings import to_dict
+from mingpt.snapshot import SnapshotStore, to_safetensors
 from support.models import Arch
+from support.snapshots import make_manifest
 
 CONFIG = {
     "gpt2": ModelConfig(arch="gpt2", n_layer=2, n_head=3, n_embd=24),
@@ -44,3 +48,22 @@ def drop_prefix(folder: Path, prefix: str) -> None:
             name.removeprefix(prefix): shard for name, shard in index["weight_map"].items()
         }
         path.write_text(json.dumps(index))
+
+
+def save_run(folder: Path | str, config: Config, characters: str, step: int = 30) -> GPT:
+    """Write a run folder with one snapshot: random weights, biases and norms included. Returns the model."""
+    torch.manual_seed(5)
+    data = config.data
+    model = GPT(config.model, vocab_size=len(characters), block_size=data.block_size).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    optimizer = Optimizer(model, config.optimizer)
+    tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    fields = make_manifest(step, loss=0.5) | {"config": to_dict(config), "vocabulary": characters}
+    fields["data"]["path"] = "https://name:secret@host/data.txt?signature=secret"
+    store = SnapshotStore(f"{folder}/snapshots")
+    store.prepare()
+    store.write(fields, to_safetensors(tensors))
+    return model

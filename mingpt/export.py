@@ -1,0 +1,223 @@
+"""Write a run as a folder in Hugging Face's format: python -m mingpt.export out/default OUT_DIR.
+
+`model.arch: gpt2` becomes transformers' GPT2LMHeadModel, `modern` its NanoChatForCausalLM. RUN and OUT_DIR
+may be paths or URLs. A folder appears whole or not at all; at a URL, config.json is written last.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mingpt.errors import UserError
+from mingpt.redact import RedactingFormatter, redact
+
+if TYPE_CHECKING:
+    from mingpt.data import Tokenizer
+    from mingpt.snapshot import Snapshot
+
+CONFIG, WEIGHTS, TOKENIZER, README = "config.json", "model.safetensors", "tokenizer.json", "README.md"
+TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+FILES = (WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, README, CONFIG)  # config.json is the last
+EXAMPLE_TOKENS = 200  # at most, in the README's example
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mingpt.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    where = "run folder, snapshot folder, or step_*.safetensors; a path or URL"
+    parser.add_argument("run", metavar="RUN", help=where)
+    parser.add_argument("out", metavar="OUT_DIR", help="folder to write; a path or URL")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier export has written")
+    arguments = parser.parse_args()
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
+    try:
+        sys.stderr.write(redact(export(arguments.run, arguments.out, arguments.overwrite)) + "\n")
+    except UserError as error:
+        sys.stderr.write(f"error: {redact(str(error))}\n")
+        return 2
+    return 0
+
+
+def export(run: str, out: str, overwrite: bool = False) -> str:
+    """Write the newest snapshot of a run, or this one; returns a line that says so. Raises UserError."""
+    target = Target(out, overwrite)
+    from mingpt.snapshot import open_snapshot
+    from mingpt.weights import check_model, snapshot_tokenizer
+
+    snapshot = open_snapshot(run, check_model)
+    with target.open() as folder:
+        architecture = write_files(folder, snapshot, snapshot_tokenizer(snapshot))
+    return f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
+
+
+def write_files(folder: Path, snapshot: "Snapshot", tokenizer: "Tokenizer | None") -> str:
+    """Write all files into a folder that is there; returns the name of transformers' class."""
+    from safetensors.torch import save_file
+
+    from mingpt.model import hf_config, to_hf
+    from mingpt.report.model_card import model_card
+
+    config, tensors = snapshot.config, snapshot.tensors("model.")
+    block_size, vocab_size = config.data.block_size, len(tensors["wte.weight"])
+    content = tokenizer.to_tokenizer_json() if tokenizer else None
+    end = tokenizer.end_of_text if tokenizer and content else None
+    fields = hf_config(config.model, vocab_size=vocab_size, block_size=block_size, end_of_text=end)
+    write_json(folder / CONFIG, fields)
+    save_file(to_hf(tensors, config.model), folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # save_file lets nobody else read it
+    special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    write_json(folder / GENERATION_CONFIG, special)
+    prompt = None
+    if tokenizer and content:
+        prompt = tokenizer.decode(tokenizer.default_prompt()) or "The"
+        (folder / TOKENIZER).write_bytes(content)
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(content, block_size, end))
+    architecture: str = fields["architectures"][0]
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    tokens = max(1, min(EXAMPLE_TOKENS, block_size - 1))
+    card = model_card(snapshot.manifest, architecture, parameters, tokens, prompt)
+    (folder / README).write_text(card, encoding="utf-8")
+    return architecture
+
+
+def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:
+    """The content of tokenizer_config.json, for a tokenizer.json and its token that ends a text."""
+    added = {one["id"]: one["content"] for one in json.loads(content).get("added_tokens") or []}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": block_size,
+        "clean_up_tokenization_spaces": False,
+        # No token_type_ids: GPT2LMHeadModel would add their embeddings.
+        "model_input_names": ["input_ids", "attention_mask"],
+        "bos_token": added.get(end),
+        "eos_token": added.get(end),
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class Target:
+    """Where to write. Raises UserError if it is not empty, or if an export has not written all of it."""
+
+    def __init__(self, where: str, overwrite: bool) -> None:
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.where = where
+        options = {"use_listings_cache": False} if "://" in where else {}
+        try:
+            self.files, root = fsspec.core.url_to_fs(where, **options)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{where} needs a driver that is not installed: {error}") from None
+        self.is_local = isinstance(self.files, LocalFileSystem)
+        self.root = os.path.realpath(root) if self.is_local else str(root).rstrip("/")
+        with self.failures():
+            self.present = self.names()
+        if self.present and not overwrite:
+            raise UserError(f"{where} is not empty: give another folder, or --overwrite")
+        others = sorted(set(self.present) - set(FILES))
+        if others:
+            raise UserError(f"{where} holds {others[0]!r}, which no export has written: give another folder")
+
+    def names(self) -> list[str]:
+        """What is there."""
+        try:
+            entries: Sequence[Any] = self.files.ls(self.root, detail=False)
+        except FileNotFoundError:
+            return []
+        if self.is_local and not os.path.isdir(self.root):
+            raise NotADirectoryError(20, "it is a file", self.where)
+        return sorted(name for name in (str(one).rstrip("/").rpartition("/")[2] for one in entries) if name)
+
+    @contextlib.contextmanager
+    def failures(self) -> Iterator[None]:
+        """A failure of a disk or a driver as one sentence."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # each driver raises exceptions of its own
+            if self.is_local and not isinstance(error, OSError):
+                raise
+            reason = (str(error).splitlines() or [""])[0]
+            raise UserError(f"{self.where} cannot be written: {type(error).__name__}: {reason}") from None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Path]:
+        """An empty local folder, whose files are at the target once the block has ended without an error."""
+        with self.failures(), self.local_folder() as folder:
+            yield folder
+            if self.is_local:
+                self.rename(folder)
+            else:
+                self.upload(folder)
+
+    @contextlib.contextmanager
+    def local_folder(self) -> Iterator[Path]:
+        """Beside the target, so that it can be renamed; anywhere for a URL. Nothing is left of it."""
+        if not self.is_local:
+            with tempfile.TemporaryDirectory() as name:
+                yield Path(name)
+            return
+        target = Path(self.root)
+        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def rename(self, folder: Path) -> None:
+        """Put the folder in its place, durably."""
+        for path in (*folder.iterdir(), folder):
+            fsync(path)
+        target = Path(self.root)
+        if not self.present:
+            os.rename(folder, target)  # an empty folder there is replaced
+        else:
+            old = target.with_name(f".{target.name}.old-{os.getpid()}")
+            os.rename(target, old)
+            os.rename(folder, target)
+            shutil.rmtree(old)
+        fsync(target.parent)
+
+    def upload(self, folder: Path) -> None:
+        """Without its config.json nobody takes an incomplete folder for a model."""
+        for name in reversed(FILES):
+            if name in self.present:
+                self.files.rm_file(f"{self.root}/{name}")
+        self.files.makedirs(self.root, exist_ok=True)
+        for name in FILES:
+            if (folder / name).exists():
+                self.files.put_file(str(folder / name), f"{self.root}/{name}")
+                size, expected = self.files.size(f"{self.root}/{name}"), (folder / name).stat().st_size
+                if size != expected:
+                    raise OSError(f"{name} has {size} bytes of {expected} after writing")
+
+
+def fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
