@@ -279,7 +279,8 @@ def test_an_export_that_is_killed_leaves_nothing_half_done(overwrite: bool, tmp_
         export(str(run), str(out))
         (out / "README.md").write_text("the old one")
     kill = "os.rename = lambda *paths: os.kill(os.getpid(), 9)"
-    killed = run_command(run, out, *(["--overwrite"] if overwrite else []), code=kill)
+    words: list[object] = [run, out, "--overwrite"] if overwrite else [run, out]
+    killed = run_command(*words, code=kill)
     assert killed.returncode == -9
     assert out.exists() == overwrite
     if overwrite:

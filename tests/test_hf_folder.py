@@ -224,6 +224,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     folder: Path
     status = 0
+    largest = 0  # bytes in an answer
 
     def do_GET(self) -> None:
         path = self.folder / self.path.lstrip("/")
@@ -237,6 +238,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
+            type(self).largest = max(self.largest, len(content))
             self.wfile.write(content)
 
     do_HEAD = do_GET
@@ -258,14 +260,18 @@ def server() -> Iterator[tuple[str, type[Handler]]]:
         thread.join()
 
 
-def test_a_server_is_read_as_a_folder_is(
-    saved: Callable[..., Path], server: tuple[str, type[Handler]], tmp_path: Path
+def test_a_server_is_read_as_a_folder_is_and_large_files_in_pieces(
+    saved: Callable[..., Path],
+    server: tuple[str, type[Handler]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, handler = server
+    monkeypatch.setattr("mingpt.hf_folder.PIECE_BYTES", 5000)
     handler.folder = saved("gpt2", tmp_path, is_sharded=True)
     found, expected = read_folder(url), read_folder(str(handler.folder))
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
-    assert found.tokenizer_json is None
+    assert found.tokenizer_json is None and 1000 < handler.largest <= 5000
     (handler.folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"there is no config\.json"):
         read_folder(url)
