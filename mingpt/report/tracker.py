@@ -1,5 +1,6 @@
 """An experiment tracker: a package with `init`, `log(values, step=...)` and `finish`, as wandb has them."""
 
+import contextlib
 import html
 import importlib
 import inspect
@@ -17,6 +18,7 @@ from mingpt.report.sink import RunInfo, Values
 
 log = logging.getLogger(__name__)
 
+STYLES = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
 MAX_LINES = 20  # of what a package prints that the log takes
 
 
@@ -36,6 +38,10 @@ class Tracker(Destination):
     def open(self, earlier: EarlierRecords) -> None:
         os.environ.setdefault("WANDB_CONSOLE", "off")  # it would read along what the run writes to stderr
         self.module = importlib.import_module(self.package)
+        # LossPlot imports it in another thread, and trackio drops all values while that is under way.
+        with contextlib.suppress(ImportError):  # LossPlot says so
+            importlib.import_module("matplotlib.backends.backend_agg")
+            importlib.import_module("matplotlib.figure")
         tracked = self.module.init(**self.accepted(self.init_arguments()))
         first_step = next_step(tracked)
         if first_step is None:  # it does not tell: it has what earlier generations have sent
@@ -137,7 +143,7 @@ class StdoutOfMainThread:
             return self.real.write(text)
         with self.writing:
             *lines, self.begun = (self.begun + text).split("\n")
-            lines = [line.strip() for line in lines if line.strip()]
+            lines = [STYLES.sub("", line).strip() for line in lines if line.strip()]
             taken = lines[: max(0, MAX_LINES - self.n_lines)]
             self.n_lines += len(taken)
         for line in taken:

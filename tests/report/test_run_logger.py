@@ -29,6 +29,9 @@ class RecordingSink(Sink):
     def log(self, step: int, values: Values) -> None:
         self.calls.append(("log", step, dict(values)))
 
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self.calls.append(("log_text", step, name, text))
+
     def on_step(self, step: int) -> None:
         self.calls.append(("on_step", step))
 
@@ -85,16 +88,16 @@ def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[RecordingSink
     logger = make_logger(tmp_path)
     logger.on_step(12)
     logger.log_training(STATS)
-    logger.log_evaluation(12, {"val/loss": 1.25}, "")
+    logger.log_evaluation(12, {"val/loss": 1.25}, "To be")
     logger.flush()
     assert status(tmp_path) == "running"
     logger.ended(12, None, "snapshots")
     (sink,) = sinks
     names = [call[0] for call in sink.calls]
-    assert names == ["rewind", "on_step", "log", "log", "flush", "close"]
+    assert names == ["rewind", "on_step", "log", "log", "log_text", "flush", "close"]
     assert sink.calls[0] == ("rewind", 0)
     assert sink.calls[2][2]["train/loss"] == STATS.loss
-    assert sink.calls[3] == ("log", 12, {"val/loss": 1.25})
+    assert sink.calls[3:5] == [("log", 12, {"val/loss": 1.25}), ("log_text", 12, "sample", "To be")]
     assert (sink.run.run_dir, sink.run.max_steps, sink.run.is_fresh) == (tmp_path, 30, True)
     assert status(tmp_path) == "finished"
 

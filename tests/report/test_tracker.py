@@ -42,7 +42,7 @@ class StandIn(types.ModuleType):
 
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
         if self.is_chatty:
-            print(f"step {step}")
+            print(f"\x1b[1mstep {step}\x1b[0m")
         self.calls.append(("log", step, values))
 
     def finish(self) -> None:
