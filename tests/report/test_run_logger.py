@@ -1,11 +1,13 @@
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from conftest import SMALL
+from support.events import read_scalars
 from support.faults import FaultyDisk
 from support.runs import STATS
 
@@ -67,11 +69,13 @@ def make_logger(
     is_restart: bool = False,
     changes: list[str] | None = None,
     unwritten: list[dict[str, Any]] | None = None,
+    is_main: bool = True,
+    **settings: Any,
 ) -> RunLogger:
-    config = build(SMALL | {"run_dir": str(run_dir)})
+    config = build(SMALL | {"run_dir": str(run_dir)} | settings)
     corpus = make_corpus(TEXT, config.data)
     start = GenerationStart("abc123", step, 1, is_restart, changes=changes or [], unwritten=unwritten or [])
-    return RunLogger(config, corpus, start, ENVIRONMENT)
+    return RunLogger(config, corpus, start, ENVIRONMENT, is_main=is_main)
 
 
 def status(run_dir: Path) -> str:
@@ -100,6 +104,23 @@ def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[RecordingSink
     assert sink.calls[3:5] == [("log", 12, {"val/loss": 1.25}), ("log_text", 12, "sample", "To be")]
     assert (sink.run.run_dir, sink.run.max_steps, sink.run.is_fresh) == (tmp_path, 30, True)
     assert status(tmp_path) == "finished"
+
+
+def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    asked: dict[str, Any] = {"report.tensorboard": True, "report.tracker": "wandb"}
+    runs: list[tuple[str, bool, dict[str, Any]]] = [("one", True, asked), ("two", False, asked)]
+    for name, is_main, settings in [*runs, ("three", True, {})]:
+        logger = make_logger(tmp_path / name, is_main=is_main, **settings)
+        logger.log_training(STATS)
+        logger.close()
+    assert [path.parent.name for path in sorted(tmp_path.glob("*/tensorboard"))] == ["one"]
+    assert [record.getMessage() for record in caplog.records if "report." in record.getMessage()] == [
+        "report.tracker=wandb needs the package wandb, which is not installed: the run goes on without it"
+    ]
+    assert read_scalars(tmp_path / "one")["train/loss"] == [(STATS.step, STATS.loss)]
 
 
 def test_values_that_a_sink_does_not_know_are_no_error(tmp_path: Path) -> None:
