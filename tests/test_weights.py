@@ -10,9 +10,16 @@ from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer
 from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.settings import to_dict
-from mingpt.snapshot import to_safetensors
+from mingpt.snapshot import Snapshot, to_safetensors
 from mingpt.snapshot.tensors import TensorEntry, read_entries
-from mingpt.weights import check_model, init_from, load_weights, open_weights
+from mingpt.weights import (
+    check_model,
+    init_from,
+    load_weights,
+    manifest_tokenizer,
+    open_weights,
+    snapshot_tokenizer,
+)
 
 VOCABULARY = "abcdefghijk"
 
@@ -113,3 +120,46 @@ def test_a_gpt2_file_that_is_none_is_one_sentence(content: bytes, tmp_path: Any)
     save_file({"wte.weight": torch.full((11, 16), float("nan"))}, path)
     with pytest.raises(UserError, match="not finite"):
         init_from(model, open_weights(str(path)), CharTokenizer(VOCABULARY))
+
+
+def json_snapshot(**fields: Any) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """That of a run with a tokenizer.json of 7 bytes and 11 tokens; `fields` go over its manifest."""
+    manifest, entries = make_snapshot("adamw", "gpt2")
+    about = {"kind": "json", "vocab_size": len(VOCABULARY)}
+    last = max(entry.end for entry in entries.values())
+    tokenizer = TensorEntry("U8", (7,), last, last + 7)
+    return manifest | {"vocabulary": "", "tokenizer": about} | fields, entries | {"tokenizer": tokenizer}
+
+
+def test_a_tokenizer_among_the_tensors_belongs_to_a_manifest_that_says_so() -> None:
+    manifest, entries = json_snapshot()
+    check_model(manifest, entries)
+    none = {"tokenizer": {"kind": "none", "vocab_size": 11}}
+    check_model(manifest | none, make_snapshot("adamw", "gpt2")[1])
+    without = {name: entry for name, entry in entries.items() if name != "tokenizer"}
+    for wrong, there in (
+        (manifest, without),
+        (manifest | {"tokenizer": {"kind": "none", "vocab_size": 11}}, entries),
+        (manifest, entries | {"tokenizer": replace(entries["tokenizer"], dtype="F32")}),
+        (manifest, entries | {"tokenizer": replace(entries["tokenizer"], shape=(7, 1))}),
+        (manifest | {"tokenizer": {"kind": "pickle", "vocab_size": 11}}, without),
+        (manifest | {"tokenizer": {"kind": "json", "vocab_size": 12}}, entries),
+        (manifest | {"tokenizer": {"kind": "char", "vocab_size": 2}, "vocabulary": VOCABULARY}, without),
+    ):
+        with pytest.raises(CorruptSnapshot):
+            check_model(wrong, there)
+
+
+def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_is_one_sentence() -> None:
+    manifest, _ = json_snapshot()
+    content = bytes(to_safetensors({"tokenizer": torch.arange(7, dtype=torch.uint8)}))
+    with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
+        snapshot_tokenizer(Snapshot(manifest, content))
+
+
+@pytest.mark.parametrize("tokenizer", [None, CharTokenizer(VOCABULARY)])
+def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokenizer | None) -> None:
+    fields, tensors = manifest_tokenizer(tokenizer, 12)
+    copy = snapshot_tokenizer(Snapshot(fields, bytes(to_safetensors(tensors))))
+    assert (copy and copy.fingerprint()) == (tokenizer and tokenizer.fingerprint())
+    assert fields["tokenizer"]["vocab_size"] == 12
