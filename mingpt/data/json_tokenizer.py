@@ -89,13 +89,10 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores. Raises UserError for text that is not valid Unicode."""
+        for text in texts:
+            check_unicode(text)  # some versions of the package raise TypeError, others encode other text
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # from 0.20.1
-        try:
-            encodings = encode(list(texts), add_special_tokens=False)
-        except TypeError:
-            for text in texts:
-                check_unicode(text)
-            raise
+        encodings = encode(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def split_text(self, text: str, size: int = CHUNK_CHARACTERS) -> Iterator[str]:
