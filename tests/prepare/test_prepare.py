@@ -7,39 +7,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.prepared import digests, prepared, read_meta, run_apart, tokens_of
+from support.prepared import END, digests, mixed, prepared, read_meta, run_apart, tokens_of, write_documents
 from tokenizers import Tokenizer as PackageTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from mingpt.data import CharTokenizer, JsonTokenizer
-
-END = "<|endoftext|>"
-WORDS = [
-    "the",
-    " sea",
-    "  two",
-    "\n",
-    "\n\n",
-    "\r\n",
-    "\t",
-    " ",
-    "é",
-    "海と空",
-    "🙂",
-    "42",
-    "it's",
-    END,
-    "\u00a0",
-    ".",
-]
-
-
-def mixed(characters: int, seed: int) -> str:
-    """Text with every kind of whitespace, and end-of-text spelled in it."""
-    rng, text = random.Random(seed), ""
-    while len(text) < characters:
-        text += "".join(rng.choices(WORDS, k=200))
-    return text[:characters]
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +33,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("encoding.GROUP_CHARACTERS", 2000),
     ):
         monkeypatch.setattr(f"mingpt.prepare.{name}", size)
-
-
-def write_documents(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in documents))
-    return path
 
 
 def expected(path: Path, documents: list[str]) -> list[int]:

@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from support.faults import FaultyDisk
-from support.prepared import digests, prepared, refused, run_apart, run_prepare, sentence
-from test_prepare import mixed, write_documents
+from support.prepared import (
+    digests,
+    mixed,
+    prepared,
+    refused,
+    run_apart,
+    run_prepare,
+    sentence,
+    write_documents,
+)
 
 from mingpt.prepare.encoding import Encoder
 from mingpt.prepare.folder import open_folder
 
 OPTIONS = ["--tokenizer", "bpe", "--vocab_size", 300, "--shard_tokens", 4000]
 SMALL = """
-from mingpt.prepare import batches, documents
-documents.PIECE_BYTES, batches.BATCH_CHARACTERS, batches.SHORTEST_CUT = 3001, 5000, 700
+from mingpt.prepare import batches, documents, encoding
+documents.PIECE_BYTES, encoding.PIECE_CHARACTERS = 3001, 500
+batches.BATCH_CHARACTERS, batches.SHORTEST_CUT = 5000, 700
 """
 AT_CALL = (
     SMALL
@@ -66,7 +75,7 @@ def killed_at(call: int, before: bool, words: list[object]) -> int:
     return run_apart(*words, before=code).returncode
 
 
-@pytest.mark.parametrize(("call", "before"), [(2, True), (9, True), (14, False), (21, False), (30, True)])
+@pytest.mark.parametrize(("call", "before"), [(9, True), (22, False), (35, True)])
 def test_a_killed_command_goes_on_to_the_same_bytes(
     call: int, before: bool, texts: list[Path], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -98,8 +107,8 @@ def test_killed_at_every_moment_it_goes_on_to_the_same_bytes(
 
 def test_killed_again_and_again_it_goes_on(texts: list[Path], undisturbed: Path, tmp_path: Path) -> None:
     words = [*texts, "--out", tmp_path / "out", *OPTIONS]
-    for _ in range(3):
-        assert killed_at(22, False, words) == -signal.SIGKILL
+    for _ in range(2):
+        assert killed_at(24, False, words) == -signal.SIGKILL
     prepared(*words)
     assert digests(tmp_path / "out") == digests(undisturbed)
 

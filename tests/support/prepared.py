@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,25 @@ from mingpt.jobs import clean_environment
 from mingpt.prepare.__main__ import main
 
 COMMAND = [sys.executable, "-m", "mingpt.prepare"]
+END = "<|endoftext|>"
+WORDS = [
+    "the",
+    " sea",
+    "  two",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\t",
+    " ",
+    "é",
+    "海と空",
+    "🙂",
+    "42",
+    "it's",
+    END,
+    "\u00a0",
+    ".",
+]
 TYPES = {20240520: np.uint16, 20240801: np.uint32}
 
 
@@ -75,3 +95,16 @@ def tokens_of(folder: Path, part: str) -> list[int]:
 def read_meta(folder: Path) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
     return meta
+
+
+def mixed(characters: int, seed: int) -> str:
+    """Text with every kind of whitespace, and end-of-text spelled in it."""
+    rng, text = random.Random(seed), ""
+    while len(text) < characters:
+        text += "".join(rng.choices(WORDS, k=200))
+    return text[:characters]
+
+
+def write_documents(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in documents))
+    return path
