@@ -101,7 +101,7 @@ def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[s
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,
-        # No token_type_ids: GPT2LMHeadModel would add their embeddings.
+        # No token_type_ids, to which versions before 5 default: GPT2LMHeadModel would add their embeddings.
         "model_input_names": ["input_ids", "attention_mask"],
         "bos_token": added.get(end),
         "eos_token": added.get(end),

@@ -297,13 +297,14 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
     run, out = tmp_path / "run", tmp_path / "out"
     save_run(run, make_config("gpt2"), CHARACTERS)
     (tmp_path / "file").touch()
-    for words, sentence in [
+    attempts: list[tuple[list[object], str]] = [
         ([run, tmp_path / "file"], "it is a file"),
         ([run, tmp_path / "file" / "out"], "cannot be written: NotADirectoryError"),
         ([run, "nosuch://bucket/out"], "needs a driver that is not installed"),
         ([run, f"http://name:secret@127.0.0.1:{free_port()}/out"], "cannot be written"),
         ([tmp_path / "none", out], "there is no snapshot in"),
-    ]:
+    ]
+    for words, sentence in attempts:
         line = refusal(capsys, *words)
         assert sentence in line and "secret" not in line
 
