@@ -82,7 +82,17 @@ def test_every_command_of_the_readme_runs(text: Path, tmp_path: Path) -> None:
     """In the order of the page, in one folder, since later commands use what earlier ones wrote."""
     lines = commands(ROOT / "README.md")
     assert len(lines) > 12
-    for name in ("train.py", "sample.py", "mingpt", "configs", "data", "launch", "gpt2_train_cfg.yaml"):
+    for name in (
+        "train.py",
+        "sample.py",
+        "mingpt",
+        "configs",
+        "data",
+        "docs",
+        "launch",
+        "gpt2_train_cfg.yaml",
+        "README.md",
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     for line in lines:
         run(line, text, tmp_path)
