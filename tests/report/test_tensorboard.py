@@ -92,15 +92,19 @@ def test_after_two_restarts_each_step_is_there_once_and_as_the_last_generation_s
     assert texts["restart"] == [(10, reasons)]
 
 
-def test_what_a_kill_has_lost_comes_from_metrics_jsonl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tail", [b"\x20\0\0\0\0\0\0\0half of a record", bytes(64)])
+def test_what_a_kill_has_lost_comes_from_metrics_jsonl(tail: bytes, tmp_path: Path) -> None:
+    """The file may end with a part of a record, or with zeros after a power failure: that is cut."""
     log_steps(start(tmp_path), range(8))
     write_metrics(tmp_path, range(11))
-    with open(event_files(tmp_path / "tensorboard")[0], "ab") as file:
-        file.write(b"\x20\0\0\0\0\0\0\0half")  # of a record
+    (path,) = event_files(tmp_path / "tensorboard")
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
     sink = start(tmp_path, 10, [(0, ""), (10, "all workers vanished")])
     sink.log(10, {"val/loss": 7.0})  # that of the start, once more
     log_steps(sink, range(11, 13))
     sink.close()
+    assert path.read_bytes() == whole
     scalars = read_scalars(tmp_path)
     assert scalars["train/loss"] == [(step, float(step)) for step in range(13)]
     assert scalars["val/loss"] == [(0, 0.0), (5, 5.0), (10, 10.0)]
@@ -139,6 +143,9 @@ def test_a_run_that_goes_back_further_forgets_the_starts_behind(tmp_path: Path) 
     scalars = read_scalars(tmp_path)
     assert [step for step, _ in scalars["train/loss"]] == list(range(8))
     assert scalars["generation"] == [(0, 1.0), (5, 3.0)]
+    (tmp_path / "another").mkdir()
+    start(tmp_path / "another", 12, [(0, ""), (10, "one"), (5, "two"), (12, "three")]).close()
+    assert read_scalars(tmp_path / "another")["generation"] == [(0, 1.0), (5, 3.0), (12, 4.0)]
 
 
 def test_a_fresh_run_keeps_the_events_of_an_earlier_one(
@@ -190,6 +197,8 @@ def test_a_disk_that_is_full_is_one_line_and_the_next_generation_fills_the_gap(
         f"report.tensorboard ({folder}) has failed (No space left on device): the run goes on without it"
     ]
     assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == [0, 1, 2]
+    (path,) = event_files(folder)
+    assert max(end for end, _ in read_events(path)) == path.stat().st_size, "no part of a record is left"
     disk.broken = False
     write_metrics(tmp_path, range(6))
     start(tmp_path, 5, [(0, ""), (5, "")]).close()
