@@ -13,7 +13,7 @@ has an end-of-text it follows each document; spelled in a text it is plain text.
 complete. A command that was killed goes on when it is started again, from its last finished shard.
 
 bpe trains a byte-level BPE as GPT-2's on the training part: its first 200 MB, or less if these have more than
-5 MB of distinct words, so that memory stays below 1 GB.
+4 MB of distinct words, so that memory stays below 1 GB.
 
 --check reads a folder through: sizes, headers, checksums, tokens past the vocabulary; of shards that other
 programs wrote headers and sizes. Exit code 1 if something is wrong.

@@ -6,9 +6,10 @@ import numpy as np
 
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer
 from mingpt.errors import UserError
+from mingpt.prepare.documents import utf8_length
 
-PIECE_CHARACTERS = 1 << 16
-GROUP_CHARACTERS = 1 << 21  # encoded at once; the package needs about 100 bytes for a token meanwhile
+PIECE_CHARACTERS = 1 << 14
+GROUP_BYTES = 1 << 20  # encoded at once; the package needs about 100 bytes for a token meanwhile
 
 
 class Encoder:
@@ -69,11 +70,11 @@ class Encoder:
 
 
 def groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The texts in order, about GROUP_CHARACTERS at a time."""
+    """The texts in order, about GROUP_BYTES at a time."""
     first, size = 0, 0
     for place, text in enumerate(texts):
-        size += len(text)
-        if size >= GROUP_CHARACTERS:
+        size += utf8_length(text)
+        if size >= GROUP_BYTES:
             yield texts[first : place + 1]
             first, size = place + 1, 0
     if first < len(texts):

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
 from mingpt.errors import UserError
 from mingpt.prepare.batches import Batch, Position, Split, read_batches
-from mingpt.prepare.documents import Census
+from mingpt.prepare.documents import Census, utf8_length
 from mingpt.prepare.encoding import Encoder
 from mingpt.prepare.inputs import InputFile
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 200_000_000
-SAMPLE_WORD_BYTES = 5_000_000  # of distinct words: training needs about 120 bytes of memory for each
+SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
 
 
 def make_tokenizer(name: str, vocab_size: int, files: Sequence[InputFile], split: Split) -> Tokenizer:
@@ -59,14 +59,14 @@ def sample(batches: Iterator[Batch]) -> Iterator[str]:
     words: set[str] = set()
     size = word_bytes = 0
     for batch in batches:
-        if batch.is_val or size >= SAMPLE_BYTES or word_bytes >= SAMPLE_WORD_BYTES:
-            return
         for text in batch.texts:
+            if batch.is_val or size >= SAMPLE_BYTES or word_bytes >= SAMPLE_WORD_BYTES:
+                return
             new = set(text.split()) - words
-            word_bytes += sum(len(word.encode()) for word in new)
+            word_bytes += sum(map(utf8_length, new))
             words |= new
-        yield from batch.texts
-        size += batch.bytes
+            size += utf8_length(text)
+            yield text
 
 
 def restore_tokenizer(name: str, census: Census, content: bytes) -> Tokenizer:

@@ -30,7 +30,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("batches.BATCH_CHARACTERS", 6000),
         ("batches.SHORTEST_CUT", 700),
         ("encoding.PIECE_CHARACTERS", 500),
-        ("encoding.GROUP_CHARACTERS", 2000),
+        ("encoding.GROUP_BYTES", 2000),
     ):
         monkeypatch.setattr(f"mingpt.prepare.{name}", size)
 
@@ -171,3 +171,16 @@ def test_long_lines_without_whitespace_are_read_in_time(bpe: Path, tmp_path: Pat
     out = tmp_path / "out"
     prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", bpe / "tokenizer.json", "--val_fraction", 1e-7)
     assert tokens_of(out, "val") == expected(bpe / "tokenizer.json", ["d"])
+
+
+@pytest.mark.slow
+def test_memory_stays_below_a_gigabyte_where_every_byte_is_a_token(tmp_path: Path) -> None:
+    """Lines that are all different, in a script of three bytes a character, and no merges to speak of."""
+    rng = random.Random(0)
+    lines = ("".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(40)) + "\n" for _ in range(200_000))
+    (tmp_path / "a.txt").write_text("".join(lines))
+    words = [tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bpe", "--vocab_size", 300]
+    peak = "import atexit, resource; atexit.register(lambda: print(resource.getrusage(0).ru_maxrss))"
+    done = run_apart(*words, before=peak)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) * 1024 < 10**9
