@@ -1,0 +1,62 @@
+"""Runs that start with the weights of a folder in Hugging Face's format, exported here."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, Start, command, manifest
+from support.vocabularies import small_bpe
+
+from mingpt.jobs import clean_environment, read_metric, torchrun
+from mingpt.snapshot import SnapshotStore
+
+
+def export(run_dir: Path, out: Path) -> None:
+    line = [sys.executable, "-m", "mingpt.export", str(run_dir), str(out)]
+    done = subprocess.run(line, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arch", ["modern", "gpt2"])
+def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(
+    arch: str, start: Start, text: Path, tmp_path: Path
+) -> None:
+    """Two workers, of which the first alone reads the folder, and no tokenizer but the one in the folder."""
+    (tmp_path / "tokenizer.json").write_bytes(small_bpe(text.read_text()))
+    settings: dict[str, Any] = {"data__path": text, "model__arch": arch}
+    first: dict[str, Any] = {"data__tokenizer": tmp_path / "tokenizer.json", "trainer__max_steps": 5}
+    job = start(command(trainer__workers=1, run_dir=tmp_path / "run", **(settings | first)))
+    assert job.wait() == 0, job.err()
+    export(tmp_path / "run", tmp_path / "hf")
+    given: dict[str, Any] = settings | {"snapshot__init_from": tmp_path / "hf", "trainer__max_steps": 0}
+    job = start(command(launcher=torchrun(2), run_dir=tmp_path / "again", **given))
+    assert job.wait() == 0, job.err()
+    before = SnapshotStore(str(tmp_path / "run" / "snapshots")).read(5).tensors("model.")
+    after = SnapshotStore(str(tmp_path / "again" / "snapshots")).read(0).tensors("model.")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    tokenizers = [manifest(tmp_path / name, step)["tokenizer"] for name, step in (("run", 5), ("again", 0))]
+    assert tokenizers[0] == tokenizers[1]
+    assert read_metric(tmp_path / "run", "val/loss")[5] == read_metric(tmp_path / "again", "val/loss")[0]
+
+
+def test_characters_of_an_exported_model_find_their_rows_for_another_text(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    export(undisturbed, tmp_path / "hf")
+    (tmp_path / "other").write_text(text.read_text().replace("e", "\u2603"))
+    settings: dict[str, Any] = {"data__path": tmp_path / "other", "trainer__max_steps": 0}
+    job = start(
+        command(trainer__workers=1, run_dir=tmp_path / "run", snapshot__init_from=tmp_path / "hf", **settings)
+    )
+    assert job.wait() == 0, job.err()
+    old = SnapshotStore(str(undisturbed / "snapshots")).read(30)
+    new = SnapshotStore(str(tmp_path / "run" / "snapshots")).read(0)
+    was, now = old.manifest["vocabulary"], new.manifest["vocabulary"]
+    assert "\u2603" in now
+    for character in set(was) & set(now):
+        row = new.tensors("model.")["wte.weight"][now.index(character)]
+        assert torch.equal(row, old.tensors("model.")["wte.weight"][was.index(character)])
