@@ -118,7 +118,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def is_same_after_a_kill(text: Path, folder: Path, tokenizer: str, whole: dict[str, str]) -> bool:
-    """Kill a command when half of the shards are there, go on, and compare."""
+    """Kill a command when half of the shards are there, go on, and compare. False if it was not killed."""
     out = folder / "killed"
     half = sum(name.endswith(".bin") for name in whole) // 2
     process = start_prepare(text, out, tokenizer)
