@@ -14,13 +14,13 @@ from mingpt.jobs import Job, descendants, read_history, torchrun
 
 FAILS_TO_LOAD = """
 import os
-import mingpt.initialize
-load_corpus = mingpt.initialize.load_corpus
+import mingpt.corpus
+load_data = mingpt.corpus.load_data
 def fail(config, context):
     if context.rank == 1:
         raise OSError("planted")
-    return load_corpus(config, context)
-mingpt.initialize.load_corpus = fail
+    return load_data(config, context)
+mingpt.corpus.load_data = fail
 """
 FAILS_TO_IMPORT = """
 import os
@@ -112,11 +112,11 @@ def test_a_worker_frozen_before_the_meeting_is_given_up(
 SLOW_TO_LOAD = """
 import time
 from pathlib import Path
-import mingpt.initialize
+import mingpt.corpus
 def read_slowly(config):
     Path({mark!r}).touch()
     time.sleep(60)
-mingpt.initialize.read_bytes = read_slowly
+mingpt.corpus.read_bytes = read_slowly
 """
 SLOW_TO_BUILD = """
 import time
@@ -184,12 +184,12 @@ def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_hav
 DIES_THEN_LOADS_SLOWLY = """
 import os, time
 from pathlib import Path
-import mingpt.initialize
+import mingpt.corpus
 if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
     def read_slowly(config):
         Path({mark!r}).touch()
         time.sleep(60)
-    mingpt.initialize.read_bytes = read_slowly
+    mingpt.corpus.read_bytes = read_slowly
 def die(step):
     if step == 12 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
