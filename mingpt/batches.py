@@ -1,5 +1,6 @@
 """The micro-batches that this rank computes: fetched, hashed for the audit, moved to the device, seeded."""
 
+import itertools
 import time
 
 import torch
@@ -15,7 +16,10 @@ from mingpt.report import StepTimer
 
 
 class Batches:
-    """Data that cannot be used is an error of one rank, of which all ranks learn by `find_error`."""
+    """Those of `steps` steps, in order.
+
+    Data that cannot be used is an error of one rank, of which all ranks learn by `find_error`.
+    """
 
     def __init__(
         self,
@@ -25,9 +29,12 @@ class Batches:
         sampler: ElasticSampler,
         audit: Audit,
         timer: StepTimer,
+        steps: int,
     ) -> None:
         self.config, self.context, self.audit, self.timer = config, context, audit, timer
-        self.batches = corpus.train.batches(sampler, config.trainer.micro_batch_size, context.device)
+        size = config.trainer.micro_batch_size
+        starts = itertools.islice(sampler, steps * len(sampler.my_micro_batches()) * size)
+        self.batches = corpus.train.batches(starts, size, context.device)
         self.error: str | None = None
 
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:

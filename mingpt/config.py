@@ -39,14 +39,14 @@ class DataConfig:
     )
     val_fraction: float = Field(
         0.1,
-        "share of the text, its tail, kept for validation; shards named *val* take its place",
+        "share of the data, its tail, kept for validation; shards named *val* take its place",
         gt=0,
         lt=1,
         affects_result=True,
     )
     tokenizer: str = Field(
         "auto",
-        "char, or a tokenizer.json by path or URL; auto: the one beside the data, else that of init_from, "
+        "char, gpt2, or a tokenizer.json by path or URL; auto: the one beside the data, else init_from's, "
         "else char for a text",
     )
     vocab_size: OptionalCount = Field(

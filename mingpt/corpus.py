@@ -1,6 +1,7 @@
 """The data of a run, the same on all ranks, and the tokenizer that goes with it."""
 
 import functools
+import hashlib
 import logging
 import platform
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from mingpt.data import (
     is_shards,
     kind_of,
     load_tokenizer,
+    local_path,
     open_shards,
     parse_tokenizer_json,
     read_bytes,
@@ -27,7 +29,8 @@ from mingpt.data import (
 )
 from mingpt.distributed import DistributedContext
 from mingpt.errors import UserError
-from mingpt.snapshot import Snapshot
+from mingpt.initial_weights import InitialWeights
+from mingpt.resume import StartPoint
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,10 @@ def load_data(config: Config, context: DistributedContext) -> Data:
 
 def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
     """Every rank reads them itself. Raises UserError unless all nodes have the same files. Collective."""
+    if config.sha256 is not None:
+        raise UserError(
+            "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
+        )
     data = context.run_with_heartbeat(lambda: open_shards(config.path, config.val_fraction))
     fingerprints = context.all_gather_object(data.fingerprint)
     if len(set(fingerprints)) == 1:
@@ -86,91 +93,125 @@ def load_corpus(
     config: Config,
     context: DistributedContext,
     data: Data,
-    snapshot: Snapshot | None,
-    initial: weights.OtherWeights | None,
+    start: StartPoint,
+    initial: InitialWeights | None,
 ) -> Corpus:
-    """The data as tokens, for the run that goes on from the snapshot, if there is one. Collective.
+    """The data as tokens, for the run that goes on from `start`. Collective.
 
     `initial`, on rank 0, are the weights of snapshot.init_from. Raises UserError.
     """
-    tokenizer = choose_tokenizer(config, context, data, snapshot, initial)
-    rows = weights.snapshot_vocab_size(snapshot) if snapshot else None
-    return context.heartbeat_while(lambda: tokenize(data, config.data, tokenizer, rows))
+    rows: int | None
+    if start.snapshot:
+        tokenizer = snapshot_tokenizer(config.data, context, data, start)
+        rows = weights.snapshot_vocab_size(start.snapshot)
+    else:
+        tokenizer = choose_tokenizer(config.data, context, data, initial)
+        check_prepared_with(config.data, data, tokenizer)
+        rows = initial_rows(config.data, context, tokenizer, initial)
+    if tokenizer is None and context.rank == 0 and not start.is_restart:
+        log.info("no tokenizer: no bits per byte, and no samples of text")
+    return context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
+
+
+def snapshot_tokenizer(
+    config: DataConfig, context: DistributedContext, data: Data, start: StartPoint
+) -> Tokenizer | None:
+    """The tokenizer of the snapshot. Collective.
+
+    Raises UserError if it cannot be used, or a person has named another one that can be read.
+    """
+    snapshot = start.snapshot
+    assert snapshot is not None
+    carried = context.run_with_heartbeat(lambda: weights.snapshot_tokenizer(snapshot))
+    if config.tokenizer == "auto" or start.is_restart:
+        return carried
+    try:
+        named = read_named(config, context, data)
+    except UserError as error:
+        if context.rank == 0:
+            log.warning("%s; the snapshot's tokenizer is used", error)
+        return carried
+    if carried is None or named.fingerprint() != carried.fingerprint():
+        raise UserError(
+            f"data.tokenizer={config.tokenizer} is another tokenizer than that of the snapshots of this run: "
+            "leave it out, or choose another run_dir, with snapshot.init_from to keep the weights"
+        )
+    return carried
 
 
 def choose_tokenizer(
-    config: Config,
-    context: DistributedContext,
-    data: Data,
-    snapshot: Snapshot | None,
-    initial: weights.OtherWeights | None,
+    config: DataConfig, context: DistributedContext, data: Data, initial: InitialWeights | None
 ) -> Tokenizer | None:
-    """That of the snapshot to go on with, if there is one; else as `data.tokenizer` says. Collective.
+    """The one that `data.tokenizer` names; for auto see its description in config.py. Collective.
 
-    Raises UserError, also if `data.tokenizer` names another tokenizer than the snapshot's.
+    Raises UserError.
     """
-    theirs = weights.snapshot_tokenizer(snapshot) if snapshot else None
-    try:
-        ours = read_configured(config.data, context, data)
-    except UserError as error:
-        if theirs is None:
-            raise
-        if context.rank == 0:
-            log.warning("%s; the snapshot's tokenizer is used", error)
-        return theirs
-    if ours is None and snapshot is None:
-        ours = share_tokenizer(context, initial, data)
-        if ours is None and isinstance(data, TextData):
-            ours = train_tokenizer(data, config.data)
-        return ours
-    if ours is not None and theirs is not None and ours.fingerprint() != theirs.fingerprint():
-        raise UserError(
-            f"data.tokenizer={config.data.tokenizer} is another tokenizer than that of the snapshots of this "
-            "run: choose another run_dir"
-        )
-    return ours or theirs
+    if config.tokenizer != "auto":
+        return read_named(config, context, data)
+    path = find_tokenizer_file(config, data)
+    found = context.all_gather_object(path is not None)
+    if any(found):
+        return read_tokenizer(context, path, config.path)
+    tokenizer = broadcast_tokenizer(context, initial, data)
+    if tokenizer is None and isinstance(data, TextData):
+        tokenizer = context.run_with_heartbeat(lambda: train_tokenizer(data, config))
+    return tokenizer
 
 
-def read_configured(config: DataConfig, context: DistributedContext, data: Data) -> Tokenizer | None:
-    """The tokenizer that `data.tokenizer` names, or the one beside the data, if there is one. Collective."""
+def read_named(config: DataConfig, context: DistributedContext, data: Data) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names. Raises UserError. Collective."""
     name = config.tokenizer
-    if name in TOKENIZERS and isinstance(data, TextData):
-        return context.heartbeat_while(lambda: train_tokenizer(data, config))
-    if name in TOKENIZERS:
-        raise UserError(
-            f"data.tokenizer={name} is made from a text, and data.path {config.path} holds token shards: "
-            "give the tokenizer.json that they were made with"
-        )
-    if name == "auto":
-        beside = find_beside(config, data)
-        found = context.all_gather_object(beside is not None)
-        if not any(found):
-            return None
-        name = str(beside or "tokenizer.json")
-    content = read_on_first_node(context, lambda: read_named_tokenizer(name), "the tokenizer")
-    try:
-        return context.heartbeat_while(lambda: parse_tokenizer_json(content))
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"data.tokenizer {name} cannot be used: {error}") from None
+    if name not in TOKENIZERS:
+        return read_tokenizer(context, name, name)
+    if isinstance(data, TextData):
+        return context.run_with_heartbeat(lambda: train_tokenizer(data, config))
+    raise UserError(
+        f"data.tokenizer={name} is made from a text, and data.path {config.path} holds token shards: give "
+        "the tokenizer.json that they were made with"
+    )
 
 
-def find_beside(config: DataConfig, data: Data) -> Path | None:
+def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
+    """That of the first node that can read it; `path` is None on nodes that have none. Collective.
+
+    Raises UserError on all ranks.
+    """
+
+    def read() -> bytes:
+        if path is None:
+            raise UserError(f"there is no tokenizer.json beside {place} on {platform.node()}")
+        return read_named_tokenizer(str(path))
+
+    def parse() -> Tokenizer:
+        try:
+            return parse_tokenizer_json(content)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"data.tokenizer {path or place} cannot be used: {error}") from None
+
+    content = read_on_first_node(context, read, "the tokenizer")
+    return context.run_with_heartbeat(parse)
+
+
+def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
     """The tokenizer.json in the folder of the data, if there is one on this node."""
-    if "://" in config.path.removeprefix("file://"):
-        return None
-    folder = data.folder if isinstance(data, ShardData) else Path(config.path.removeprefix("file://")).parent
-    path = folder / "tokenizer.json"
+    if isinstance(data, ShardData):
+        path = data.folder / "tokenizer.json"
+    else:
+        text = local_path(config.path)
+        if text is None:
+            return None
+        path = Path(text).parent / "tokenizer.json"
     return path if path.is_file() else None
 
 
-def share_tokenizer(
-    context: DistributedContext, initial: weights.OtherWeights | None, data: Data
+def broadcast_tokenizer(
+    context: DistributedContext, initial: InitialWeights | None, data: Data
 ) -> Tokenizer | None:
     """The tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
 
-    None without one, and for characters where the data is a text, which has its own.
+    None without one, and for characters where the data is a text, which has its own. Raises UserError.
     """
     found = None
     if initial is not None and initial.tokenizer is not None:
@@ -178,4 +219,32 @@ def share_tokenizer(
         if kind == "json" or isinstance(data, ShardData):
             found = kind, initial.tokenizer.to_bytes()
     found = context.broadcast_object(found, 0)
-    return load_tokenizer(*found) if found else None
+    return context.run_with_heartbeat(lambda: load_tokenizer(*found) if found else None)
+
+
+def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:
+    """Raises UserError if meta.json beside the shards tells of another tokenizer."""
+    meta = data.meta if isinstance(data, ShardData) else None
+    content = tokenizer.to_tokenizer_json() if tokenizer else None
+    if meta is None or content is None or meta["tokenizer"]["sha256"] is None:
+        return
+    if hashlib.sha256(content).hexdigest() != meta["tokenizer"]["sha256"]:
+        raise UserError(
+            f"the token shards in {config.path} were prepared with another tokenizer than "
+            f"data.tokenizer={config.tokenizer}: leave that at auto, with their tokenizer.json beside them"
+        )
+
+
+def initial_rows(
+    config: DataConfig,
+    context: DistributedContext,
+    tokenizer: Tokenizer | None,
+    initial: InitialWeights | None,
+) -> int | None:
+    """Rows of the embedding of the weights to start with, where they have the same tokenizer. Collective."""
+    rows = None
+    if initial is not None and config.vocab_size is None:
+        there = initial.tokenizer.fingerprint() if initial.tokenizer else None
+        here = tokenizer.fingerprint() if tokenizer else None
+        rows = initial.vocab_size if there == here else None
+    return context.broadcast_object(rows, 0)

@@ -80,7 +80,8 @@ class Evaluator:
         if tokenizer is None:
             return ""
         prompt = tokenizer.default_prompt()
-        tokens = generate(self.model, prompt, self.config.trainer.sample_tokens, seed=self.config.seed)
+        count, known = self.config.trainer.sample_tokens, len(tokenizer)
+        tokens = generate(self.model, prompt, count, seed=self.config.seed, vocab_size=known)
         kept = itertools.takewhile(lambda _: not self.context.should_stop(), tokens)
         return tokenizer.decode(list(kept))
 

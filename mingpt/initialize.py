@@ -11,6 +11,7 @@ from mingpt.config import Config
 from mingpt.data import Corpus, ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast, enable_determinism, environment_info, resolve_dtype
+from mingpt.initial_weights import InitialWeights, init_from, open_weights
 from mingpt.model import GPT, LossModule, compile_model, import_compiler
 from mingpt.optim import Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup
@@ -21,12 +22,12 @@ log = logging.getLogger(__name__)
 
 def open_initial_weights(
     config: Config, context: DistributedContext, start: resume.StartPoint
-) -> weights.OtherWeights | None:
+) -> InitialWeights | None:
     """On rank 0 of a fresh run, those of snapshot.init_from. Raises UserError. Collective."""
     where = config.snapshot.init_from
     if start.snapshot or not where:
         return None
-    return context.run_with_heartbeat(lambda: weights.open_weights(where) if context.rank == 0 else None)
+    return context.run_with_heartbeat(lambda: open_weights(where) if context.rank == 0 else None)
 
 
 def init_environment(config: Config, context: DistributedContext, start: resume.StartPoint) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def init_state(
     corpus: Corpus,
     start: resume.StartPoint,
     environment: dict[str, Any],
-    initial: weights.OtherWeights | None,
+    initial: InitialWeights | None,
 ) -> tuple[TrainState, ElasticSampler]:
     """The state from a snapshot, other weights (on rank 0), or seed. Raises UserError.
 
@@ -66,9 +67,7 @@ def init_state(
         step, windows_seen = snapshot.manifest["step"], snapshot.manifest["windows"]
         weights.load_weights(model, snapshot.tensors("model."), f"the snapshot of step {step}")
     elif config.snapshot.init_from:  # the other ranks get them below
-        context.run_with_heartbeat(
-            lambda: weights.init_from(model, initial, corpus.tokenizer) if initial else None
-        )
+        context.run_with_heartbeat(lambda: init_from(model, initial, corpus.tokenizer) if initial else None)
     model.to(context.device)
     context.broadcast_parameters(model.parameters())
     sampler = ElasticSampler(

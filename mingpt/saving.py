@@ -23,6 +23,7 @@ from mingpt.weights import manifest_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
+MAX_FILES = 10_000  # token shards that a manifest lists, since its size is limited
 
 
 class Saving:
@@ -136,6 +137,7 @@ class Saving:
 
     def manifest(self) -> dict[str, Any]:
         """The fields that are known now; the audit chain and the checksums are added in the background."""
+        files = dict(self.corpus.files)
         return {
             "step": self.state.step,
             "windows": self.state.windows_seen,
@@ -144,7 +146,7 @@ class Saving:
             "data": {
                 "path": redact(self.config.data.path),
                 "sha256": self.corpus.fingerprint,
-                **({"files": dict(self.corpus.files)} if self.corpus.files else {}),
+                **({"files": files} if 0 < len(files) <= MAX_FILES else {}),
             },
             "software": self.environment,
         }

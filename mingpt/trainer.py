@@ -49,7 +49,7 @@ class Trainer:
         start = find_start(config, context, folder, data, claims.was_started())
         start.store.check_claim = claims.check
         initial = open_initial_weights(config, context, start)
-        corpus = load_corpus(config, context, data, start.snapshot, initial)
+        corpus = load_corpus(config, context, data, start, initial)
         self.environment = init_environment(config, context, start)
         with out_of_memory_explained():
             self.state, self.sampler = init_state(config, context, corpus, start, self.environment, initial)
@@ -62,7 +62,8 @@ class Trainer:
         self.timer = StepTimer(self.state.step)
         self.dtype = getattr(torch, self.environment["dtype"])
         self.evaluator = Evaluator(config, context, self.state.model, corpus, self.dtype)
-        self.batches = Batches(config, context, corpus, self.sampler, self.audit, self.timer)
+        steps = max(0, config.trainer.max_steps - self.state.step)
+        self.batches = Batches(config, context, corpus, self.sampler, self.audit, self.timer, steps)
         self.saving = Saving(config, context, self.state, start, corpus, self.environment, self.audit)
         # A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
         is_complete = self.saving.is_resumed and self.state.step >= config.trainer.max_steps
@@ -181,7 +182,8 @@ class Trainer:
         if config.eval_only:
             losses = self.evaluator.evaluate(state.step)
             assert losses is not None, "a request to stop ends an evaluation alone at once"
-            log.info("step %d  val/loss %.4f  val/bits_per_byte %.4f", state.step, *losses.values())
+            named = [f"{name} {value:.4f}" for name, value in losses.items()]
+            log.info("step %d  %s", state.step, "  ".join(named))
             return False
         if self.nothing_left:
             self.context.stop_signal.remove_stop_file()
@@ -239,13 +241,12 @@ class Trainer:
         last_window = windows_seen + self.config.trainer.batch_size - 1
         sentence = not_finite(self.state.step + 1, where, windows_seen, last_window)
         data_error = self.batches.find_error()
-        if self.run_logger:
-            self.saving.saver.wait()
-        self.saving.remove_memory_snapshots()
         if data_error:
             raise UserError(data_error)
         if self.run_logger:
+            self.saving.saver.wait()
             self.run_logger.failed(self.state.step, sentence)
+        self.saving.remove_memory_snapshots()
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
@@ -288,7 +289,9 @@ class Trainer:
         try:
             yield
         except UserError as error:
+            self.saving.saver.wait()
             self.context.exit.note_end_of_job(str(error))
+            self.saving.remove_memory_snapshots()
             raise
         except Exception as error:
             is_noted = isinstance(error, NonRetryableError) or self.context.launch.has_restarts_left()

@@ -1,8 +1,7 @@
-"""Weights from files: those of a snapshot, of another run, or of GPT-2; checked before they are read."""
+"""What a snapshot holds: the tensors of its run, and its tokenizer; checked before they are read."""
 
 import hashlib
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,22 +10,15 @@ from torch import Tensor
 from mingpt.data import (
     Tokenizer,
     kind_of,
-    load_named_tokenizer,
     load_tokenizer,
-    parse_tokenizer_json,
 )
-from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.hf_folder import HuggingFaceFolder, is_hf_folder, read_folder
-from mingpt.model import GPT, from_gpt2, parameter_shapes
+from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.snapshot import (
     Entries,
     Snapshot,
-    names_a_snapshot,
-    open_snapshot,
     read_config,
-    read_safetensors,
-    tensor_views,
 )
 
 TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
@@ -145,81 +137,3 @@ def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-
-
-@dataclass(frozen=True)
-class OtherWeights:
-    """Weights to start with, under this project's names, and the tokenizer that they were trained with."""
-
-    tensors: dict[str, Tensor]
-    tokenizer: Tokenizer | None
-    where: str
-
-
-def open_weights(where: str) -> OtherWeights:
-    """Those of another run, of one of its snapshots, or of a model of Hugging Face's. Raises UserError."""
-    if not where.endswith(".safetensors") and not names_a_snapshot(where) and is_hf_folder(where):
-        folder = read_folder(where)
-        return OtherWeights(folder.tensors, folder_tokenizer(folder), where)
-    try:
-        snapshot = open_snapshot(where, check_model)
-        return OtherWeights(snapshot.tensors("model."), snapshot_tokenizer(snapshot), where)
-    except UserError:
-        if names_a_snapshot(where) or not where.endswith(".safetensors"):
-            raise
-        return OtherWeights(read_gpt2(where), None, where)
-
-
-def folder_tokenizer(folder: HuggingFaceFolder) -> Tokenizer | None:
-    """The tokenizer in a folder of Hugging Face's, if there is one. Raises UserError if it cannot be used."""
-    if folder.tokenizer_json is None:
-        try:
-            return load_named_tokenizer(folder.folder, "snapshot.init_from")
-        except UserError as error:
-            log.warning("weights without a tokenizer: %s", error)
-            return None
-    try:
-        return parse_tokenizer_json(folder.tokenizer_json)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"tokenizer.json in {folder.folder} cannot be used: {error}") from None
-
-
-def init_from(model: GPT, other: OtherWeights, tokenizer: Tokenizer | None) -> None:
-    """Start with other weights, for the model that `tokenizer` goes with.
-
-    Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
-    its fresh row. Learned positions are cut to block_size. Raises UserError if anything else differs.
-    """
-    tensors = dict(other.tensors)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name in ("wte.weight", "lm_head.weight"):
-        if name in parameters and name in tensors and tensors[name].shape[1:] == parameters[name].shape[1:]:
-            tensors[name] = match_rows(name, parameters[name], tensors[name], tokenizer, other)
-    load_weights(model, tensors, f"snapshot.init_from={other.where}")
-    log.info("weights taken from %s", other.where)
-
-
-def match_rows(
-    name: str, fresh: Tensor, theirs: Tensor, tokenizer: Tokenizer | None, other: OtherWeights
-) -> Tensor:
-    """(V, C) rows for this vocabulary from those of another one."""
-    if tokenizer is None or other.tokenizer is None:
-        if theirs.shape == fresh.shape:
-            return theirs
-        log.info("%s has another vocabulary: %s begins afresh", other.where, name)
-        return fresh
-    matching = tokenizer.matching_tokens(other.tokenizer)
-    rows = fresh.clone()
-    rows[list(matching.keys())] = theirs[list(matching.values())].to(rows.dtype)
-    return rows
-
-
-def read_gpt2(where: str) -> dict[str, Tensor]:
-    """The tensors of a GPT-2 safetensors file, by path or URL, under our names. Raises UserError."""
-    try:
-        content = read_safetensors(where)
-    except (CorruptSnapshot, UnreadableSnapshot) as error:
-        raise UserError(f"snapshot.init_from={where} cannot be used: {error}") from None
-    return from_gpt2(tensor_views(content))

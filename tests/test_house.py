@@ -11,7 +11,7 @@ FLOORS = [
     ["errors", "config", "settings", "events", "redact"],
     ["model", "optim", "data", "snapshot", "distributed", "elastic"],
     ["parallel"],
-    ["cli", "state", "audit", "report", "weights", "hf_folder"],
+    ["cli", "state", "audit", "report", "weights", "hf_folder", "initial_weights"],
     ["run_folder"],
     ["latest", "claims", "handover"],
     ["resume"],

@@ -9,15 +9,14 @@ from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer
 from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.initial_weights import InitialWeights, init_from, match_rows, open_weights
 from mingpt.settings import to_dict
 from mingpt.snapshot import Snapshot, to_safetensors
 from mingpt.snapshot.tensors import TensorEntry, read_entries
 from mingpt.weights import (
     check_model,
-    init_from,
     load_weights,
     manifest_tokenizer,
-    open_weights,
     snapshot_tokenizer,
 )
 
@@ -163,3 +162,22 @@ def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokeni
     copy = snapshot_tokenizer(Snapshot(fields, bytes(to_safetensors(tensors))))
     assert (copy and copy.fingerprint()) == (tokenizer and tokenizer.fingerprint())
     assert fields["tokenizer"]["vocab_size"] == 12
+
+
+def test_rows_of_an_embedding_follow_their_tokens() -> None:
+    """As they are for the same tokenizer; a name without a row there is left out."""
+    here, there = torch.zeros(4, 2), torch.arange(8.0).view(4, 2)
+    abc, bcd = CharTokenizer("abc"), CharTokenizer("bcd")
+    assert match_rows("wte", here, there, abc, abc) is there
+    assert match_rows("wte", here, there, None, None) is there
+    assert match_rows("wte", here, there, abc, bcd).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
+    assert match_rows("wte", here, there[:1], abc, bcd).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
+    assert match_rows("wte", here, there[:3], None, None).tolist() == here.tolist()
+
+
+def test_weights_of_a_model_of_another_shape_name_the_settings() -> None:
+    model, _ = make_model("adamw", "gpt2")
+    shape = replace(model.config, n_layer=5, n_head=4)
+    initial = InitialWeights({}, None, shape, "there")
+    with pytest.raises(UserError, match=r"set model\.n_layer=5 model\.n_head=4"):
+        init_from(model, initial, None)

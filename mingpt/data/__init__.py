@@ -8,7 +8,7 @@ from mingpt.data.char_tokenizer import CharTokenizer
 from mingpt.data.gpt2_vocabulary import load_named_tokenizer, read_named_tokenizer
 from mingpt.data.json_tokenizer import JsonTokenizer, parse_tokenizer_json
 from mingpt.data.sampler import ElasticSampler, mix
-from mingpt.data.shards import ShardData, is_shards, open_shards
+from mingpt.data.shards import ShardData, is_shards, local_path, open_shards
 from mingpt.data.source import read_bytes
 from mingpt.data.tokenizer import TOKENIZERS, Tokenizer, kind_of, load_tokenizer
 from mingpt.data.tokens import Corpus, Data, TextData, make_corpus, tokenize, train_tokenizer
@@ -29,6 +29,7 @@ __all__ = [
     "kind_of",
     "load_named_tokenizer",
     "load_tokenizer",
+    "local_path",
     "make_corpus",
     "mix",
     "open_shards",

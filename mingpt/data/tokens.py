@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mingpt.config import DataConfig
 from mingpt.data.char_tokenizer import CharTokenizer
@@ -65,10 +66,12 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
     `rows` of the embedding are those of the model to go on with, if there is one. Raises UserError for data
     that is too short for the split, or that the tokenizer cannot encode.
     """
-    vocab_size = rows or vocabulary_size(config, tokenizer)
+    meta = data.meta if isinstance(data, ShardData) else None
+    vocab_size = rows or vocabulary_size(config, tokenizer, meta)
     if isinstance(data, ShardData):
-        val_bytes = data.meta["val_bytes"] if data.meta else None
-        parts = [CharDataset(part, config.block_size, vocab_size) for part in (data.train, data.val)]
+        val_bytes = meta["val_bytes"] if meta else None
+        known = vocab_size if tokenizer is None else len(tokenizer)
+        parts = [CharDataset(part, config.block_size, known) for part in (data.train, data.val)]
     else:
         assert tokenizer is not None, "a text needs a tokenizer"
         n_train = int(len(data.text) * (1 - config.val_fraction))
@@ -93,9 +96,13 @@ def train_tokenizer(data: TextData, config: DataConfig) -> Tokenizer:
     return TOKENIZERS["char" if config.tokenizer == "auto" else config.tokenizer].train(data.text)
 
 
-def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None) -> int:
-    """Rows of a new model's embedding. Raises UserError if the tokenizer has more tokens."""
-    size = GPT2_VOCABULARY if tokenizer is None else len(tokenizer)
+def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[str, Any] | None) -> int:
+    """Rows of a new model's embedding; `meta` is what meta.json says of shards. Raises UserError.
+
+    There must be one for each token of the tokenizer.
+    """
+    size = meta["tokenizer"]["vocab_size"] if meta else GPT2_VOCABULARY
+    size = size if tokenizer is None else len(tokenizer)
     if tokenizer is not None and config.vocab_size is not None and config.vocab_size < size:
         raise UserError(f"data.vocab_size is {config.vocab_size}, and the tokenizer has {size} tokens")
     return config.vocab_size or size

@@ -54,15 +54,18 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
             row, column = (windows >= self.vocab_size).nonzero()[0].tolist()
             raise UserError(
                 f"{self.tokens.where(starts[row] + column)} is {int(windows[row, column])}, and the "
-                f"vocabulary has {self.vocab_size}: set data.vocab_size, or data.tokenizer, to what the "
-                "shards were made with"
+                f"vocabulary has {self.vocab_size} tokens: set data.vocab_size, or data.tokenizer, to "
+                "what the shards were made with"
             )
         return windows
 
     def batches(
         self, starts: Iterable[int], batch_size: int, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, ...]]:
-        """The windows that begin at `starts`, in batches: inputs, targets, then both on the device."""
+        """The windows that begin at `starts`, in batches: inputs, targets, then both on the device.
+
+        Raises UserError for a batch that cannot be used, after those before it.
+        """
         remaining = iter(starts)
         on_disk = not isinstance(self.tokens, Tensor)
         count = (PREFETCH_FROM_DISK if on_disk else PREFETCH_BATCHES) * batch_size
@@ -71,10 +74,23 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
             following = list(itertools.islice(remaining, count))
             if not isinstance(self.tokens, Tensor):
                 self.tokens.advise(following, self.block_size + 1)
-            on_cpu = self.__getitems__(chunk)
-            on_device = [part.to(device) for part in on_cpu]
-            yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
+            yield from self.gather(chunk, batch_size, device)
             chunk = following
+
+    def gather(
+        self, starts: Sequence[int], batch_size: int, device: torch.device | str
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """As `batches`, read at once."""
+        try:
+            on_cpu = self.__getitems__(starts)
+        except UserError:
+            if len(starts) <= batch_size:
+                raise
+            for first in range(0, len(starts), batch_size):  # the batches before the bad one can be used
+                yield from self.gather(starts[first : first + batch_size], batch_size, device)
+            return
+        on_device = [part.to(device) for part in on_cpu]
+        yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> "EvalBatches":
         """Windows end to end; or, where that is fewer, `max_windows` evenly spaced ones."""

@@ -121,11 +121,14 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def encode_manifest(fields: dict[str, Any], sha256: str, size: int) -> bytes:
-    """The manifest's bytes for a tensor file with this SHA-256 and this size in bytes."""
+    """The manifest's bytes for a tensor file with this SHA-256 and size. Raises UserError if too large."""
     body = {"schema": SCHEMA, **fields, "sha256": sha256, "bytes": size}
     if "metrics" in body:
         body["metrics"] = {kind: record for kind, record in body["metrics"].items() if is_finite(record)}
-    return add_checksum(body)
+    content = add_checksum(body)
+    if len(content) > MAX_BYTES:
+        raise UserError(f"the manifest would have {len(content):,} bytes, more than {MAX_BYTES:,}")
+    return content
 
 
 def is_finite(record: dict[str, Any]) -> bool:

@@ -1,9 +1,13 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from support.shards import write_llmc
 
-from mingpt.data import CharDataset
+from mingpt.data import CharDataset, open_shards
 from mingpt.data.windows import PREFETCH_BATCHES
+from mingpt.errors import UserError
 
 
 def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:
@@ -53,3 +57,21 @@ def test_batches_are_the_windows_in_the_order_asked_for() -> None:
     expected_inputs, expected_targets = dataset.__getitems__(starts)
     assert torch.equal(torch.cat([batch[0] for batch in batches]), expected_inputs)
     assert torch.equal(torch.cat([batch[1] for batch in batches]), expected_targets)
+
+
+def test_batches_before_one_that_cannot_be_used_come_first(tmp_path: Path) -> None:
+    tokens = np.arange(400) % 50
+    tokens[205] = 50
+    write_llmc(tmp_path / "train_0.bin", tokens)
+    write_llmc(tmp_path / "val_0.bin", tokens)
+    shards = open_shards(str(tmp_path), 0.5).train
+    dataset = CharDataset(shards, 8, vocab_size=50)
+    batches = dataset.batches(range(0, 390, 8), 4)
+    found: list[tuple[torch.Tensor, ...]] = []
+    with pytest.raises(
+        UserError, match=r"token 205 of .*train_0.bin is 50, and the vocabulary has 50 tokens"
+    ):
+        found.extend(batches)
+    assert [batch[0][0, 0].item() for batch in found] == [start % 50 for start in range(0, 192, 32)]
+    whole = CharDataset((np.arange(400) % 50).astype(np.uint8), 8)
+    assert torch.equal(found[-1][1], list(whole.batches(range(0, 390, 8), 4))[len(found) - 1][1])

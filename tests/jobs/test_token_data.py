@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, Start, command, final_hash, manifest, reached
+from conftest import ROOT, SMALL, Start, command, final_hash, manifest, reached
 from support.shards import write_llmc, write_nanogpt
 from support.vocabularies import small_bpe
 
-from mingpt.data import JsonTokenizer
+from mingpt.audit import make_sampler
+from mingpt.cli import build
+from mingpt.data import CharDataset, JsonTokenizer
 from mingpt.jobs import Job, clean_environment, read_history, read_metric, torchrun
 
 
@@ -132,6 +134,7 @@ def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
         write_llmc(data / f"{name}_00000.bin", part_tokens)
     given = settings(tmp_path / "run", data, data__vocab_size=90, trainer__eval_at_start=False)
     given |= {"trainer__max_steps": 200, "trainer__eval_every": 7, "trainer__workers": workers}
+    given |= {"snapshot__every": 100, "snapshot__memory_every": 1}
     job = start(command(**given))
     assert job.wait() == 2, job.err()
     number = "2,500" if part == "train" else "250"
@@ -140,6 +143,7 @@ def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
     )
     history = read_history(tmp_path / "run")
     assert history["status"] == "failed" and len(history["generations"]) == 1, history
+    assert not list(Path(SMALL["snapshot.memory_path"]).glob(f"mingpt-{history['id']}-*"))
 
 
 def test_a_shard_that_has_changed_is_named_on_resume(
@@ -193,3 +197,83 @@ def test_a_tokenizer_that_is_none_is_one_sentence(start: Start, text: Path, tmp_
         job = start(command(trainer__workers=1, **settings(tmp_path / "run", text, data__tokenizer=name)))
         assert job.wait() == 2
         assert expected in error_of(job)
+
+
+def test_rows_behind_the_tokenizer_are_neither_sampled_nor_data(
+    start: Start, text: Path, shards: Path, tmp_path: Path
+) -> None:
+    """A text with more rows than characters; then shards with a token between the two sizes."""
+    padded = {"data__vocab_size": 512, "trainer__workers": 1, "trainer__max_steps": 2}
+    job = start(command(**(settings(tmp_path / "text", text) | padded)))
+    assert job.wait() == 0, job.err()
+    copy = shutil.copytree(shards, tmp_path / "shards")
+    write_llmc(copy / "play_val_000000.bin", [5] * 99 + [366] + [5] * 200)
+    job = start(command(**(settings(tmp_path / "shards_run", copy) | padded)))
+    assert job.wait() == 2
+    assert "is 366, and the vocabulary has 300 tokens" in error_of(job)
+
+
+def test_a_token_behind_the_last_step_does_not_matter_to_any_number_of_workers(
+    start: Start, tmp_path: Path
+) -> None:
+    """One that the windows of the fourth step hold, and three steps are trained."""
+    data = tmp_path / "data"
+    data.mkdir()
+    tokens = np.random.default_rng(0).integers(0, 90, 5000)
+    write_llmc(data / "val_00000.bin", tokens[:500])
+    write_llmc(data / "train_00000.bin", tokens)
+    given = {"data__vocab_size": 90, "trainer__max_steps": 3, "trainer__workers": 2}
+    config = build({"data.block_size": 32, "trainer.batch_size": 8, "trainer.micro_batch_size": 1})
+    dataset = CharDataset(tokens.astype(np.uint16), 32)
+    starts = make_sampler(config, dataset).window_starts(0, 32)
+    tokens[starts[24] + 5] = 90
+    assert not any(start <= starts[24] + 5 <= start + 32 for start in starts[:24])
+    write_llmc(data / "train_00000.bin", tokens)
+    job = start(command(**settings(tmp_path / "run", data, **given)))
+    assert job.wait() == 0, job.err()
+    job = start(command(**settings(tmp_path / "more", data, **(given | {"trainer__max_steps": 4}))))
+    assert job.wait() == 2 and max(read_metric(tmp_path / "more")) == 3
+
+
+def test_an_evaluation_alone_needs_no_bits_per_byte(start: Start, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, count in (("train.bin", 5000), ("val.bin", 500)):
+        write_nanogpt(data / name, np.arange(count) % 90)
+    given = settings(tmp_path / "run", data, data__vocab_size=90, trainer__workers=1, trainer__max_steps=2)
+    assert start(command(**given)).wait() == 0
+    job = start(command(**given, trainer__eval_only=True))
+    assert job.wait() == 0 and "step 2  val/loss" in job.err(), job.err()
+
+
+def test_shards_that_were_prepared_with_another_tokenizer_are_refused(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    line = [sys.executable, "-m", "mingpt.prepare", str(text), "--out", str(tmp_path / "data")]
+    done = subprocess.run(line, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "other.json").write_bytes(small_bpe(text.read_text()))
+    given = {"trainer__workers": 1, "trainer__max_steps": 1}
+    run = settings(tmp_path / "run", tmp_path / "data", **given)
+    job = start(command(**run, data__tokenizer=tmp_path / "other.json"))
+    assert job.wait() == 2 and "were prepared with another tokenizer" in error_of(job)
+    job = start(command(**run, data__sha256="a" * 64))
+    assert job.wait() == 2 and "data.sha256 is for a text" in error_of(job)
+    job = start(command(**run))
+    assert job.wait() == 0 and read_metric(tmp_path / "run", "val/bits_per_byte"), job.err()
+
+
+@pytest.mark.slow
+def test_a_worker_without_the_package_ends_the_job_with_a_sentence(
+    start: Start, shards: Path, tmp_path: Path
+) -> None:
+    """On one of two ranks, at the start and on resume."""
+    hides = 'import os, sys\nif os.environ.get("LOCAL_RANK") == "1": sys.modules["tokenizers"] = None\n'
+    (tmp_path / "sitecustomize.py").write_text(hides)
+    given = settings(tmp_path / "run", shards, trainer__max_steps=5, trainer__workers=2)
+    for _ in range(2):
+        job = start(command(**given), PYTHONPATH=str(tmp_path))
+        assert job.wait() == 2, job.err()
+        assert "pip install tokenizers" in error_of(job)
+        assert start(command(**given)).wait() == 0
+        given["trainer__max_steps"], given["snapshot__resume"] = 10, "changed"

@@ -206,3 +206,9 @@ def test_the_tensors_of_a_part_have_names_without_its_prefix() -> None:
     tensors = snapshot.tensors()
     assert tensors.keys() == TENSORS.keys()
     assert all(torch.equal(TENSORS[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_manifest_that_no_reader_would_accept_is_not_written() -> None:
+    fields = make_manifest(4) | {"data": {"path": "x", "sha256": "0" * 64, "files": {"a" * MAX_BYTES: "b"}}}
+    with pytest.raises(UserError, match="the manifest would have"):
+        encode_manifest(fields, "0" * 64, 10)
