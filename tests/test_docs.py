@@ -11,91 +11,17 @@ import sys
 import tomllib
 from pathlib import Path
 
-from conftest import ROOT, SMALL
-
-from mingpt.jobs import clean_environment, free_port
+from conftest import ROOT
+from support.pages import blocks, commands, halves_of_the_readme, run, run_all
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}
-SHORT |= {"data.block_size": 16, "data.sha256": "null", "trainer.max_steps": 2}
 
 
-def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
-    """(language, attributes such as file=..., content) of every fenced block that names a language."""
-    found = []
-    for language, attributes, content in BLOCK.findall(page.read_text()):
-        words = [word.split("=", 1) for word in attributes.split()]
-        found.append((language, dict(words), content))
-    return found
-
-
-def commands(page: Path) -> list[str]:
-    return [
-        line for language, _, content in blocks(page) if language == "bash" for line in content.splitlines()
-    ]
-
-
-def shorten(line: str, text: Path) -> list[str]:
-    """The commands of a line, one for each node; settings that the page itself gives are kept."""
-    line, _, remark = line.partition("#")
-    words = line.split("&&")[-1].split()
-    if words[0] == "pytest":
-        return []  # this is it
-    if "mingpt.verify" in words:
-        words += ["--kills", "1", "--workers", "1"]
-    if "train.py" in words and not {"--help", "--print_config"} & set(words):
-        given = {word.partition("=")[0] for word in words}
-        short = SHORT | ({} if "data.path" in given else {"data.path": text})
-        words += [f"{key}={value}" for key, value in short.items() if key not in given]
-        words = [re.sub(r"max_steps=\d{2,}", "max_steps=3", word) for word in words]
-    elif "sample.py" in words:
-        words = [re.sub("^300$", "20", word) for word in words]
-    programs = {"torchrun": f"{sys.executable} -m torch.distributed.run", "python": sys.executable}
-    words = [programs.get(word, word) for word in words]
-    return [" ".join(words)] * (2 if "on both nodes" in remark or "on all nodes" in remark else 1)
-
-
-def run(line: str, text: Path, folder: Path) -> None:
-    """All commands of a line at once, as on several nodes."""
-    port = str(free_port())
-    running = []
-    for node, command in enumerate(shorten(line, text)):
-        addresses = {"A": "127.0.0.1", "B": "127.0.0.2", "C": "127.0.0.3", "ADDRESS": f"127.0.0.{node + 1}"}
-        env = clean_environment(HOST="localhost", NODE=str(node), **addresses)
-        process = subprocess.Popen(
-            command.replace("29400", port),
-            shell=True,
-            cwd=folder,
-            text=True,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        running.append(process)
-    for process in running:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, f"{line}\n{out[-2000:]}\n{err[-3000:]}"
-
-
-def test_every_command_of_the_readme_runs(text: Path, tmp_path: Path) -> None:
-    """In the order of the page, in one folder, since later commands use what earlier ones wrote."""
-    lines = commands(ROOT / "README.md")
-    assert len(lines) > 12
-    for name in (
-        "train.py",
-        "sample.py",
-        "mingpt",
-        "configs",
-        "data",
-        "docs",
-        "launch",
-        "gpt2_train_cfg.yaml",
-        "README.md",
-    ):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for line in lines:
-        run(line, text, tmp_path)
+def test_the_commands_of_the_readme_that_start_jobs_run(text: Path, tmp_path: Path) -> None:
+    """Those behind them are in test_readme.py, so that two processes share them."""
+    lines, _ = halves_of_the_readme()
+    assert len(lines) > 8
+    run_all(lines, text, tmp_path)
     assert (tmp_path / "out/default/loss.png").exists()
 
 

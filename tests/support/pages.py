@@ -1,0 +1,99 @@
+"""The commands of the pages, shortened by overrides, and run."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from conftest import ROOT, SMALL
+
+from mingpt.jobs import clean_environment, free_port
+
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}
+SHORT |= {"data.block_size": 16, "data.sha256": "null", "trainer.max_steps": 2}
+NEEDED = (
+    "train.py",
+    "sample.py",
+    "mingpt",
+    "configs",
+    "data",
+    "docs",
+    "launch",
+    "gpt2_train_cfg.yaml",
+    "README.md",
+)
+
+
+def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
+    """(language, attributes such as file=..., content) of every fenced block that names a language."""
+    found = []
+    for language, attributes, content in BLOCK.findall(page.read_text()):
+        words = [word.split("=", 1) for word in attributes.split()]
+        found.append((language, dict(words), content))
+    return found
+
+
+def commands(page: Path) -> list[str]:
+    return [
+        line for language, _, content in blocks(page) if language == "bash" for line in content.splitlines()
+    ]
+
+
+def halves_of_the_readme() -> tuple[list[str], list[str]]:
+    """The commands that start jobs on workers and nodes, and those behind them, from the settings on."""
+    lines = commands(ROOT / "README.md")
+    middle = lines.index("python train.py --help")
+    return lines[:middle], lines[middle:]
+
+
+def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
+    """The commands of a line, one for each node; settings that the page itself gives are kept."""
+    line, _, remark = line.partition("#")
+    words = line.split("&&")[-1].split()
+    if words[0] == "pytest":
+        return []  # this is it
+    if "mingpt.verify" in words:
+        words += ["--kills", "1", "--workers", "1"]
+    if "train.py" in words and not {"--help", "--print_config"} & set(words):
+        given = {word.partition("=")[0] for word in words}
+        short = SHORT | more | ({} if "data.path" in given else {"data.path": text})
+        words += [f"{key}={value}" for key, value in short.items() if key not in given]
+        words = [re.sub(r"max_steps=\d{2,}", "max_steps=3", word) for word in words]
+    elif "sample.py" in words:
+        words = [re.sub("^300$", "20", word) for word in words]
+    programs = {"torchrun": f"{sys.executable} -m torch.distributed.run", "python": sys.executable}
+    words = [programs.get(word, word) for word in words]
+    return [" ".join(words)] * (2 if "on both nodes" in remark or "on all nodes" in remark else 1)
+
+
+def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> None:
+    """In their order, in one folder, since later commands use what earlier ones wrote."""
+    for name in FOLDERS + FILES:
+        (folder / name).symlink_to(ROOT / name)
+    for line in lines:
+        run(line, text, folder, **more)
+
+
+def run(line: str, text: Path, folder: Path, **more: object) -> None:
+    """All commands of a line at once, as on several nodes. Settings spell a dot as two underscores."""
+    settings = {key.replace("__", "."): value for key, value in more.items()}
+    port = str(free_port())
+    running = []
+    for node, command in enumerate(shorten(line, text, settings)):
+        addresses = {"A": "127.0.0.1", "B": "127.0.0.2", "C": "127.0.0.3", "ADDRESS": f"127.0.0.{node + 1}"}
+        env = clean_environment(HOST="localhost", NODE=str(node), **addresses)
+        process = subprocess.Popen(
+            command.replace("29400", port),
+            shell=True,
+            cwd=folder,
+            text=True,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        running.append(process)
+    for process in running:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, f"{line}\n{out[-2000:]}\n{err[-3000:]}"
