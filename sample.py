@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.errors import UserError
 from mingpt.redact import RedactingFormatter, redact
@@ -18,20 +18,30 @@ if TYPE_CHECKING:
     from mingpt.data import Tokenizer
 
 
+PROMPTS = ("prompt", "prompt_file", "prompt_tokens")
+EMPTY = "the prompt is empty and there is nothing to continue: give at least one "
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python sample.py --help")
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
     parser.add_argument("run", nargs="?", default="out/default", help=where)
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "--prompt", help="text to continue (default: end-of-text if there is such a token, else a newline)"
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        help="text to continue (default: end-of-text if there is such a token, else a newline)",
     )
-    prompts.add_argument("--prompt_file", metavar="PATH", help="file with the text to continue; - for stdin")
-    prompts.add_argument(
-        "--prompt_tokens", metavar="IDS", help="tokens to continue, as in 464,3290; prints tokens, not text"
-    )
+    file = "file with the text to continue; - for stdin"
+    parser.add_argument("--prompt_file", action="append", metavar="PATH", help=file)
+    tokens = "tokens to continue, as in 464,3290; prints tokens, not text"
+    parser.add_argument("--prompt_tokens", action="append", metavar="IDS", help=tokens)
     parser.add_argument(
         "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
     )
@@ -45,6 +55,23 @@ def parse_arguments() -> argparse.Namespace:
         "--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)"
     )
     arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    return arguments
+
+
+def check_arguments(parser: Parser, arguments: argparse.Namespace) -> None:
+    """Raises UserError for what cannot be; a prompt is then text, or None."""
+    given = [(name, value) for name in PROMPTS for value in getattr(arguments, name) or []]
+    if len(given) > 1:
+        parser.error(f"{len(given)} prompts are given: give one --prompt, --prompt_file or --prompt_tokens")
+    for name, value in given:
+        setattr(arguments, name, value)
+        if not value.strip(" ,") and name == "prompt_tokens":
+            raise UserError(f"{EMPTY}token, as in --prompt_tokens 464,3290")
+        if not value:
+            raise UserError(
+                f"{EMPTY}character" if name == "prompt" else "--prompt_file is empty: give a path"
+            )
     for name, low in (("tokens", 0), ("num_samples", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(arguments, name)
         if value is not None and not low <= value < 2**63:
@@ -53,16 +80,14 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--stop is empty")
     if arguments.stop and arguments.prompt_tokens:
         parser.error("--stop is text, and --prompt_tokens prints tokens")
-    return arguments
 
 
 def main() -> int:
-    arguments = parse_arguments()
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
     try:
-        sample(arguments)
+        sample(parse_arguments())
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")
         return 2
@@ -118,12 +143,13 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
             content = sys.stdin.buffer.read() if arguments.prompt_file == "-" else read(arguments.prompt_file)
             text = content.decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt_file {arguments.prompt_file} cannot be read: {error}") from None
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise UserError(f"--prompt_file {arguments.prompt_file} cannot be read: {reason}") from None
     if text is None:
         tokens = tokenizer.default_prompt()
         return tokenizer.decode(tokens), tokens
     if not text:
-        raise UserError("the prompt is empty and there is nothing to continue: give at least one character")
+        raise UserError(f"{EMPTY}character")
     return text, tokenizer.encode(text).tolist()
 
 

@@ -16,6 +16,7 @@ from mingpt.snapshot.store import RETRIES_S, SnapshotStore, steps_in
 from mingpt.snapshot.tensors import Check, accept_all, check_finite, read_checked
 
 MAX_CONFIG_BYTES = 1 << 16  # of config.yaml; a real one has 2,000
+HF_CONFIG = "config.json"  # in each folder of Hugging Face's format, and in no run or snapshot folder
 log = logging.getLogger(__name__)
 
 
@@ -37,14 +38,16 @@ def open_snapshot(where: str, check: Check = accept_all) -> Snapshot:
         except (CorruptSnapshot, UnreadableSnapshot) as error:
             raise UserError(f"the snapshot {where} cannot be used: {error}") from None
     problems: list[str] = []
+    is_hf_folder = False
     for place in possible_places(where):
         store = SnapshotStore(place)
         try:
-            steps = steps_in(store.list_names(), "json")
+            names = store.list_names()
         except UnreadableSnapshot as error:
             problems.append(str(error))
             continue
-        for step in steps:
+        is_hf_folder = is_hf_folder or (place == where and HF_CONFIG in names)
+        for step in steps_in(names, "json"):
             try:
                 return store.read(step, check)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
@@ -53,6 +56,11 @@ def open_snapshot(where: str, check: Check = accept_all) -> Snapshot:
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}{more}): give another")
+    if is_hf_folder:
+        raise UserError(
+            f"{where} is a folder in Hugging Face's format and no run: load it with transformers, or start "
+            f"a run from it with snapshot.init_from={where}"
+        )
     raise UserError(
         f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors"
     )

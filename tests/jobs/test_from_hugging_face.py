@@ -1,38 +1,33 @@
 """Runs that start with the weights of a folder in Hugging Face's format, exported here."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Start, command, manifest
+from conftest import Start, command, manifest
 from support.vocabularies import small_bpe
 
-from mingpt.jobs import clean_environment, read_metric, torchrun
+from mingpt.export import export
+from mingpt.jobs import read_metric
 from mingpt.snapshot import SnapshotStore
 
 
-def export(run_dir: Path, out: Path) -> None:
-    line = [sys.executable, "-m", "mingpt.export", str(run_dir), str(out)]
-    done = subprocess.run(line, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("arch", ["modern", "gpt2"])
+@pytest.mark.parametrize(
+    ("arch", "workers"), [("modern", 1), pytest.param("gpt2", 2, marks=pytest.mark.slow)]
+)
 def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(
-    arch: str, start: Start, text: Path, tmp_path: Path
+    arch: str, workers: int, start: Start, text: Path, tmp_path: Path
 ) -> None:
-    """Two workers, of which the first alone reads the folder, and no tokenizer but the one in the folder."""
+    """Of two workers the first alone reads the folder. There is no tokenizer but the one in the folder."""
     (tmp_path / "tokenizer.json").write_bytes(small_bpe(text.read_text()))
     settings: dict[str, Any] = {"data__path": text, "model__arch": arch}
     first: dict[str, Any] = {"data__tokenizer": tmp_path / "tokenizer.json", "trainer__max_steps": 5}
     job = start(command(trainer__workers=1, run_dir=tmp_path / "run", **(settings | first)))
     assert job.wait() == 0, job.err()
-    export(tmp_path / "run", tmp_path / "hf")
+    export(str(tmp_path / "run"), str(tmp_path / "hf"))
     given: dict[str, Any] = settings | {"snapshot__init_from": tmp_path / "hf", "trainer__max_steps": 0}
-    job = start(command(launcher=torchrun(2), run_dir=tmp_path / "again", **given))
+    job = start(command(trainer__workers=workers, run_dir=tmp_path / "again", **given))
     assert job.wait() == 0, job.err()
     before = SnapshotStore(str(tmp_path / "run" / "snapshots")).read(5).tensors("model.")
     after = SnapshotStore(str(tmp_path / "again" / "snapshots")).read(0).tensors("model.")
@@ -43,10 +38,11 @@ def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(
     assert read_metric(tmp_path / "run", "val/loss")[5] == read_metric(tmp_path / "again", "val/loss")[0]
 
 
+@pytest.mark.slow
 def test_characters_of_an_exported_model_find_their_rows_for_another_text(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    export(undisturbed, tmp_path / "hf")
+    export(str(undisturbed), str(tmp_path / "hf"))
     (tmp_path / "other").write_text(text.read_text().replace("e", "\u2603"))
     settings: dict[str, Any] = {"data__path": tmp_path / "other", "trainer__max_steps": 0}
     job = start(

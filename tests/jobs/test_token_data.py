@@ -3,14 +3,13 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL, Start, command, final_hash, manifest, reached
+from support.sampling import sample
 from support.shards import write_llmc, write_nanogpt
 from support.vocabularies import small_bpe
 
@@ -53,11 +52,6 @@ def error_of(job: Job) -> str:
     lines = [line for line in job.err().splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "Traceback" not in job.err(), job.err()
     return lines[0].removeprefix("error: ")
-
-
-def sample(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "sample.py", *map(str, words)]
-    return subprocess.run(line, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
 
 
 def test_shards_give_the_same_bits_on_three_workers_and_after_a_kill(
@@ -119,8 +113,15 @@ def test_without_a_tokenizer_prompts_and_samples_are_tokens(start: Start, tmp_pa
     assert refused.returncode == 2 and "must be numbers below 90" in refused.stderr
 
 
-@pytest.mark.parametrize("part", ["train", "val"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("part", "workers"),
+    [
+        ("val", 2),
+        ("train", 1),
+        pytest.param("train", 2, marks=pytest.mark.slow),
+        pytest.param("val", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
     part: str, workers: int, start: Start, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_shard_that_has_changed_is_named_on_resume(
     assert "play_train_000001.bin has changed" in error_of(job)
 
 
+@pytest.mark.slow
 def test_a_text_is_trained_on_with_a_tokenizer_from_elsewhere(
     start: Start, text: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +180,7 @@ def test_a_text_is_trained_on_with_a_tokenizer_from_elsewhere(
         assert f"data.tokenizer={name} is another tokenizer" in error_of(job)
 
 
+@pytest.mark.slow
 def test_a_subset_of_validation_is_the_same_for_any_number_of_workers(
     start: Start, shards: Path, tmp_path: Path
 ) -> None:
