@@ -25,7 +25,7 @@ def decodes_bytes(spec: dict[str, Any]) -> bool:
 
 
 def encodes_bytes(spec: dict[str, Any]) -> bool:
-    """Whether the bytes of a text's tokens are exactly the UTF-8 bytes of the text."""
+    """Whether the tokens of any text have its UTF-8 bytes; `spec` is a tokenizer.json with a BPE."""
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     model = spec["model"]
     return (
@@ -34,7 +34,6 @@ def encodes_bytes(spec: dict[str, Any]) -> bool:
         and last.get("type") == "ByteLevel"
         and not last.get("add_prefix_space", True)
         and all(part.get("type") == "Split" and part.get("behavior") in KEEPS_TEXT for part in before)
-        and model.get("type", "BPE") == "BPE"
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
         and byte_alphabet().keys() <= model["vocab"].keys()
@@ -43,7 +42,10 @@ def encodes_bytes(spec: dict[str, Any]) -> bool:
 
 
 def has_own_bytes(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether an added token always stands for its UTF-8 bytes, or, if it is special, for none."""
+    """Whether an added token always has the bytes that `token_bytes` gives it.
+
+    These are its UTF-8 bytes; none if it is special, so that no plain text may become that token.
+    """
     content, alphabet = token["content"], byte_alphabet()
     if not token.get("special"):
         is_alike = content not in model["vocab"] or bytes_of_token(content, alphabet) == content.encode()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 CHUNK_CHARACTERS = 1 << 16
 CHUNKS_AT_ONCE = 16  # the package needs about 100 bytes for a token while it encodes
+MAX_TOKENS = 1 << 24  # memory is taken for each number up to the highest
 
 
 class JsonTokenizer(Tokenizer):
@@ -31,7 +32,7 @@ class JsonTokenizer(Tokenizer):
     can_be_cut: bool  # whether `split_text` cuts
 
     def __init__(self, content: bytes) -> None:
-        """Raises ValueError for content that is no tokenizer.json, UserError if the package is missing."""
+        """Raises ValueError for content that cannot be used, UserError if the package is missing."""
         self._content = content
         self._tokenizer = load_with_package(content)
         spec: dict[str, Any] = json.loads(content)
@@ -42,10 +43,17 @@ class JsonTokenizer(Tokenizer):
         if not self._ids:
             raise ValueError("the vocabulary is empty")
         self._size = max(self._ids.values()) + 1
+        if self._size > MAX_TOKENS:
+            raise ValueError(f"it has token {self._size - 1:,}, and numbers must be below {MAX_TOKENS:,}")
         self._dtype = np.min_scalar_type(self._size - 1)
-        self._table = self._make_table() if byte_level.decodes_bytes(spec) else None
-        self._encodes_bytes = byte_level.encodes_bytes(spec)
-        self.can_be_cut = byte_level.can_be_cut(spec)
+        is_bpe = type(self._tokenizer.model).__name__ == "BPE"  # a file need not say which kind it is
+        try:
+            self._table = self._make_table() if byte_level.decodes_bytes(spec) else None
+            self._encodes_bytes = is_bpe and byte_level.encodes_bytes(spec)
+            self.can_be_cut = byte_level.can_be_cut(spec)
+        except (KeyError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"this tokenizer.json is of an unknown form: {reason}") from None
 
     def _make_table(self) -> list[bytes]:
         """The bytes of each token, none for special ones and for numbers that no token has."""

@@ -2,6 +2,7 @@ import json
 import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import tokenizers
 from conftest import ROOT
 from support.vocabularies import GPT2_FILES, added, cl100k_like, edited, gpt2, gpt2_content, llama_like
 
-from mingpt.data import CharTokenizer, JsonTokenizer, parse_tokenizer_json
+from mingpt.data import CharTokenizer, JsonTokenizer, byte_level, parse_tokenizer_json
+from mingpt.data.byte_level import byte_alphabet
 from mingpt.errors import UserError
 
 END = "<|endoftext|>"
@@ -336,3 +338,47 @@ def test_the_file_of_a_character_tokenizer_is_read_back_as_one() -> None:
         assert isinstance(parse_tokenizer_json(content), JsonTokenizer)
     with pytest.raises(ValueError, match="is no tokenizer"):
         parse_tokenizer_json(b"{")
+
+
+def word_level(**changes: Any) -> dict[str, Any]:
+    """A tokenizer.json whose decoder and splitting are those of byte-level BPE, but its model is not."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"vocab": byte_alphabet() | {"the": 256}, "unk_token": "!"}
+    return json.loads(edited(gpt2_content(), pre_tokenizer=byte_level, decoder=byte_level, model=model)) | {
+        "added_tokens": [added("the", 256, special=True)],
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("number", [1 << 24, 4_294_967_290])
+def test_a_token_of_a_huge_number_is_refused_before_memory_is_taken(number: int) -> None:
+    spec = word_level()
+    spec["model"]["vocab"]["huge"] = number
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"token {number:,}.* 16,777,216"):
+        JsonTokenizer(json.dumps(spec).encode())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10**7
+
+
+def test_the_kind_of_a_model_without_a_type_is_the_packages() -> None:
+    words = JsonTokenizer(json.dumps(word_level()).encode())
+    assert words.token_bytes() is None and words.encode("a").tolist() == [byte_alphabet()["a"]]
+    unigram = {"unk_id": 0, "vocab": [[character, -1.0] for character in byte_alphabet()]}
+    pieces = JsonTokenizer(json.dumps(word_level(model=unigram, added_tokens=[])).encode())
+    assert pieces.token_bytes() is None and len(pieces) == 256
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, AttributeError])
+def test_a_file_that_the_package_reads_and_we_do_not_is_refused(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that a later version of the package wrote."""
+
+    def fail(spec: dict[str, Any]) -> bool:
+        raise error("vocab")
+
+    monkeypatch.setattr(byte_level, "can_be_cut", fail)
+    with pytest.raises(ValueError, match=rf"this tokenizer\.json is of an unknown form: {error.__name__}"):
+        JsonTokenizer(json.dumps(word_level()).encode())
