@@ -61,7 +61,7 @@ def child(kind: str, text: Path, tokenizer: Path) -> None:
 
     from mingpt.prepare import Options
     from mingpt.prepare.batches import Split
-    from mingpt.prepare.documents import Census
+    from mingpt.prepare.documents import InputStats
     from mingpt.prepare.inputs import find_inputs
     from mingpt.prepare.vocabulary import train_bpe
 
@@ -80,9 +80,9 @@ def child(kind: str, text: Path, tokenizer: Path) -> None:
         began = time.perf_counter()
         package.train_from_iterator(lines[: int(len(lines) * 0.9)], trainer)
     else:
-        census = Census(1, text.stat().st_size, sum(map(len, lines)))
+        stats = InputStats(1, text.stat().st_size, sum(map(len, lines)))
         began = time.perf_counter()
-        train_bpe(4096, find_inputs([str(text)]), Split(census, Options().val_fraction))
+        train_bpe(4096, find_inputs([str(text)]), Split(stats, Options().val_fraction))
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     row(seconds=round(seconds, 2), tokens=tokens, peak_mb=peak // 1000)

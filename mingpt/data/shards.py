@@ -96,7 +96,7 @@ class ShardReader:
             os.posix_fadvise(descriptor, file.offset + first * size, count * size, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self, number: int) -> int:
-        """Of the file, now the most recently used. Raises UserError if it has another size than before."""
+        """That of an open file, which it opens if need be. Raises UserError if its size has changed."""
         descriptor = self._open.pop(number, None)
         if descriptor is None:
             while len(self._open) >= self._max_open:

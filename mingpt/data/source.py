@@ -24,11 +24,11 @@ def read_bytes(config: DataConfig) -> bytes:
     return read_cached(config.path, config.sha256, "data.path", "data.sha256")
 
 
-def read_cached(path: str, sha256: str | None, setting: str, asker: str) -> bytes:
-    """The bytes at a path or URL; what comes from far is cached.
+def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: str) -> bytes:
+    """The bytes at a path or URL; remote files are cached.
 
     Raises UserError, which begins with `setting`, if they cannot be read or have another checksum than
-    `sha256`, which `asker` asks for; None accepts any.
+    `sha256`, which `checksum_setting` asks for; None accepts any.
     """
     remote = "://" in path and not path.startswith(LOCAL)
     content = read_cache(path) if remote else None
@@ -37,7 +37,7 @@ def read_cached(path: str, sha256: str | None, setting: str, asker: str) -> byte
     content = download(path, setting)
     if not has_checksum(content, sha256):
         digest = hashlib.sha256(content).hexdigest()
-        raise UserError(f"{setting} {path} has sha256 {digest}, and {asker} asks for {sha256}")
+        raise UserError(f"{setting} {path} has sha256 {digest}, and {checksum_setting} asks for {sha256}")
     if remote:
         write_cache(path, content)
     return content

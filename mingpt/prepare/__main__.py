@@ -61,9 +61,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(words: Sequence[str] | None) -> tuple[bool, list[str]]:
+def run(argv: Sequence[str] | None) -> tuple[bool, list[str]]:
     """Whether all is well, and what to print. Raises UserError."""
-    arguments = make_parser().parse_args(words)
+    arguments = make_parser().parse_args(argv)
     if arguments.check is not None:
         if arguments.texts or arguments.out is not None:
             raise UserError("--check stands alone")
@@ -76,13 +76,13 @@ def run(words: Sequence[str] | None) -> tuple[bool, list[str]]:
     return True, [prepare(arguments.texts, arguments.out, options)]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Returns the exit code; `words` stand for those of the command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; `argv` has the arguments, None those of the command line."""
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
     try:
-        is_good, lines = run(words)
+        is_good, lines = run(argv)
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")
         return 2

@@ -7,7 +7,7 @@ them cut; of a single document the tail of its characters.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mingpt.prepare.documents import Census, read_pieces, utf8_length
+from mingpt.prepare.documents import InputStats, read_pieces, utf8_length
 from mingpt.prepare.encoding import Encoder
 from mingpt.prepare.inputs import InputFile
 
@@ -32,22 +32,22 @@ class Position:
 class Split:
     """Where validation begins. Depends on the documents and `val_fraction` alone."""
 
-    census: Census
+    stats: InputStats
     val_fraction: float
 
     @property
     def characters(self) -> int | None:
         """Of a single document, those that are trained on; None where there are several documents."""
-        if self.census.documents > 1:
+        if self.stats.documents > 1:
             return None
-        return int(self.census.characters * (1 - self.val_fraction))
+        return int(self.stats.characters * (1 - self.val_fraction))
 
     def is_val(self, position: Position) -> bool:
         """Whether the text at a position belongs to the validation part."""
         if self.characters is not None:
             return position.characters >= self.characters
-        first_byte = int(self.census.bytes * (1 - self.val_fraction))
-        is_last = position.document == self.census.documents - 1
+        first_byte = int(self.stats.bytes * (1 - self.val_fraction))
+        is_last = position.document == self.stats.documents - 1
         return position.document > 0 and (position.start >= first_byte or is_last)
 
 
@@ -117,10 +117,10 @@ class Document:
         """The segments that are complete with a further piece."""
         self.pending.append(text)
         self.length += len(text)
-        border = self.split.characters
-        if border is not None and self.at.characters < border <= self.at.characters + self.length:
+        split_at = self.split.characters
+        if split_at is not None and self.at.characters < split_at <= self.at.characters + self.length:
             text = "".join(self.pending)
-            head = text[: border - self.at.characters]
+            head = text[: split_at - self.at.characters]
             self.hold(text[len(head) :])
             yield self.segment(self.encoder.split(head), ends=False)
         if self.encoder.can_be_cut and self.length > self.next_cut:

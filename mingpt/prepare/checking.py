@@ -15,7 +15,7 @@ from mingpt.prepare.shard_file import ShardInfo, read_info, read_through
 class Findings:
     """What is wrong, a sentence each that names the file; and what is there."""
 
-    faults: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     tokens: int = 0
     files: int = 0
     largest: int = -1  # token
@@ -31,11 +31,11 @@ def check_folder(folder: Path) -> tuple[bool, list[str]]:
     except ValueError as error:
         return False, [f"{folder / META}: {error}"]
     if meta is None:
-        check_foreign(folder, found)
+        check_without_meta(folder, found)
     else:
         check_prepared(folder, meta, found)
     whole = f"{folder}: {found.tokens:,} tokens in {found.files} files, largest token {found.largest}"
-    return not found.faults, found.faults or [whole]
+    return not found.problems, found.problems or [whole]
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
@@ -72,55 +72,55 @@ def check_prepared(folder: Path, meta: dict[str, Any], found: Findings) -> None:
         check_file(folder / file["name"], file, meta["tokenizer"]["vocab_size"], found)
     for path in sorted(folder.glob("*.bin")):
         if path.name not in listed:
-            found.faults.append(f"{path}: {META} does not list it")
+            found.problems.append(f"{path}: {META} does not list it")
     expected = meta["tokenizer"]["sha256"]
     path = folder / TOKENIZER
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if expected is not None else None
     except OSError as error:
-        found.faults.append(f"{path}: cannot be read: {error.strerror}")
+        found.problems.append(f"{path}: cannot be read: {error.strerror}")
         return
     if digest != expected:
-        found.faults.append(f"{path}: sha256 is {digest}, and {META} says {expected}")
+        found.problems.append(f"{path}: sha256 is {digest}, and {META} says {expected}")
 
 
 def check_file(path: Path, file: dict[str, Any], vocab_size: int, found: Findings) -> None:
     try:
         size = path.stat().st_size
         if size != file["bytes"]:
-            found.faults.append(f"{path}: {size:,} bytes, and {META} says {file['bytes']:,}")
+            found.problems.append(f"{path}: {size:,} bytes, and {META} says {file['bytes']:,}")
             return
         info = read_info(path)
         digest, largest = read_through(path, info)
     except OSError as error:
-        found.faults.append(f"{path}: cannot be read: {error.strerror}")
+        found.problems.append(f"{path}: cannot be read: {error.strerror}")
         return
     except ValueError as error:
-        found.faults.append(f"{path}: {error}")
+        found.problems.append(f"{path}: {error}")
         return
     add(found, info, largest)
     if info.tokens != file["tokens"]:
-        found.faults.append(f"{path}: {info.tokens:,} tokens, and {META} says {file['tokens']:,}")
+        found.problems.append(f"{path}: {info.tokens:,} tokens, and {META} says {file['tokens']:,}")
     if largest >= vocab_size:
-        found.faults.append(f"{path}: holds token {largest}, and the vocabulary has {vocab_size}")
+        found.problems.append(f"{path}: holds token {largest}, and the vocabulary has {vocab_size}")
     if digest != file["sha256"]:
-        found.faults.append(f"{path}: sha256 is {digest}, and {META} says {file['sha256']}")
+        found.problems.append(f"{path}: sha256 is {digest}, and {META} says {file['sha256']}")
 
 
-def check_foreign(folder: Path, found: Findings) -> None:
+def check_without_meta(folder: Path, found: Findings) -> None:
     """Shards of other programs: headers and sizes."""
     paths = sorted(folder.glob("*.bin"))
     if not paths:
         partial = any(path.name.endswith(PARTIAL) for path in folder.iterdir())
-        found.faults.append(f"{folder}: holds no .bin file" + (", only unfinished ones" if partial else ""))
+        found.problems.append(f"{folder}: holds no .bin file" + (", only unfinished ones" if partial else ""))
     for path in paths:
         try:
             info = read_info(path)
             add(found, info, read_through(path, info)[1])
         except OSError as error:
-            found.faults.append(f"{path}: cannot be read: {error.strerror}")
+            found.problems.append(f"{path}: cannot be read: {error.strerror}")
         except ValueError as error:
-            found.faults.append(f"{path}: {error}")
+            found.problems.append(f"{path}: {error}")
 
 
 def add(found: Findings, info: ShardInfo, largest: int) -> None:

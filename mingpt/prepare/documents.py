@@ -133,7 +133,7 @@ def read_group(table: Any, group: int, skip: int) -> Iterator[object]:
 
 
 @dataclass
-class Census:
+class InputStats:
     """What the documents are in all."""
 
     documents: int = 0
@@ -143,26 +143,26 @@ class Census:
 
 
 class Counter:
-    """Counts pieces of documents into a Census."""
+    """Counts pieces of documents into InputStats."""
 
     def __init__(self, wants_alphabet: bool) -> None:
-        self.census = Census()
+        self.stats = InputStats()
         self._seen = np.zeros(0x110000, dtype=bool) if wants_alphabet else None
 
     def add(self, piece: Piece) -> int:
         """Returns the piece's bytes."""
         size = utf8_length(piece.text)
-        self.census.documents += piece.ends_document
-        self.census.bytes += size
-        self.census.characters += len(piece.text)
+        self.stats.documents += piece.ends_document
+        self.stats.bytes += size
+        self.stats.characters += len(piece.text)
         if self._seen is not None:
             self._seen[np.frombuffer(piece.text.encode("utf-32-le"), dtype=np.uint32)] = True
         return size
 
-    def result(self) -> Census:
+    def result(self) -> InputStats:
         if self._seen is not None:
-            self.census.alphabet = "".join(map(chr, np.flatnonzero(self._seen)))
-        return self.census
+            self.stats.alphabet = "".join(map(chr, np.flatnonzero(self._seen)))
+        return self.stats
 
 
 def utf8_length(text: str) -> int:

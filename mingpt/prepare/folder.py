@@ -84,7 +84,7 @@ class Record:
 
     folder: Path
     command: dict[str, Any]
-    census: dict[str, Any] | None = None
+    stats: dict[str, Any] | None = None
     tokenizer: str | None = None  # sha256 of tokenizer.json
     shards: list[dict[str, Any]] = field(default_factory=list)  # finished, in order
     val: dict[str, int] | None = None  # where the validation part begins
@@ -92,12 +92,12 @@ class Record:
 
     def save(self) -> None:
         """Raises UserError."""
-        names = ("command", "census", "tokenizer", "shards", "val", "is_complete")
+        names = ("command", "stats", "tokenizer", "shards", "val", "is_complete")
         write_atomic(self.folder / RECORD, to_json({name: getattr(self, name) for name in names}))
 
     def finish(self) -> None:
         """Nothing is left to go on from. Raises UserError."""
-        self.census, self.shards, self.val, self.is_complete = None, [], None, True
+        self.stats, self.shards, self.val, self.is_complete = None, [], None, True
         self.save()
 
 

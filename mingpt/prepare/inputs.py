@@ -1,4 +1,4 @@
-"""The files that the command's words name, in a fixed order, and how each is opened."""
+"""The files that the command's arguments name, in a fixed order, and how each is opened."""
 
 import contextlib
 import glob

@@ -1,4 +1,4 @@
-"""The command from its words to a complete folder: count, make the tokenizer, encode, describe."""
+"""The command from its arguments to a complete folder: count, make the tokenizer, encode, describe."""
 
 import hashlib
 import itertools
@@ -14,7 +14,7 @@ import numpy as np
 from mingpt.data import Tokenizer
 from mingpt.errors import UserError
 from mingpt.prepare.batches import Batch, Split, read_batches
-from mingpt.prepare.documents import Census, Counter, read_pieces
+from mingpt.prepare.documents import Counter, InputStats, read_pieces
 from mingpt.prepare.encoding import Encoder, content_of
 from mingpt.prepare.folder import META, TOKENIZER, Record, open_folder, open_record, to_json, write_atomic
 from mingpt.prepare.inputs import InputFile, find_inputs
@@ -59,53 +59,55 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
         record = open_record(out, command)
         if record.is_complete:
             return f"{out} is complete already; --check reads it through"
-        census = count(files, record, options)
-        split = Split(census, options.val_fraction)
+        stats = count(files, record, options)
+        split = Split(stats, options.val_fraction)
         check_split(split)
-        tokenizer = settle_tokenizer(files, record, split, options)
+        tokenizer = load_or_make_tokenizer(files, record, split, options)
         encoder = Encoder(tokenizer)
         write_shards(files, record, split, encoder, options)
-        meta = make_meta(record, census, encoder)
+        meta = make_meta(record, stats, encoder)
         write_atomic(out / META, to_json(meta))
         record.finish()
-    return summary(out, meta, census)
+    return summary(out, meta, stats)
 
 
-def count(files: Sequence[InputFile], record: Record, options: Options) -> Census:
+def count(files: Sequence[InputFile], record: Record, options: Options) -> InputStats:
     """Read all documents once. Raises UserError for a file without text."""
-    if record.census is not None:
-        return Census(**record.census)
+    if record.stats is not None:
+        return InputStats(**record.stats)
     record.save()  # an output folder that cannot be written to is found before all is read
     counter = Counter(wants_alphabet=options.tokenizer == "char")
     with progress("counting", None) as shown:
         for file in files:
-            before = counter.census.bytes
+            before = counter.stats.bytes
             for piece in read_pieces(file):
                 shown.add(counter.add(piece))
-            if counter.census.bytes == before:
+            if counter.stats.bytes == before:
                 raise UserError(f"{file.shown} holds no text")
-    census = counter.result()
-    record.census = asdict(census)
+    stats = counter.result()
+    record.stats = asdict(stats)
     record.save()
-    return census
+    return stats
 
 
 def check_split(split: Split) -> None:
     """Raises UserError if a part would be empty."""
     if split.characters == 0:
         raise UserError(
-            f"a single document of {split.census.characters} characters leaves nothing to train on with "
+            f"a single document of {split.stats.characters} characters leaves nothing to train on with "
             f"--val_fraction {split.val_fraction}"
         )
 
 
-def settle_tokenizer(files: Sequence[InputFile], record: Record, split: Split, options: Options) -> Tokenizer:
+def load_or_make_tokenizer(
+    files: Sequence[InputFile], record: Record, split: Split, options: Options
+) -> Tokenizer:
     """The tokenizer, whose file is in the folder from now on. Raises UserError."""
     path = record.folder / TOKENIZER
     if record.tokenizer is not None and path.is_file():
         content = path.read_bytes()
         if sha256(content) == record.tokenizer:
-            return restore_tokenizer(options.tokenizer, split.census, content)
+            return restore_tokenizer(options.tokenizer, split.stats, content)
     tokenizer = make_tokenizer(options.tokenizer, options.vocab_size, files, split)
     content = content_of(tokenizer)
     if record.tokenizer not in (None, sha256(content)):
@@ -125,14 +127,14 @@ def write_shards(
     files: Sequence[InputFile], record: Record, split: Split, encoder: Encoder, options: Options
 ) -> None:
     """Encode and write what is missing; reading, encoding and writing overlap. Raises UserError."""
-    census = split.census
+    stats = split.stats
     writer = ShardWriter(record, encoder, options.shard_tokens)
     batches = read_batches(files, split, encoder, writer.position)
     pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
     pool = ThreadPoolExecutor(ENCODING_THREADS)
     begin = writer.position.start + writer.position.bytes
     try:
-        with progress("encoding", census.bytes, begin) as shown:
+        with progress("encoding", stats.bytes, begin) as shown:
             for batch in itertools.chain(batches, itertools.repeat(None)):
                 if batch is not None:
                     pending.append((batch, pool.submit(encoder.encode, batch.texts, batch.ends)))
@@ -143,7 +145,7 @@ def write_shards(
                     writer.write(first, tokens.result())
                     shown.add(first.bytes)
         position = writer.position
-        if (position.start, position.document) != (census.bytes, census.documents):
+        if (position.start, position.document) != (stats.bytes, stats.documents):
             raise UserError("the input has changed while it was read: remove the folder, and start again")
         writer.close()
     except BaseException:
@@ -153,7 +155,7 @@ def write_shards(
         pool.shutdown(cancel_futures=True)
 
 
-def make_meta(record: Record, census: Census, encoder: Encoder) -> dict[str, Any]:
+def make_meta(record: Record, stats: InputStats, encoder: Encoder) -> dict[str, Any]:
     """The content of meta.json. Raises UserError if a part has no token."""
     parts = {shard["part"] for shard in record.shards}
     if parts != {"train", "val"} or record.val is None:
@@ -163,10 +165,10 @@ def make_meta(record: Record, census: Census, encoder: Encoder) -> dict[str, Any
         "complete": True,
         **describe(record, len(encoder.tokenizer), encoder.end_of_text),
     } | {
-        "val_bytes": census.bytes - record.val["start"] - record.val["first_token"],
+        "val_bytes": stats.bytes - record.val["start"] - record.val["first_token"],
         "documents": {
             "train": max(1, record.val["document"]),
-            "val": census.documents - record.val["document"],
+            "val": stats.documents - record.val["document"],
         },
     }
 
@@ -182,12 +184,12 @@ def describe(record: Record, vocab_size: int, end_of_text: int | None) -> dict[s
     }
 
 
-def summary(out: Path, meta: dict[str, Any], census: Census) -> str:
+def summary(out: Path, meta: dict[str, Any], stats: InputStats) -> str:
     tokens = sum(file["tokens"] for file in meta["files"])
     val = sum(file["tokens"] for file in meta["files"] if file["name"].startswith("val"))
     return (
-        f"{out}: {tokens:,} tokens ({val:,} of validation), {census.bytes / tokens:.2f} bytes per token, "
-        f"{census.documents:,} documents, {len(meta['files'])} files"
+        f"{out}: {tokens:,} tokens ({val:,} of validation), {stats.bytes / tokens:.2f} bytes per token, "
+        f"{stats.documents:,} documents, {len(meta['files'])} files"
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
 from mingpt.errors import UserError
 from mingpt.prepare.batches import Batch, Position, Split, read_batches
-from mingpt.prepare.documents import Census, utf8_length
+from mingpt.prepare.documents import InputStats, utf8_length
 from mingpt.prepare.encoding import Encoder
 from mingpt.prepare.inputs import InputFile
 
@@ -17,7 +17,7 @@ SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 byt
 def make_tokenizer(name: str, vocab_size: int, files: Sequence[InputFile], split: Split) -> Tokenizer:
     """Raises UserError for a tokenizer that cannot be had."""
     if name == "char":
-        return CharTokenizer(split.census.alphabet)
+        return CharTokenizer(split.stats.alphabet)
     if name == "bpe":
         return JsonTokenizer(train_bpe(vocab_size, files, split))
     return load_named_tokenizer(name)
@@ -69,6 +69,6 @@ def sample(batches: Iterator[Batch]) -> Iterator[str]:
             yield text
 
 
-def restore_tokenizer(name: str, census: Census, content: bytes) -> Tokenizer:
+def restore_tokenizer(name: str, stats: InputStats, content: bytes) -> Tokenizer:
     """The tokenizer of a command that goes on, from its tokenizer.json."""
-    return CharTokenizer(census.alphabet) if name == "char" else JsonTokenizer(content)
+    return CharTokenizer(stats.alphabet) if name == "char" else JsonTokenizer(content)
