@@ -70,7 +70,7 @@ def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
 
 def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> None:
     """In their order, in one folder, since later commands use what earlier ones wrote."""
-    for name in FOLDERS + FILES:
+    for name in NEEDED:
         (folder / name).symlink_to(ROOT / name)
     for line in lines:
         run(line, text, folder, **more)
