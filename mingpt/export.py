@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt.errors import UserError
 from mingpt.redact import RedactingFormatter, redact
@@ -26,11 +26,28 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, TOKENIZER, README = "config.json", "model.safetensors", "tokenizer.json", "README.md"
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 FILES = (WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, README, CONFIG)  # config.json is the last
-EXAMPLE_TOKENS = 200  # at most, in the README's example
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m mingpt.export --help")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
+    try:
+        arguments = parse_arguments()
+        sys.stderr.write(redact(export(arguments.run, arguments.out, arguments.overwrite)) + "\n")
+    except UserError as error:
+        sys.stderr.write(f"error: {redact(str(error))}\n")
+        return 2
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(
         prog="python -m mingpt.export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -40,20 +57,11 @@ def main() -> int:
     parser.add_argument("run", metavar="RUN", help=where)
     parser.add_argument("out", metavar="OUT_DIR", help="folder to write; a path or URL")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier export has written")
-    arguments = parser.parse_args()
-    handler = logging.StreamHandler()
-    handler.setFormatter(RedactingFormatter("%(message)s"))
-    logging.basicConfig(handlers=[handler])
-    try:
-        sys.stderr.write(redact(export(arguments.run, arguments.out, arguments.overwrite)) + "\n")
-    except UserError as error:
-        sys.stderr.write(f"error: {redact(str(error))}\n")
-        return 2
-    return 0
+    return parser.parse_args()
 
 
 def export(run: str, out: str, overwrite: bool = False) -> str:
-    """Write the newest snapshot of a run, or this one; returns a line that says so. Raises UserError."""
+    """Write the newest snapshot of a run, or this one; returns lines that say so. Raises UserError."""
     target = Target(out, overwrite)
     from mingpt.snapshot import open_snapshot
     from mingpt.weights import check_model, snapshot_tokenizer
@@ -61,7 +69,10 @@ def export(run: str, out: str, overwrite: bool = False) -> str:
     snapshot = open_snapshot(run, check_model)
     with target.open() as folder:
         architecture = write_files(folder, snapshot, snapshot_tokenizer(snapshot))
-    return f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
+        has_tokenizer = (folder / TOKENIZER).exists()
+    line = f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
+    none = "the run has none, or one that no tokenizer.json can describe"
+    return line if has_tokenizer else f"{line}\nwithout a tokenizer: {none}"
 
 
 def write_files(folder: Path, snapshot: "Snapshot", tokenizer: "Tokenizer | None") -> str:
@@ -83,15 +94,20 @@ def write_files(folder: Path, snapshot: "Snapshot", tokenizer: "Tokenizer | None
     write_json(folder / GENERATION_CONFIG, special)
     prompt = None
     if tokenizer and content:
-        prompt = tokenizer.decode(tokenizer.default_prompt()) or "The"
+        prompt = example_prompt(tokenizer, block_size)
         (folder / TOKENIZER).write_bytes(content)
         write_json(folder / TOKENIZER_CONFIG, tokenizer_config(content, block_size, end))
     architecture: str = fields["architectures"][0]
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    tokens = max(1, min(EXAMPLE_TOKENS, block_size - 1))
-    card = model_card(snapshot.manifest, architecture, parameters, tokens, prompt)
+    card = model_card(snapshot.manifest, architecture, parameters, prompt)
     (folder / README).write_text(card, encoding="utf-8")
     return architecture
+
+
+def example_prompt(tokenizer: "Tokenizer", block_size: int) -> str:
+    """The text that the README's example continues, short enough to leave room for what comes after it."""
+    text = tokenizer.decode(tokenizer.default_prompt()) or "The"
+    return tokenizer.decode(tokenizer.encode(text)[: max(1, block_size - 1)].tolist())
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from support.hf_models import save_run
 from support.models import ARCHITECTURES, Arch
 from support.vocabularies import cl100k_like
 
+from mingpt.cli import parse
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import JsonTokenizer
 from mingpt.errors import UserError
@@ -192,13 +193,21 @@ def test_without_a_tokenizer_there_are_no_files_of_one_and_the_readme_says_so(
     assert fields["eos_token_id"] is fields["bos_token_id"] is fields["pad_token_id"] is None
 
 
+def code_of(folder: Path) -> str:
+    """The README's Python code."""
+    text = (folder / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return str(code)
+
+
 def run_readme(folder: Path) -> str:
-    """What the README's Python code prints, run as it stands."""
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+    """What that code prints, run as it stands."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", code_of(folder)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -220,6 +229,37 @@ def test_the_readme_has_the_figures_of_the_run_and_its_code_runs(tmp_path: Path)
     assert len(run_readme(tmp_path / "out")) >= 200
     plain = export_with(None, tmp_path / "run", tmp_path / "plain")
     assert run_readme(plain).startswith("[0, ")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_code_of_the_readme_stays_within_a_short_context(
+    arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bpe = JsonTokenizer(cl100k_like("ab"))  # the example's prompt takes three tokens
+    rows = "".join(map(chr, range(0x100, 0x100 + len(bpe))))
+    for block_size in (2, 4, 8):
+        run = tmp_path / f"run-{block_size}"
+        save_run(run, make_config(arch, block_size=block_size), rows)
+        for tokenizer in (bpe, None):
+            out = export_with(tokenizer, run, tmp_path / f"out-{block_size}-{tokenizer is None}")
+            monkeypatch.chdir(out)
+            exec(code_of(out), {})
+            assert capsys.readouterr().out.startswith("T" if tokenizer else "[0, ")
+
+
+def test_the_command_of_the_readme_gives_the_shape_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    save_run(tmp_path / "run", make_config("gpt2", n_head=3, block_size=16), CHARACTERS)
+    export(str(tmp_path / "run"), str(tmp_path / "out"))
+    (line,) = re.findall(
+        r"^```bash\npython train.py (.*)\n```$", (tmp_path / "out" / "README.md").read_text(), re.MULTILINE
+    )
+    config = parse([word.replace("FOLDER", str(tmp_path / "out")) for word in line.split()])
+    model = read_folder(str(tmp_path / "out")).model
+    assert (config.model, config.data.block_size) == (model.config, model.block_size)
+    assert config.snapshot.init_from == str(tmp_path / "out")
 
 
 def run_command(*words: object, code: str = "") -> subprocess.CompletedProcess[str]:
@@ -252,6 +292,29 @@ def test_the_command_writes_all_files_and_says_so_in_one_line(tmp_path: Path) ->
     assert stat.S_IMODE(out.stat().st_mode) == 0o755
 
 
+def test_an_export_without_a_tokenizer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path / "run", make_config("modern"), CHARACTERS)
+    monkeypatch.setattr("mingpt.weights.snapshot_tokenizer", lambda snapshot: None)
+    line, more = export(str(tmp_path / "run"), str(tmp_path / "out")).splitlines()
+    assert line.endswith("as NanoChatForCausalLM") and more.startswith("without a tokenizer: ")
+
+
+def test_wrong_arguments_and_a_folder_of_hugging_face_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = "error: the following arguments are required: OUT_DIR; see python -m mingpt.export --help\n"
+    assert refusal(capsys, tmp_path / "run") == expected
+    assert "unrecognized arguments: --nonsense" in refusal(capsys, "run", "out", "--nonsense")
+    run, out = tmp_path / "run", tmp_path / "out"
+    save_run(run, make_config("modern"), CHARACTERS)
+    export(str(run), str(out))
+    line = refusal(capsys, out, tmp_path / "again")
+    assert line.startswith(f"error: {out} is a folder in Hugging Face's format and no run")
+    save_run("memory://export_hf/run", make_config("modern"), CHARACTERS)
+    export("memory://export_hf/run", "memory://export_hf/out")
+    assert "is a folder in Hugging Face's format" in refusal(capsys, "memory://export_hf/out", out / "again")
+
+
 def test_only_what_an_export_has_written_is_overwritten_and_only_if_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +334,7 @@ def test_only_what_an_export_has_written_is_overwritten_and_only_if_asked(
     assert len(list(out.iterdir())) == len(FILES) + 1
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_export_that_is_killed_leaves_nothing_half_done(overwrite: bool, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     save_run(run, make_config("gpt2"), CHARACTERS)

@@ -32,7 +32,11 @@ With transformers, and none of its remote code:
 
 {tokenizer}
 
-With mingpt-distributed, to go on from these weights: `python train.py snapshot.init_from=FOLDER`.
+With mingpt-distributed, to go on from these weights:
+
+```bash
+python train.py snapshot.init_from=FOLDER {model}
+```
 
 ## How it was trained
 
@@ -48,14 +52,19 @@ folder = "."  # the folder of this file
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer({prompt!r}, return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens={tokens})[0]))"""
+room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=min({tokens}, room))[0]))"""
 WITHOUT_TOKENIZER = """\
 import torch
 from transformers import AutoModelForCausalLM
 
 folder = "."  # the folder of this file
 model = AutoModelForCausalLM.from_pretrained(folder)
-print(model.generate(torch.tensor([[0]]), max_new_tokens={tokens})[0].tolist())"""
+room = model.config.max_position_embeddings - 1
+print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0].tolist())"""
+EXAMPLE_TOKENS = 200  # at most
+# That GPT's shape depends on, and whose defaults another run need not have.
+MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
 NAMES = {
     "train/loss": "training loss, nats per token",
     "val/loss": "validation loss, nats per token",
@@ -63,13 +72,11 @@ NAMES = {
 }
 
 
-def model_card(
-    manifest: Mapping[str, Any], architecture: str, parameters: int, tokens: int, prompt: str | None
-) -> str:
+def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, prompt: str | None) -> str:
     """The card as Markdown, of a run with this manifest.
 
-    `parameters` counts a matrix once that is used twice, `tokens` is what the example generates; without a
-    tokenizer, `prompt` is None.
+    `parameters` counts a matrix once that is used twice, `prompt` is what the example continues; without a
+    tokenizer, it is None.
     """
     config = manifest["config"]
     figures: dict[str, Any] = {
@@ -87,18 +94,20 @@ def model_card(
     figures |= {"data": quoted(manifest["data"]["path"]), "data, SHA-256": quoted(manifest["data"]["sha256"])}
     figures |= {"snapshot, SHA-256": quoted(manifest["sha256"])}
     figures |= {"software": quoted(", ".join(f"{key} {one}" for key, one in manifest["software"].items()))}
-    code = (WITHOUT_TOKENIZER if prompt is None else WITH_TOKENIZER).format(prompt=prompt, tokens=tokens)
+    code = WITHOUT_TOKENIZER if prompt is None else WITH_TOKENIZER
     tokenizer = (
-        "There is no tokenizer here: the run was trained on token shards that had none beside them."
+        "There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."
         if prompt is None
         else "`tokenizer.json` is the tokenizer that it was trained with."
     )
+    given = flatten(dict(config))
     return CARD.format(
+        model=" ".join(f"{key}={given[key]}" for key in MODEL_SETTINGS),
         architecture=architecture,
         parameters=parameters,
         arch=config["model"]["arch"],
         rows="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
-        code=code,
+        code=code.format(prompt=prompt, tokens=EXAMPLE_TOKENS),
         tokenizer=tokenizer,
         settings=yaml.safe_dump(result_settings(config), sort_keys=False).replace("```", "'''"),
     )
