@@ -206,7 +206,7 @@ def from_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_redundant(name: str, arch: str) -> bool:
-    """Whether files may hold this tensor though it says nothing: GPT-2's causal masks, and its tied head."""
+    """Whether a file may hold this tensor, but need not: GPT-2's causal masks, and its head, `wte`."""
     if arch != "gpt2":
         return False
     return name.endswith(BUFFERS) or name.removeprefix("transformer.") == "lm_head.weight"

@@ -87,7 +87,7 @@ class Follower(Sink):
         self.reporting = threading.Lock()
 
     def rewind(self, step: int) -> None:
-        """Start the thread."""
+        """Open the destination, in a thread. What is logged meanwhile is queued."""
         try:
             earlier = EarlierRecords(self.run, step)
         except OSError as error:
@@ -145,7 +145,7 @@ class Follower(Sink):
         self.is_late = False
 
     def _work(self, earlier: EarlierRecords) -> None:
-        """The thread."""
+        """Open the destination, do the tasks in their order, close it. Raises nothing: a line says why."""
         try:
             if self.run.may_write():
                 self.destination.open(earlier)

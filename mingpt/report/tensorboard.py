@@ -81,7 +81,7 @@ class TensorBoard(Destination):
             os.truncate(path, kept_bytes)
 
     def forget(self, step: int) -> None:
-        """What was read from `step` on is not shown by TensorBoard: a generation began there."""
+        """Drop what was noted from `step` on, as TensorBoard does where a generation begins."""
         self.records = {key for key in self.records if key[0] < step}
         self.texts = {key for key in self.texts if key[0] < step}
         self.marks = {mark for mark in self.marks if mark < step}

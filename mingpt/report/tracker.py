@@ -44,7 +44,7 @@ class Tracker(Destination):
             importlib.import_module("matplotlib.figure")
         tracked = self.module.init(**self.accepted(self.init_arguments()))
         first_step = next_step(tracked)
-        if first_step is None:  # it does not tell: it has what earlier generations have sent
+        if first_step is None:  # unknown: assume that it has what earlier generations sent
             first_step = earlier.step + 1 if len(self.run.starts) > 1 else 0
         self.first_step = first_step
         for step, values in earlier:
@@ -99,7 +99,7 @@ def project_name(folder: Path) -> str:
 
 
 def next_step(tracked: Any) -> int | None:
-    """The first step that a tracker's run lacks: 0 for a new one; None if it does not tell."""
+    """The first step that a tracker's run lacks: 0 for a new one; None if it has no such number."""
     for name in ("step", "_next_step"):  # of wandb; of trackio, which has no public name for it
         step = getattr(tracked, name, None)
         if isinstance(step, int):

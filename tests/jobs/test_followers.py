@@ -81,12 +81,13 @@ def tracker_lines(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("report.tracker")]
 
 
+@pytest.mark.slow
 def test_after_two_kills_tensorboard_shows_what_metrics_jsonl_holds(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """Of worker 0, which writes both. Each step once, no point behind the start of a later generation."""
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__sample_tokens": 10}
-    job = start(command(launcher=torchrun(1, restarts=3), report__tensorboard=True, **settings))
+    job = start(command(launcher=torchrun(2, restarts=3), report__tensorboard=True, **settings))
     for number, step in enumerate((7, 18), 1):
         job.wait_until(functools.partial(has_begun, tmp_path, number))
         job.wait_until(reached(tmp_path, step))

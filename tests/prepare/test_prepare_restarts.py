@@ -75,7 +75,13 @@ def killed_at(call: int, before: bool, words: list[object]) -> int:
     return run_apart(*words, before=code).returncode
 
 
-@pytest.mark.parametrize(("call", "before"), [(9, True), (22, False), (35, True)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("call", "before"),
+    [pytest.param(9, True, marks=SLOW), (22, False), pytest.param(35, True, marks=SLOW)],
+)
 def test_a_killed_command_goes_on_to_the_same_bytes(
     call: int, before: bool, texts: list[Path], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -105,6 +111,7 @@ def test_killed_at_every_moment_it_goes_on_to_the_same_bytes(
     assert code == 0 and moments > 50
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_goes_on(texts: list[Path], undisturbed: Path, tmp_path: Path) -> None:
     words = [*texts, "--out", tmp_path / "out", *OPTIONS]
     for _ in range(2):
