@@ -96,7 +96,7 @@ def run_child(kind: str, text: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def start_prepare(text: Path, out: Path, tokenizer: str) -> subprocess.Popen[bytes]:
-    options = ["--tokenizer", tokenizer, "--vocab_size", "4096", "--shard_tokens", str(SHARD_TOKENS)]
+    options = ["--tokenizer", tokenizer, "--shard_tokens", str(SHARD_TOKENS)]  # bpe has 4096 tokens
     command = [sys.executable, "-m", "mingpt.prepare", str(text), "--out", str(out), *options]
     return subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL)
 

@@ -15,7 +15,11 @@ PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> JsonTokenizer:
     """The tokenizer that `read_named_tokenizer` finds. Raises UserError for a file that is none."""
-    content = read_named_tokenizer(name, setting)
+    return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
+
+
+def parse_named_tokenizer(content: bytes, name: str, setting: str) -> JsonTokenizer:
+    """That of the content. Raises UserError, beginning with `setting`, for content that cannot be used."""
     try:
         return JsonTokenizer(content)
     except UserError:

@@ -52,8 +52,8 @@ def make_parser() -> Parser:
     parser.add_argument("--check", type=Path, metavar="DIR", help="read a folder through")
     name = f"char, bpe, gpt2, or a tokenizer.json by path or URL (default {default.tokenizer})"
     parser.add_argument("--tokenizer", metavar="NAME", default=default.tokenizer, help=name)
-    size = f"tokens of bpe, end-of-text included (default {default.vocab_size})"
-    parser.add_argument("--vocab_size", type=int, metavar="N", default=default.vocab_size, help=size)
+    size = f"tokens of bpe, end-of-text included (default {default.bpe_tokens})"
+    parser.add_argument("--vocab_size", type=int, metavar="N", help=size)
     share = f"share of the text for validation (default {default.val_fraction})"
     parser.add_argument("--val_fraction", type=float, metavar="F", default=default.val_fraction, help=share)
     tokens = f"tokens of a full shard (default {default.shard_tokens:,})"

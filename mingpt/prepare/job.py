@@ -11,12 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from mingpt.data import Tokenizer
+from mingpt.data import Tokenizer, read_named_tokenizer
+from mingpt.data.gpt2_vocabulary import parse_named_tokenizer
 from mingpt.errors import UserError
 from mingpt.prepare.batches import Batch, Split, read_batches
 from mingpt.prepare.documents import Counter, InputStats, read_pieces
 from mingpt.prepare.encoding import Encoder, content_of
-from mingpt.prepare.folder import META, TOKENIZER, Record, open_folder, open_record, to_json, write_atomic
+from mingpt.prepare.folder import (
+    META,
+    TOKENIZER,
+    Record,
+    check_complete,
+    open_folder,
+    open_record,
+    to_json,
+    write_atomic,
+)
 from mingpt.prepare.inputs import InputFile, find_inputs
 from mingpt.prepare.progress import progress
 from mingpt.prepare.vocabulary import make_tokenizer, restore_tokenizer
@@ -24,6 +34,8 @@ from mingpt.prepare.writer import ShardWriter
 
 ENCODING_THREADS = 2  # one takes the tokens out of the package while the other encodes on all cores
 MAX_PENDING = 3  # batches
+BPE_TOKENS = 4096
+TOKENIZER_WORDS = ("char", "bpe", "gpt2")  # others are files
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Options:
     """What the command line asks for. Raises UserError for values that are not allowed."""
 
     tokenizer: str = "char"  # char, bpe, gpt2, or a tokenizer.json by path or URL
-    vocab_size: int = 4096  # of bpe
+    vocab_size: int | None = None  # of bpe; None: BPE_TOKENS
     val_fraction: float = 0.1
     shard_tokens: int = 100_000_000
 
@@ -40,10 +52,19 @@ class Options:
             raise UserError(f"--val_fraction is {self.val_fraction}, and must be between 0 and 1")
         if not 1 <= self.shard_tokens < 1 << 31:
             raise UserError(f"--shard_tokens is {self.shard_tokens}, and must be 1 to {(1 << 31) - 1}")
-        if not 257 <= self.vocab_size <= 1 << 24:
+        if self.vocab_size is not None and self.tokenizer != "bpe":
+            raise UserError(
+                f"--vocab_size {self.vocab_size} goes with --tokenizer bpe, and the tokenizer is "
+                f"{self.tokenizer}: leave it out, or give --tokenizer bpe"
+            )
+        if self.vocab_size is not None and not 257 <= self.vocab_size <= 1 << 24:
             raise UserError(
                 f"--vocab_size is {self.vocab_size}, and must be 257 (the bytes and end-of-text) to {1 << 24}"
             )
+
+    @property
+    def bpe_tokens(self) -> int:
+        return self.vocab_size or BPE_TOKENS
 
 
 def prepare(names: Sequence[str], out: Path, options: Options) -> str:
@@ -53,16 +74,23 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
     """
     files = find_inputs(names)
     command = asdict(options) | {"files": [file.identity() for file in files]}
-    if options.tokenizer != "bpe":
+    if options.tokenizer == "bpe":
+        command["vocab_size"] = options.bpe_tokens
+    else:
         del command["vocab_size"]
+    given = None  # the content of the tokenizer's file
+    if options.tokenizer not in TOKENIZER_WORDS:
+        given = read_named_tokenizer(options.tokenizer, "--tokenizer")
+        command["tokenizer_sha256"] = sha256(given)
     with open_folder(out):
         record = open_record(out, command)
         if record.is_complete:
+            check_complete(out)
             return f"{out} is complete already; --check reads it through"
         stats = count(files, record, options)
         split = Split(stats, options.val_fraction)
         check_split(split)
-        tokenizer = load_or_make_tokenizer(files, record, split, options)
+        tokenizer = load_or_make_tokenizer(files, record, split, options, given)
         encoder = Encoder(tokenizer)
         write_shards(files, record, split, encoder, options)
         meta = make_meta(record, stats, encoder)
@@ -100,15 +128,22 @@ def check_split(split: Split) -> None:
 
 
 def load_or_make_tokenizer(
-    files: Sequence[InputFile], record: Record, split: Split, options: Options
+    files: Sequence[InputFile], record: Record, split: Split, options: Options, given: bytes | None
 ) -> Tokenizer:
-    """The tokenizer, whose file is in the folder from now on. Raises UserError."""
+    """The tokenizer, whose file is in the folder from now on. Raises UserError.
+
+    `given` is the content of the file that --tokenizer names, None where it names none.
+    """
     path = record.folder / TOKENIZER
     if record.tokenizer is not None and path.is_file():
         content = path.read_bytes()
         if sha256(content) == record.tokenizer:
             return restore_tokenizer(options.tokenizer, split.stats, content)
-    tokenizer = make_tokenizer(options.tokenizer, options.vocab_size, files, split)
+    tokenizer: Tokenizer
+    if given is not None:
+        tokenizer = parse_named_tokenizer(given, options.tokenizer, "--tokenizer")
+    else:
+        tokenizer = make_tokenizer(options.tokenizer, options.bpe_tokens, files, split)
     content = content_of(tokenizer)
     if record.tokenizer not in (None, sha256(content)):
         raise UserError(
@@ -189,7 +224,8 @@ def summary(out: Path, meta: dict[str, Any], stats: InputStats) -> str:
     val = sum(file["tokens"] for file in meta["files"] if file["name"].startswith("val"))
     return (
         f"{out}: {tokens:,} tokens ({val:,} of validation), {stats.bytes / tokens:.2f} bytes per token, "
-        f"{stats.documents:,} documents, {len(meta['files'])} files"
+        f"a vocabulary of {meta['tokenizer']['vocab_size']:,}, "
+        f"{stats.documents:,} document{'' if stats.documents == 1 else 's'}, {len(meta['files'])} files"
     )
 
 

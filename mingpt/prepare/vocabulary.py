@@ -20,7 +20,7 @@ def make_tokenizer(name: str, vocab_size: int, files: Sequence[InputFile], split
         return CharTokenizer(split.stats.alphabet)
     if name == "bpe":
         return JsonTokenizer(train_bpe(vocab_size, files, split))
-    return load_named_tokenizer(name)
+    return load_named_tokenizer(name, "--tokenizer")
 
 
 def train_bpe(vocab_size: int, files: Sequence[InputFile], split: Split) -> bytes:

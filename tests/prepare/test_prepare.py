@@ -61,7 +61,7 @@ def test_characters_of_one_text_are_split_as_training_splits_them(tmp_path: Path
     assert meta["tokenizer"]["end_of_text"] is None
     assert meta["tokenizer"]["vocab_size"] == len(tokenizer)
     assert (out / "tokenizer.json").read_bytes() == tokenizer.to_tokenizer_json()
-    assert "30,000 tokens" in line and "5 files" in line
+    assert "30,000 tokens" in line and line.endswith(f"vocabulary of {len(tokenizer)}, 1 document, 5 files\n")
     assert "30,000 tokens in 5 files" in prepared("--check", out)
 
 
@@ -146,6 +146,14 @@ def test_own_bpe_is_the_same_on_one_core_and_on_two(tmp_path: Path) -> None:
     prepared(tmp_path / "other.txt", "--out", tmp_path / "other", *words)
     assert digests(tmp_path / "other")["tokenizer.json"] == digests(bpe)["tokenizer.json"]
     assert digests(tmp_path / "other")["val_00000.bin"] != digests(bpe)["val_00000.bin"]
+
+
+def test_a_bpe_that_finds_fewer_pairs_says_how_many_tokens_it_has(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "the the the"}\n{"text": "sea"}\n')
+    argv = ["--tokenizer", "bpe", "--vocab_size", 500_000]
+    line = prepared(tmp_path / "a.jsonl", "--out", tmp_path / "out", *argv)
+    size = read_meta(tmp_path / "out")["tokenizer"]["vocab_size"]
+    assert 257 < size < 270 and f"a vocabulary of {size}, 2 documents, 2 files" in line
 
 
 def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> None:

@@ -76,8 +76,16 @@ def test_a_bad_text_is_named(name: str, expected: str, make: Make, tmp_path: Pat
         (["--tokenizer", "bpe", "--vocab_size", 256], "--vocab_size is 256, and must be 257"),
         (["--vocab_size", "many"], "invalid int value: 'many'"),
         (["--tokens", "3"], "unrecognized arguments: --tokens"),
-        (["--tokenizer", "/absent/tokenizer.json"], "/absent/tokenizer.json"),
-        (["--tokenizer", str(PLAY)], "README.md"),
+        (["--vocab_size", 512], "--vocab_size 512 goes with --tokenizer bpe, and the tokenizer is char"),
+        (
+            ["--tokenizer", "/absent/tokenizer.json"],
+            "error: --tokenizer /absent/tokenizer.json does not exist",
+        ),
+        (["--tokenizer", str(PLAY)], f"error: --tokenizer {PLAY} is neither gpt2, nor "),
+        (
+            ["--tokenizer", str(ROOT / "data/input.json")],
+            f"--tokenizer {ROOT}/data/input.json cannot be used: ",
+        ),
         (["--check", "x"], "--check stands alone"),
     ],
 )

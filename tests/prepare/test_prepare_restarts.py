@@ -3,6 +3,7 @@
 import errno
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from support.prepared import (
     sentence,
     write_documents,
 )
+from support.vocabularies import small_bpe
 
 from mingpt.prepare.encoding import Encoder
 from mingpt.prepare.folder import open_folder
@@ -195,15 +197,26 @@ def test_a_disk_that_fails_is_a_sentence_and_the_command_goes_on(
 
 
 def test_another_command_on_the_folder_is_refused(texts: list[Path], tmp_path: Path) -> None:
+    """With the option that differs, both values, and no advice to remove what is there."""
     out = tmp_path / "out"
     prepared(*texts, "--out", out, *OPTIONS)
-    assert "a command with other tokenizer" in refused(*texts, "--out", out)
-    assert "a command with other files" in refused(texts[0], "--out", out, *OPTIONS)
-    assert "a command with other shard_tokens" in refused(*texts, "--out", out, *OPTIONS[:-1], 5000)
+    begin, end = f"error: --out {out} holds the work of a command with ", "name another --out"
+    for argv, difference in (
+        (texts, "--tokenizer bpe, and this one has --tokenizer char"),
+        ([*texts, *OPTIONS[:-1], 5000], "--shard_tokens 4000, and this one has --shard_tokens 5000"),
+        (
+            [*texts, *OPTIONS, "--val_fraction", 0.2],
+            "--val_fraction 0.1, and this one has --val_fraction 0.2",
+        ),
+        ([texts[0], *OPTIONS], "2 files, and this one has 1"),
+        ([*texts[::-1], *OPTIONS], f"{texts[0]}, and this one has {texts[1]} in its place"),
+    ):
+        said = refused(*argv, "--out", out)
+        assert said.startswith(begin + difference) and said.endswith(end) and "remove" not in said, said
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    assert "holds other files (notes.txt)" in refused(*texts, "--out", other)
+    assert refused(*texts, "--out", other).endswith("holds other files (notes.txt): name another --out")
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
 
 
@@ -211,7 +224,57 @@ def test_a_text_that_changed_is_another_command(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one " * 100)
     prepared(tmp_path / "a.txt", "--out", tmp_path / "out")
     (tmp_path / "a.txt").write_text("two " * 101)
-    assert "a command with other files" in refused(tmp_path / "a.txt", "--out", tmp_path / "out")
+    said = refused(tmp_path / "a.txt", "--out", tmp_path / "out")
+    assert f"a command with {tmp_path}/a.txt of 400 bytes, " in said and "now it has 404 bytes, " in said
+
+
+def test_another_content_of_the_tokenizers_file_is_another_command(tmp_path: Path) -> None:
+    """Before the first command ends, and after."""
+    path, out = tmp_path / "tokenizer.json", tmp_path / "out"
+    path.write_bytes(small_bpe("the sea " * 100))
+    argv = [ROOT / "data/README.md", "--out", out, "--tokenizer", path]
+    prepared(*argv)
+    assert "complete already" in prepared(*argv)
+    path.write_bytes(small_bpe("another text " * 100))
+    said = refused(*argv)
+    assert f"the work of a command with --tokenizer {path} of sha256 " in said
+    assert digests(out)["tokenizer.json"][:12] in said and said.endswith("name another --out")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "expected"),
+    [
+        ("train_00000.bin", Path.unlink, "is missing: put it back"),
+        ("val_00000.bin", lambda path: path.write_bytes(path.read_bytes()[:-2]), "bytes, and meta.json says"),
+        ("tokenizer.json", Path.unlink, "is missing: put it back"),
+        (
+            "tokenizer.json",
+            lambda path: path.write_bytes(path.read_bytes() + b" "),
+            "is not that of meta.json",
+        ),
+        ("meta.json", Path.unlink, "is missing: put it back"),
+        ("meta.json", lambda path: path.write_text("{"), "is damaged"),
+    ],
+    ids=["no shard", "short shard", "no tokenizer", "another tokenizer", "no meta", "damaged meta"],
+)
+def test_a_finished_folder_that_is_no_longer_whole_is_told(
+    name: str, damage: Callable[[Path], object], expected: str, tmp_path: Path
+) -> None:
+    argv = [ROOT / "data/README.md", "--out", tmp_path / "out"]
+    prepared(*argv)
+    damage(tmp_path / "out" / name)
+    said = refused(*argv)
+    assert said.startswith(f"error: {tmp_path}/out/{name} ") and expected in said and "another --out" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"command": null}', "{}", "[]", "{", '{"command": {}, "shards": [3]}', '{"command": {"files": 3}}'],
+)
+def test_a_damaged_record_is_told(content: str, tmp_path: Path) -> None:
+    (tmp_path / "prepare.json").write_text(content)
+    said = refused(ROOT / "data/README.md", "--out", tmp_path)
+    assert said.startswith(f"error: {tmp_path}/prepare.json ") and said.endswith("name another --out")
 
 
 def test_two_commands_at_once_are_refused(tmp_path: Path) -> None:
