@@ -1,9 +1,10 @@
 """Tokenizers by name: a tokenizer.json, GPT-2's two files in a folder, or GPT-2's own, downloaded."""
 
 import json
+import os
 
 from mingpt.data.json_tokenizer import END_OF_TEXT, JsonTokenizer
-from mingpt.data.source import AbsentFile, download, read_cached
+from mingpt.data.source import AbsentFile, download, read_cached, relative_to
 from mingpt.errors import UserError
 
 # The checksums are those that tiktoken pins.
@@ -35,10 +36,15 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     UserError, which begins with `setting`, for what cannot be read.
     """
     if name == "gpt2":
-        vocab, merges = (
-            read_cached(f"{GPT2_URL}/{file}", sha256, f"{setting}=gpt2:", "its fixed checksum")
-            for file, sha256 in (GPT2_VOCAB, GPT2_MERGES)
-        )
+        try:
+            vocab, merges = (
+                read_cached(f"{GPT2_URL}/{file}", sha256, f"{setting}=gpt2:", "its fixed checksum")
+                for file, sha256 in (GPT2_VOCAB, GPT2_MERGES)
+            )
+        except UserError as error:
+            raise UserError(
+                f"{error}; or name a folder with encoder.json and vocab.bpe, or a tokenizer.json, by path"
+            ) from None
         return join_vocabulary(vocab, merges, f"{setting}=gpt2")
     if name.partition("?")[0].endswith(".json"):
         return download(name, setting)
@@ -58,9 +64,12 @@ def read_folder(folder: str, setting: str) -> bytes:
             continue
         merges = download(f"{folder}/{merges_name}", setting)
         return join_vocabulary(vocab, merges, f"{setting} {folder}")
+    hint = relative_to(folder)
+    if "/" not in folder and not os.path.lexists(folder):
+        hint += "; `python -m mingpt.prepare --tokenizer bpe` makes a BPE of a text"
     raise UserError(
         f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
-        "vocab.json and merges.txt, or encoder.json and vocab.bpe"
+        f"vocab.json and merges.txt, or encoder.json and vocab.bpe{hint}"
     )
 
 

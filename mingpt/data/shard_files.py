@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mingpt.data.source import relative_to
 from mingpt.errors import UserError
 
 HEADER_BYTES = 1024
@@ -74,11 +75,6 @@ def find_files(path: str) -> tuple[Path, list[str], bool]:
 
 def has_pattern(path: str) -> bool:
     return any(mark in path for mark in "*?[")
-
-
-def relative_to(path: str) -> str:
-    """Where a relative path starts, for an error message."""
-    return "" if os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
 
 
 def is_validation(name: str) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -88,18 +89,30 @@ def has_checksum(content: bytes, sha256: str | None) -> bool:
 
 def download(path: str, setting: str) -> bytes:
     """The bytes at a path or URL. Raises UserError, naming the package if its driver is not installed."""
+    with readable(path, f"{setting} "), fsspec.open(path, "rb") as file:
+        return bytes(file.read())
+
+
+@contextlib.contextmanager
+def readable(path: str, begin: str = "") -> Iterator[None]:
+    """Whatever a driver raises becomes a UserError that begins with `begin` and the path."""
     try:
-        with fsspec.open(path, "rb") as file:
-            return bytes(file.read())
+        yield
+    except UserError:
+        raise
     except ImportError as error:
-        raise UserError(f"{setting} {path} needs a driver that is not installed: {error}") from None
+        raise UserError(f"{begin}{path} needs a driver that is not installed: {error}") from None
     except Exception as error:  # each driver raises exceptions of its own
         reason = failed_request(error) or error
-        if isinstance(reason, FileNotFoundError):
-            hint = "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
-            raise AbsentFile(f"{setting} {path} does not exist{hint}") from None
+        if isinstance(reason, (FileNotFoundError, NotADirectoryError)):
+            raise AbsentFile(f"{begin}{path} does not exist{relative_to(path)}") from None
         line = str(reason).splitlines()[0] if str(reason) else ""
-        raise UserError(f"{setting} {path} cannot be read: {type(reason).__name__}: {line}") from None
+        raise UserError(f"{begin}{path} cannot be read: {type(reason).__name__}: {line}") from None
+
+
+def relative_to(path: str) -> str:
+    """Where a relative path starts, for an error message."""
+    return "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
 
 
 def failed_request(error: Exception) -> BaseException | None:

@@ -6,6 +6,5 @@ name when it is complete; meta.json comes last. Memory does not grow with the te
 
 from mingpt.prepare.checking import check_folder
 from mingpt.prepare.job import Options, prepare
-from mingpt.prepare.shard_file import ShardInfo, read_info
 
-__all__ = ["Options", "ShardInfo", "check_folder", "prepare", "read_info"]
+__all__ = ["Options", "check_folder", "prepare"]

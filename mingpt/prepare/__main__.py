@@ -15,8 +15,9 @@ complete. A command that was killed goes on when it is started again, from its l
 bpe trains a byte-level BPE as GPT-2's on the training part: its first 200 MB, or less if these have more than
 4 MB of distinct words, so that memory stays below 1 GB.
 
---check reads a folder through: sizes, headers, checksums, tokens past the vocabulary; of shards that other
-programs wrote headers and sizes. Exit code 1 if something is wrong.
+--check reads a folder through: sizes, headers, checksums, tokens past the vocabulary. Of shards that other
+programs wrote it checks sizes and headers, reads every token and prints the largest. Exit code 1 if something
+is wrong.
 """
 
 import argparse

@@ -1,14 +1,15 @@
 """Reads a folder of token shards through and says what is wrong with it."""
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mingpt.data.shard_files import ShardFile, inspect
+from mingpt.data.shard_meta import read_meta
 from mingpt.errors import UserError
 from mingpt.prepare.folder import META, PARTIAL, TOKENIZER
-from mingpt.prepare.shard_file import ShardInfo, read_info, read_through
+from mingpt.prepare.shard_file import read_through
 
 
 @dataclass
@@ -28,41 +29,14 @@ def check_folder(folder: Path) -> tuple[bool, list[str]]:
     found = Findings()
     try:
         meta = read_meta(folder)
-    except ValueError as error:
-        return False, [f"{folder / META}: {error}"]
+    except UserError as error:
+        return False, [str(error)]
     if meta is None:
         check_without_meta(folder, found)
     else:
         check_prepared(folder, meta, found)
     whole = f"{folder}: {found.tokens:,} tokens in {found.files} files, largest token {found.largest}"
     return not found.problems, found.problems or [whole]
-
-
-def read_meta(folder: Path) -> dict[str, Any] | None:
-    """meta.json with every field of its type; None if there is none. Raises ValueError."""
-    try:
-        meta = json.loads((folder / META).read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"it cannot be read: {error}") from None
-    try:
-        if meta["format"] != 1:
-            raise ValueError(f"it has format {meta['format']}, and this program knows 1")
-        if meta["complete"] is not True:
-            raise ValueError("it says that the folder is not complete: run the command that makes it again")
-        types: list[tuple[Any, Any]] = [(meta["tokenizer"]["vocab_size"], int), (meta["files"], list)]
-        types += [(meta["tokenizer"]["sha256"], (str, type(None)))]
-        for file in meta["files"]:
-            types += [(file["name"], str), (file["tokens"], int), (file["bytes"], int), (file["sha256"], str)]
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"it lacks a field, or has one of another kind ({error})") from None
-    wrong = [value for value, kind in types if not isinstance(value, kind)]
-    if wrong or any(Path(file["name"]).name != file["name"] for file in meta["files"]):
-        raise ValueError(
-            f"it has a field of another kind ({wrong[0]!r})" if wrong else "it names other folders"
-        )
-    return dict(meta)
 
 
 def check_prepared(folder: Path, meta: dict[str, Any], found: Findings) -> None:
@@ -86,17 +60,13 @@ def check_prepared(folder: Path, meta: dict[str, Any], found: Findings) -> None:
 
 def check_file(path: Path, file: dict[str, Any], vocab_size: int, found: Findings) -> None:
     try:
-        size = path.stat().st_size
-        if size != file["bytes"]:
-            found.problems.append(f"{path}: {size:,} bytes, and {META} says {file['bytes']:,}")
-            return
-        info = read_info(path)
+        info = inspect(str(path), None)
         digest, largest = read_through(path, info)
     except OSError as error:
         found.problems.append(f"{path}: cannot be read: {error.strerror}")
         return
-    except ValueError as error:
-        found.problems.append(f"{path}: {error}")
+    except UserError as error:
+        found.problems.append(str(error))
         return
     add(found, info, largest)
     if info.tokens != file["tokens"]:
@@ -108,22 +78,22 @@ def check_file(path: Path, file: dict[str, Any], vocab_size: int, found: Finding
 
 
 def check_without_meta(folder: Path, found: Findings) -> None:
-    """Shards of other programs: headers and sizes."""
+    """Shards of other programs: headers, sizes and the largest token."""
     paths = sorted(folder.glob("*.bin"))
     if not paths:
         partial = any(path.name.endswith(PARTIAL) for path in folder.iterdir())
         found.problems.append(f"{folder}: holds no .bin file" + (", only unfinished ones" if partial else ""))
     for path in paths:
         try:
-            info = read_info(path)
+            info = inspect(str(path), None)
             add(found, info, read_through(path, info)[1])
         except OSError as error:
             found.problems.append(f"{path}: cannot be read: {error.strerror}")
-        except ValueError as error:
-            found.problems.append(f"{path}: {error}")
+        except UserError as error:
+            found.problems.append(str(error))
 
 
-def add(found: Findings, info: ShardInfo, largest: int) -> None:
+def add(found: Findings, info: ShardFile, largest: int) -> None:
     found.tokens += info.tokens
     found.files += 1
     found.largest = max(found.largest, largest)

@@ -6,11 +6,11 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from mingpt.data.source import readable
 from mingpt.errors import UserError
 from mingpt.redact import redact
 
@@ -96,20 +96,3 @@ def open_input(file: InputFile, offset: int = 0) -> Iterator[Any]:
                 skipped = len(stream.read(min(offset, 1 << 20)))
                 offset = offset - skipped if skipped else 0
         yield stream
-
-
-@contextlib.contextmanager
-def readable(path: str) -> Iterator[None]:
-    """Whatever a driver raises becomes a UserError that names the path."""
-    try:
-        yield
-    except (UserError, GeneratorExit):
-        raise
-    except ImportError as error:
-        raise UserError(f"{path} needs a package that is not installed: {error}") from None
-    except FileNotFoundError:
-        hint = "" if is_url(path) or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
-        raise UserError(f"{path} does not exist{hint}") from None
-    except Exception as error:  # each driver raises exceptions of its own
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise UserError(f"{path} cannot be read: {type(error).__name__}: {reason}") from None

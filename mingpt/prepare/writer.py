@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from mingpt.data.shard_files import HEADER_BYTES
 from mingpt.prepare.batches import Batch, Position
 from mingpt.prepare.encoding import Encoder
 from mingpt.prepare.folder import PARTIAL, Record, give_name, writable
-from mingpt.prepare.shard_file import HEADER_BYTES, make_header, read_through
+from mingpt.prepare.shard_file import make_header, read_through
 
 
 class ShardWriter:

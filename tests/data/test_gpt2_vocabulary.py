@@ -65,6 +65,9 @@ def test_an_address_that_does_not_answer_is_one_sentence(
         load_named_tokenizer("gpt2")
     sentence = str(error.value)
     assert sentence.startswith("data.tokenizer=gpt2: http://127.0.0.1:9/encoder.json cannot be read: ")
+    assert sentence.endswith(
+        "; or name a folder with encoder.json and vocab.bpe, or a tokenizer.json, by path"
+    )
     assert "\n" not in sentence
 
 
@@ -99,6 +102,15 @@ def test_a_folder_without_tokenizer_says_what_may_lie_there(tmp_path: Path) -> N
             f"--tokenizer {place} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
             "vocab.json and merges.txt, or encoder.json and vocab.bpe"
         )
+
+
+def test_a_word_that_is_no_file_points_to_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        read_named_tokenizer("bpe")
+    assert str(error.value).startswith("data.tokenizer bpe is neither gpt2, nor a .json file, nor a folder ")
+    hint = "`python -m mingpt.prepare --tokenizer bpe` makes a BPE of a text"
+    assert str(error.value).endswith(f"(relative paths start at {tmp_path}); {hint}")
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "{", '{"a": "b", "c": 1}', '{"a": 0}'])

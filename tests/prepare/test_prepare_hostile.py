@@ -118,6 +118,11 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_a_url_without_a_network_is_told_from_one_that_does_not_exist(tmp_path: Path) -> None:
+    said = refused("http://127.0.0.1:9/a.txt", "--out", tmp_path / "out")
+    assert said.startswith("error: http://127.0.0.1:9/a.txt cannot be read: ClientConnectorError: ")
+
+
 def test_credentials_of_a_url_are_not_shown(tmp_path: Path) -> None:
     said = refused("http://me:secret@127.0.0.1:9/a.txt", "--out", tmp_path / "out")
     assert "secret" not in said and "http://me:***@127.0.0.1" in said
@@ -126,18 +131,18 @@ def test_credentials_of_a_url_are_not_shown(tmp_path: Path) -> None:
 ELSEWHERE = {"name": "../a", "tokens": 1, "bytes": 1, "sha256": ""}
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a bit", lambda out: flip(out / "train_00001.bin", 1500), "train_00001.bin: sha256 is"),
-    ("cut", lambda out: (out / "train_00000.bin").write_bytes(b""), "train_00000.bin: 0 bytes, and meta"),
-    ("gone", lambda out: (out / "val_00000.bin").unlink(), "val_00000.bin: cannot be read: No such file"),
-    ("header", lambda out: flip(out / "val_00000.bin", 0), "val_00000.bin: it begins with"),
-    ("version", lambda out: flip(out / "val_00000.bin", 4), "val_00000.bin: its header has version 254"),
+    ("cut", lambda out: (out / "train_00000.bin").write_bytes(b""), "train_00000.bin is empty"),
+    ("gone", lambda out: (out / "val_00000.bin").unlink(), "val_00000.bin does not exist"),
+    ("header", lambda out: flip(out / "val_00000.bin", 0), "val_00000.bin begins with"),
+    ("version", lambda out: flip(out / "val_00000.bin", 4), "val_00000.bin has version 254"),
     ("token", lambda out: flip(out / "train_00000.bin", -1), "train_00000.bin: holds token"),
     ("tokenizer", lambda out: flip(out / "tokenizer.json", 9), "tokenizer.json: sha256 is"),
     ("no tokenizer", lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json: cannot be read"),
     ("stray", lambda out: (out / "more.bin").touch(), "more.bin: meta.json does not list it"),
-    ("meta", lambda out: flip(out / "meta.json", 0), "meta.json: it cannot be read"),
-    ("meta field", lambda out: change_meta(out, files=3), "meta.json: it lacks a field"),
-    ("meta path", lambda out: change_meta(out, files=[ELSEWHERE]), "meta.json: it names other folders"),
-    ("unfinished", lambda out: change_meta(out, complete=False), "meta.json: it says that the folder is not"),
+    ("meta", lambda out: flip(out / "meta.json", 0), "meta.json is damaged: "),
+    ("meta field", lambda out: change_meta(out, files=3), 'meta.json is damaged: "files"'),
+    ("meta path", lambda out: change_meta(out, files=[ELSEWHERE]), 'meta.json is damaged: "name" of file 0'),
+    ("unfinished", lambda out: change_meta(out, complete=False), "meta.json says that prepare has not"),
 ]  # fmt: skip
 
 
@@ -172,4 +177,4 @@ def test_check_reads_shards_of_other_programs(tmp_path: Path) -> None:
     assert f"{out}: 2 tokens in 1 files, largest token {0xC400}" in prepared("--check", out)
     (out / "x_000001.bin").write_bytes(b"\x01\x00\x00\xc4")
     done = run_prepare("--check", out)
-    assert done.returncode == 1 and "x_000001.bin: it begins with" in done.stdout
+    assert done.returncode == 1 and "x_000001.bin has 4 bytes, less than the header" in done.stdout
