@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mingpt.data.source import relative_to
+from mingpt.data.source import hint_to_prepare, relative_to
 from mingpt.errors import UserError
 
 HEADER_BYTES = 1024
@@ -56,6 +56,12 @@ def find_files(path: str) -> tuple[Path, list[str], bool]:
         except OSError as error:
             raise UserError(f"data.path {path} cannot be read: {error.strerror}") from None
         names = [name for name in listed if name.endswith(".bin")]
+        documents = min((name for name in listed if hint_to_prepare(name)), default="")
+        if not names and documents:
+            raise UserError(
+                f"data.path {path} has no .bin file, and {documents} is not read by training"
+                f"{hint_to_prepare(documents)}"
+            )
         if not names:
             raise UserError(f"data.path {path} has no .bin file: name a folder of token shards, or a text")
         return Path(path), names, whole
@@ -146,8 +152,7 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
             size = os.fstat(descriptor).st_size
             first = read_at(descriptor, BLOCK_BYTES, 0)
             tokens, offset, dtype = layout(path, first[:HEADER_BYTES], size)
-            if entry is None:
-                fingerprint = sampled_fingerprint(os.path.basename(path), size, first, descriptor)
+            fingerprint = sampled_fingerprint(os.path.basename(path), size, first, descriptor)
         finally:
             os.close(descriptor)
     except FileNotFoundError as error:
@@ -160,7 +165,7 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path} cannot be read: {reason}") from None
     if entry is not None:
-        fingerprint = entry["sha256"]
+        fingerprint = hashlib.sha256((entry["sha256"] + fingerprint).encode()).hexdigest()
         for what, is_there in (("tokens", tokens), ("bytes", size)):
             if entry[what] != is_there:
                 raise UserError(
@@ -176,7 +181,9 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
         raise UserError(f"{path} is empty: remove it or copy it again")
     magic = int.from_bytes(header[:4], "little", signed=True)
     if magic == EVAL_MAGIC:
-        raise UserError(f"{path} is an evaluation file of llm.c (magic {magic}), not token shards: remove it")
+        raise UserError(
+            f"{path} is an evaluation file of llm.c (magic {magic}), not token shards: leave it out"
+        )
     if os.path.basename(path) in HEADERLESS and magic not in FORMATS:
         if size % UINT16.itemsize:
             raise UserError(
@@ -188,8 +195,8 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
     if magic not in FORMATS:
         known = " or ".join(map(str, FORMATS))
         raise UserError(
-            f"{path} begins with {magic}, and token shards begin with {known}: remove it; files without a "
-            f"header must be named {' or '.join(HEADERLESS)}"
+            f"{path} begins with {magic}, and token shards begin with {known}: if it holds nanoGPT's tokens, "
+            f"name it {' or '.join(HEADERLESS)}; otherwise leave it out of data.path"
         )
     version, dtype = FORMATS[magic]
     its_version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (4, 8))

@@ -14,6 +14,12 @@ from mingpt.errors import UserError
 
 log = logging.getLogger(__name__)
 LOCAL = ("file://", "local://", "memory://")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}  # only mingpt.prepare reads them
 
 
 class AbsentFile(UserError):
@@ -120,3 +126,10 @@ def failed_request(error: Exception) -> BaseException | None:
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
     return cause if is_of_driver and getattr(cause, "status", None) not in (404, 410) else None
+
+
+def hint_to_prepare(path: str) -> str:
+    """How to use a file that mingpt.prepare reads and training does not, for an error message; else ""."""
+    name = path.partition("?")[0] if "://" in path else path
+    is_for_prepare = name.lower().endswith((*KINDS, *COMPRESSED))
+    return ": make token shards of it with `python -m mingpt.prepare`" if is_for_prepare else ""

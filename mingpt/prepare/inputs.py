@@ -10,12 +10,9 @@ from typing import Any
 
 import fsspec
 
-from mingpt.data.source import readable
+from mingpt.data.source import COMPRESSED, KINDS, readable
 from mingpt.errors import UserError
 from mingpt.redact import redact
-
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)

@@ -358,10 +358,30 @@ def test_a_prepared_folder_has_its_fingerprints_from_meta_json(tmp_path: Path) -
     meta = prepared(tmp_path)
     data = open_shards(str(tmp_path), 0.5)
     assert data.meta == meta
-    assert data.files == {entry["name"]: entry["sha256"] for entry in meta["files"]}
+    (tmp_path / "meta.json").rename(tmp_path / "not.json")
+    sampled = open_shards(str(tmp_path), 0.5).files
+    assert data.files == {
+        entry["name"]: hashlib.sha256((entry["sha256"] + sampled[entry["name"]]).encode()).hexdigest()
+        for entry in meta["files"]
+    }
     digests = "".join(data.files.values()).encode()
     assert data.fingerprint == hashlib.sha256(digests).hexdigest()
     assert (len(data.train), len(data.val)) == (37, 12)
+
+
+@pytest.mark.parametrize("what", ["content", "meta"])
+def test_a_change_beside_meta_json_changes_the_fingerprint(what: str, tmp_path: Path) -> None:
+    """Of the file's content, which meta.json no longer describes, or of the checksum in meta.json."""
+    prepared(tmp_path)
+    before = open_shards(str(tmp_path), 0.5).files
+    if what == "content":
+        overwrite("train_00001.bin", 1030, b"xx")(tmp_path)
+    else:
+        meta = json.loads((tmp_path / "meta.json").read_bytes())
+        meta["files"][1]["sha256"] = "b" * 64
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+    after = open_shards(str(tmp_path), 0.5).files
+    assert [name for name in after if after[name] != before[name]] == ["train_00001.bin"]
 
 
 def test_a_part_of_a_prepared_folder_keeps_fingerprints_but_not_the_bytes_of_validation(
@@ -370,7 +390,10 @@ def test_a_part_of_a_prepared_folder_keeps_fingerprints_but_not_the_bytes_of_val
     meta = prepared(tmp_path)
     write_llmc(tmp_path / "other.bin", [1, 2])  # a pattern leaves it out
     data = open_shards(f"{tmp_path}/train_*.bin", 0.5)
-    assert data.files == {entry["name"]: entry["sha256"] for entry in meta["files"][:2]}
+    whole = {entry["name"] for entry in meta["files"]}
+    (tmp_path / "other.bin").rename(tmp_path / "other")
+    assert data.files.items() < open_shards(str(tmp_path), 0.5).files.items() and data.files.keys() < whole
+    (tmp_path / "other").rename(tmp_path / "other.bin")
     assert data.meta == meta | {"val_bytes": None}
     assert open_shards(f"{tmp_path}/*_0*.bin", 0.5).meta == meta
     assert len(open_shards(f"{tmp_path}/*.bin", 0.5).train) == 39
@@ -426,6 +449,12 @@ def no_shards(folder: Path) -> None:
         path.rename(path.with_suffix(".tokens"))
 
 
+def documents(folder: Path) -> None:
+    no_shards(folder)
+    for name in ("text.txt", "b.parquet", "a.jsonl"):
+        (folder / name).touch()
+
+
 def one_token_of_validation(folder: Path) -> None:
     write_llmc(folder / "val_0.bin", [1])
 
@@ -449,7 +478,8 @@ def copy_as(name: str) -> Callable[[Path], object]:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong magic": (
         overwrite("train_3.bin", 0, int32(1234)),
-        r"/train_3\.bin begins with 1234.*20240520 or 20240801.*named train\.bin or val\.bin",
+        r"/train_3\.bin begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, name it "
+        r"train\.bin or val\.bin; otherwise leave it out of data\.path$",
     ),
     "headerless under another name": (headerless("tokens.bin", 4000), r"/tokens\.bin begins with 0"),
     "an evaluation file": (
@@ -495,7 +525,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"/train_03\.bin and .*train_3\.bin have the same number",
     ),
     "validation only": (only_validation, r"only files named \*val\*.*val_0\.bin.* for training"),
-    "no shards": (no_shards, r"has no \.bin file"),
+    "no shards": (no_shards, r"has no \.bin file: name a folder of token shards, or a text$"),
+    "documents": (
+        documents,
+        r"has no \.bin file, and a\.jsonl is not read by training: make token shards of it with `python -m "
+        r"mingpt\.prepare`",
+    ),
     "one token of validation": (
         one_token_of_validation,
         r"the validation part of .* has 1 token.* at least 2",
