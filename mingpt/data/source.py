@@ -14,12 +14,9 @@ from mingpt.errors import UserError
 
 log = logging.getLogger(__name__)
 LOCAL = ("file://", "local://", "memory://")
+# Files that mingpt.prepare reads and training does not.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-KINDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-}  # only mingpt.prepare reads them
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
 class AbsentFile(UserError):
