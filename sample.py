@@ -9,8 +9,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from mingpt.cli import CommandParser
 from mingpt.errors import UserError
 from mingpt.redact import RedactingFormatter, redact
 
@@ -22,14 +23,12 @@ PROMPTS = ("prompt", "prompt_file", "prompt_tokens")
 EMPTY = "the prompt is empty and there is nothing to continue: give at least one "
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python sample.py --help")
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = CommandParser(
+        prog="python sample.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
     parser.add_argument("run", nargs="?", default="out/default", help=where)

@@ -4,13 +4,14 @@ A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied f
 line, wherever the file stands; defaults are those of config.py. `--section.key value` works too.
 """
 
+import argparse
 import dataclasses
 import difflib
 import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pydantic
 import yaml
@@ -59,6 +60,13 @@ def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
             continue
         given[key] = Text(text)
     return path, given
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The command line of the other commands, on which a mistake is a UserError: one line, no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 class Text(str):

@@ -14,8 +14,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from mingpt.cli import CommandParser
 from mingpt.errors import UserError
 from mingpt.redact import RedactingFormatter, redact
 
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, TOKENIZER, README = "config.json", "model.safetensors", "tokenizer.json", "README.md"
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 FILES = (WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, README, CONFIG)  # config.json is the last
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m mingpt.export --help")
 
 
 def main() -> int:
@@ -47,7 +43,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m mingpt.export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -25,21 +25,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from mingpt.cli import CommandParser
 from mingpt.errors import UserError
 from mingpt.prepare import Options, check_folder, prepare
 from mingpt.redact import RedactingFormatter, redact
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m mingpt.prepare --help")
-
-
-def make_parser() -> Parser:
+def make_parser() -> CommandParser:
     default = Options()
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m mingpt.prepare",
         usage="%(prog)s TEXT_OR_URL... --out DIR [options] | --check DIR",
         description=__doc__,
