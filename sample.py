@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def check_arguments(parser: Parser, arguments: argparse.Namespace) -> None:
+def check_arguments(parser: CommandParser, arguments: argparse.Namespace) -> None:
     """Raises UserError for what cannot be; a prompt is then text, or None."""
     given = [(name, value) for name in PROMPTS for value in getattr(arguments, name) or []]
     if len(given) > 1:

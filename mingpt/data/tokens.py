@@ -13,6 +13,7 @@ from typing import Any
 from mingpt.config import DataConfig
 from mingpt.data.char_tokenizer import CharTokenizer
 from mingpt.data.shards import ShardData
+from mingpt.data.source import hint_to_prepare
 from mingpt.data.tokenizer import TOKENIZERS, Tokenizer
 from mingpt.data.windows import CharDataset
 from mingpt.errors import UserError
@@ -40,12 +41,15 @@ class TextData:
     def __init__(self, content: bytes, config: DataConfig) -> None:
         if not content:
             raise UserError(f"data.path {config.path} is empty")
+        if config.path.endswith((".jsonl", ".ndjson")):
+            raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
         try:
             self.text = content.decode("utf-8")
         except UnicodeDecodeError as error:
             byte, offset = content[error.start], error.start
             raise UserError(
-                f"data.path {config.path} is not UTF-8: byte 0x{byte:02x} at offset {offset:,}"
+                f"data.path {config.path} is not UTF-8, byte 0x{byte:02x} at offset {offset:,}"
+                f"{hint_to_prepare(config.path)}"
             ) from None
         self.files: Mapping[str, str] = {}
         self.fingerprint = hashlib.sha256(content).hexdigest()

@@ -33,7 +33,7 @@ def test_no_character_of_validation_is_trained_on() -> None:
     [
         (b"", "is empty"),
         (b"abc" * 10, "the validation part .* has 3 tokens"),
-        (b"a" * 50 + b"\xff" + b"a" * 50, "is not UTF-8: byte 0xff at offset 50"),
+        (b"a" * 50 + b"\xff" + b"a" * 50, "is not UTF-8, byte 0xff at offset 50"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused(content: bytes, sentence: str) -> None:
@@ -92,3 +92,10 @@ def test_the_shakespeare_configuration_asks_for_the_well_known_text() -> None:
     corpus = make_corpus(read_bytes(config), config)  # its checksum is verified on the way
     assert corpus.vocab_size == 65
     assert len(corpus.train.tokens) + len(corpus.val.tokens) == 1_115_394
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])
+def test_what_prepare_reads_and_training_does_not_points_to_it(name: str) -> None:
+    content = TEXT.encode() if name == "a.jsonl" else b"\x1f\x8b" + TEXT.encode()
+    with pytest.raises(UserError, match=r"python -m mingpt\.prepare"):
+        make_corpus(content, DataConfig(path=name, block_size=8))

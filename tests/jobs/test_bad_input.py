@@ -83,7 +83,7 @@ def test_a_url_without_its_driver_names_the_package(refuse: Refuse) -> None:
     [
         (b"", "is empty"),
         (b"abcdefgh" * 5, "has 4 tokens, fewer than one window"),
-        (b"abc" * 200 + b"\xfe" + b"abc" * 200, "is not UTF-8: byte 0xfe at offset 600"),
+        (b"abc" * 200 + b"\xfe" + b"abc" * 200, "is not UTF-8, byte 0xfe at offset 600"),
     ],
 )
 def test_a_text_that_cannot_be_used(content: bytes, expected: str, refuse: Refuse, tmp_path: Path) -> None:
