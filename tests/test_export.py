@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT
 from support.hf_models import save_run
 from support.models import ARCHITECTURES, Arch
+from support.object_store import object_store
 from support.vocabularies import cl100k_like
 
 from mingpt.cli import parse
@@ -419,18 +420,8 @@ def test_an_upload_that_breaks_off_has_no_config(monkeypatch: pytest.MonkeyPatch
 def test_an_object_store_takes_an_export_and_gives_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        fsspec.filesystem("s3", use_listings_cache=False).mkdir("models")
+    with object_store(monkeypatch) as files:
+        files.mkdir("models")
         model = save_run(tmp_path / "run", make_config("modern"), CHARACTERS)
         done = run_command(tmp_path / "run", "s3://models/one")
         assert done.returncode == 0, done.stderr
@@ -440,5 +431,3 @@ def test_an_object_store_takes_an_export_and_gives_it_back(
         assert replaced.returncode == 0, replaced.stderr
         found = read_folder("s3://models/one")
         assert all(torch.equal(found.tensors[name], one) for name, one in model.named_parameters())
-    finally:
-        server.stop()

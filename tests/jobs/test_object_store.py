@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from conftest import Start, command, final_hash
+from support.object_store import object_store
 
 from mingpt.jobs import torchrun
 
@@ -14,18 +14,7 @@ from mingpt.jobs import torchrun
 def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        bucket = fsspec.filesystem("s3", use_listings_cache=False)
+    with object_store(monkeypatch) as bucket:
         bucket.mkdir("runs")
         place = "s3://runs/one"
         words = command(launcher=torchrun(2), run_dir=tmp_path, data__path=text, snapshot__path=place)
@@ -38,8 +27,6 @@ def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
         expected = (undisturbed / "snapshots" / "step_00000030.safetensors").read_bytes()
         assert content == expected and final_hash(undisturbed)
         assert not list(tmp_path.glob("snapshots/*"))
-    finally:
-        server.stop()
 
 
 def test_a_url_in_memory_serves_one_process_and_no_job(start: Start, text: Path, tmp_path: Path) -> None:

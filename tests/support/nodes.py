@@ -215,6 +215,7 @@ class Node:
             self.daemon.wait(TIMEOUT_S)
         else:
             send_to(signal.SIGSTOP, daemon)
+            poll(lambda: all(state_of(pid) == "T" for pid in daemon))  # until then it may answer
 
     def cut(self) -> None:
         """Network and storage; accesses to storage hang."""

@@ -1,0 +1,29 @@
+"""An S3 server in this process."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+
+
+@contextlib.contextmanager
+def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Its file system by fsspec. Processes that are started meanwhile find it by their environment."""
+    s3fs = pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()  # one of another test has the address of its server
+        yield fsspec.filesystem("s3", use_listings_cache=False)
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        server.stop()
