@@ -87,14 +87,6 @@ class ShardReader:
                 raise changed(file, os.fstat(descriptor).st_size)
         return np.frombuffer(content, dtype=file.dtype)
 
-    def advise(self, number: int, first: int, count: int) -> None:
-        """The kernel may begin to read these tokens."""
-        file = self.files[number]
-        size = file.dtype.itemsize
-        with self._lock, errors_name(file):
-            descriptor = self._descriptor(number)
-            os.posix_fadvise(descriptor, file.offset + first * size, count * size, os.POSIX_FADV_WILLNEED)
-
     def _descriptor(self, number: int) -> int:
         """That of an open file, which it opens if need be. Raises UserError if its size has changed."""
         descriptor = self._open.pop(number, None)
@@ -155,12 +147,6 @@ class TokenShards:
         for row, column, number, first, count in self._pieces(starts, length):
             windows[row, column : column + count] = self._reader.read(number, first, count)
         return windows
-
-    def advise(self, starts: Sequence[int] | np.ndarray, length: int) -> None:
-        """Windows that will be read soon: the kernel may begin to read them. Raises as `read`."""
-        if hasattr(os, "posix_fadvise"):  # Linux has it, macOS does not
-            for _, _, number, first, count in self._pieces(starts, length):
-                self._reader.advise(number, first, count)
 
     def where(self, position: int) -> str:
         """The token's number in its file, and the file, for an error message."""

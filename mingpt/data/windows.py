@@ -6,6 +6,7 @@ A batch of windows is one gather from the array. Which window is read when is de
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch.utils.data import Dataset
 from mingpt.data.shards import TokenShards
 from mingpt.errors import UserError
 
-PREFETCH_BATCHES = 64  # gathered, and moved to the device, at once; fewer where they are read from a disk
-PREFETCH_FROM_DISK = 8
+PREFETCH_BATCHES = 64  # gathered, and moved to the device, at once
+PREFETCH_FROM_DISK = 128  # windows
+FIRST_FROM_DISK = 8  # batches; the first step waits for them
 
 
 class CharDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -67,28 +69,32 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises UserError for a batch that cannot be used, after those before it.
         """
         remaining = iter(starts)
-        on_disk = not isinstance(self.tokens, Tensor)
-        count = (PREFETCH_FROM_DISK if on_disk else PREFETCH_BATCHES) * batch_size
-        chunk = list(itertools.islice(remaining, count))
-        while chunk:
-            following = list(itertools.islice(remaining, count))
-            if not isinstance(self.tokens, Tensor):
-                self.tokens.advise(following, self.block_size + 1)
-            yield from self.gather(chunk, batch_size, device)
-            chunk = following
-
-    def gather(
-        self, starts: Sequence[int], batch_size: int, device: torch.device | str
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """As `batches`, read at once."""
-        try:
-            on_cpu = self.__getitems__(starts)
-        except UserError:
-            if len(starts) <= batch_size:
-                raise
-            for first in range(0, len(starts), batch_size):  # the batches before the bad one can be used
-                yield from self.gather(starts[first : first + batch_size], batch_size, device)
+        if isinstance(self.tokens, Tensor):
+            while chunk := list(itertools.islice(remaining, PREFETCH_BATCHES * batch_size)):
+                yield from self.split(self.__getitems__(chunk), batch_size, device)
             return
+        count = min(PREFETCH_BATCHES, math.ceil(PREFETCH_FROM_DISK / batch_size)) * batch_size
+        chunk = list(itertools.islice(remaining, min(count, FIRST_FROM_DISK * batch_size)))
+        with ThreadPoolExecutor(1) as thread:  # the next windows are read while these are used
+            reading = thread.submit(self.__getitems__, chunk)
+            while chunk:
+                this, being_read = chunk, reading
+                chunk = list(itertools.islice(remaining, count))
+                if chunk:
+                    reading = thread.submit(self.__getitems__, chunk)
+                try:
+                    windows = being_read.result()
+                except UserError:  # the batches before the bad one can be used
+                    for first in range(0, len(this), batch_size):
+                        batch = this[first : first + batch_size]
+                        yield from self.split(self.__getitems__(batch), batch_size, device)
+                    raise
+                yield from self.split(windows, batch_size, device)
+
+    def split(
+        self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """As `batches`, of windows that have been read."""
         on_device = [part.to(device) for part in on_cpu]
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 

@@ -189,7 +189,6 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
             length = int(RNG.integers(1, min(len(expected), 300) + 1))
             starts = RNG.integers(0, len(expected) - length + 1, int(RNG.integers(0, 9)))
             windows = tokens.read(starts, length)
-            tokens.advise(starts, length)
             assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
             assert windows.tolist() == [expected[start : start + length].tolist() for start in starts]
 
@@ -200,8 +199,6 @@ def test_a_window_outside_of_the_array_is_never_read(tmp_path: Path) -> None:
     for start in (-1, 3, 10):
         with pytest.raises(IndexError):
             data.train.read([0, start], 3)
-        with pytest.raises(IndexError):
-            data.train.advise([start], 3)
     assert data.val.read([2], 3).tolist() == [[7, 8, 9]]
 
 
@@ -270,7 +267,6 @@ def test_2000_shards_need_few_file_descriptors(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "tokens = open_shards(sys.argv[1], 0.1).train\n"
         "starts = numpy.random.default_rng(0).integers(0, 1799, 5000) * 2\n"
-        "tokens.advise(starts, 4)\n"
         "windows = tokens.read(starts, 4)\n"
         "assert (windows[:, 1] == starts // 2).all() and (windows[:, 3] == starts // 2 + 1).all()\n"
         "files = [open(sys.argv[1] + '/a_0.bin') for _ in range(32)]  # half of them are left\n"
