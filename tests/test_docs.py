@@ -11,12 +11,14 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 from support.pages import blocks, commands, halves_of_the_readme, run, run_all
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_that_start_jobs_run(text: Path, tmp_path: Path) -> None:
     """Those behind them are in test_readme.py, so that two processes share them."""
     lines, _ = halves_of_the_readme()
@@ -25,6 +27,7 @@ def test_the_commands_of_the_readme_that_start_jobs_run(text: Path, tmp_path: Pa
     assert (tmp_path / "out/default/loss.png").exists()
 
 
+@pytest.mark.slow
 def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, tmp_path: Path) -> None:
     """Applied to a copy: new files, one import line each, and the page of settings."""
     for name in ("train.py", "sample.py", "gpt2_train_cfg.yaml"):

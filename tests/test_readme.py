@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from support.pages import halves_of_the_readme, run_all
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_about_settings_data_and_results_run(text: Path, tmp_path: Path) -> None:
     """By one worker each: what more of them do is shown by the other half."""
     before, lines = halves_of_the_readme()

@@ -39,6 +39,7 @@ def random_lines(count: int) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_gpt2s_tokens_are_those_of_two_other_programs(tmp_path: Path) -> None:
     from transformers import GPT2TokenizerFast  # type: ignore[attr-defined]
 

@@ -258,6 +258,7 @@ def test_a_file_that_is_removed_or_fails_while_it_is_read_is_named(
         tokens.read([0], 4)
 
 
+@pytest.mark.slow
 def test_2000_shards_need_few_file_descriptors(tmp_path: Path) -> None:
     for number in range(2000):
         write_llmc(tmp_path / f"a_{number}.bin", [number % 997, number])

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import Start, changed_program, command, final_hash, reached, snapshot_steps
 
 from mingpt.jobs import read_history, torchrun
@@ -15,6 +16,7 @@ events.subscribe("step_end", lambda step: time.sleep(0.2))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_snapshot_carries_the_tokenizer_and_sampling_needs_nothing_else(
     assert done.stdout.count("The king's") == 2
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_prompts_and_samples_are_tokens(start: Start, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -218,6 +219,7 @@ def test_rows_behind_the_tokenizer_are_neither_sampled_nor_data(
     assert "is 366, and the vocabulary has 300 tokens" in error_of(job)
 
 
+@pytest.mark.slow
 def test_a_token_behind_the_last_step_does_not_matter_to_any_number_of_workers(
     start: Start, tmp_path: Path
 ) -> None:
@@ -251,6 +253,7 @@ def test_an_evaluation_alone_needs_no_bits_per_byte(start: Start, tmp_path: Path
     assert job.wait() == 0 and "step 2  val/loss" in job.err(), job.err()
 
 
+@pytest.mark.slow
 def test_shards_that_were_prepared_with_another_tokenizer_are_refused(
     start: Start, text: Path, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_own_bpe_is_the_same_on_one_core_and_on_two(tmp_path: Path) -> None:
     assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_own_bpe_is_the_same_with_one_thread_and_trains_on_no_validation(tmp_path: Path) -> None:
     """All files are, from training to shards."""
     words, bpe = ["--tokenizer", "bpe", "--vocab_size", 400], tmp_path / "bpe"

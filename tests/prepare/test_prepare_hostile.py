@@ -106,6 +106,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     assert "cannot be made" in refused(PLAY, "--out", "/proc/out")
 
 
+@pytest.mark.slow
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Characters need neither of them, and they are imported where they are used."""
     for package in ("tokenizers", "pyarrow"):
