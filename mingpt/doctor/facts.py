@@ -22,6 +22,7 @@ from mingpt.settings import flatten, settings, to_dict
 from mingpt.snapshot import SnapshotStore
 
 FLOAT_BYTES = 4
+CLEAN_UP_S = 2.0  # that a folder waits for the probes of other ranks
 VOCABULARY_UNREAD = 256  # tokens, where the text has not been read: only the state's size depends on it
 CGROUP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 
@@ -129,8 +130,16 @@ class Folders:
             with contextlib.suppress(Exception):  # it was never written, and try_one has reported why
                 store.files.rm_file(store.path(self.probe))
         for folder in reversed(self.made):
-            with contextlib.suppress(OSError):  # another node's probe, or the run itself, is in it
+            deadline = time.monotonic() + CLEAN_UP_S
+            with contextlib.suppress(OSError):  # the run itself is in it, or it is gone
+                while has_probes(folder) and time.monotonic() < deadline:
+                    time.sleep(0.02)  # another rank is about to remove its own
                 folder.rmdir()
+
+
+def has_probes(folder: Path) -> bool:
+    """Whether a rank's probe is in a folder. Raises OSError."""
+    return any(path.name.startswith("doctor-") for path in folder.iterdir())
 
 
 def reason_of(error: BaseException) -> str:
