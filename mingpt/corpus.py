@@ -246,5 +246,7 @@ def initial_rows(
     if initial is not None and config.vocab_size is None:
         there = initial.tokenizer.fingerprint() if initial.tokenizer else None
         here = tokenizer.fingerprint() if tokenizer else None
-        rows = initial.vocab_size if there == here else None
+        # A tokenizer to which tokens were added has more of them than its model has rows.
+        enough = initial.vocab_size >= (len(tokenizer) if tokenizer else 0)
+        rows = initial.vocab_size if there == here and enough else None
     return context.broadcast_object(rows, 0)
