@@ -115,7 +115,7 @@ class Checkup:
             gpu = self.launch.local_rank if found.get("device_type") == "cuda" else None
             exchange.put("all_reduce", measure_all_reduce(exchange, gpu))
         if rank == 0:
-            verdict = self.judge(exchange, bool(go))
+            verdict = self.judge(exchange, others, bool(go))
             exchange.put("verdict", verdict)
         else:
             verdict = exchange.get("verdict", 0, LIMIT_S)
@@ -165,10 +165,10 @@ class Checkup:
                 f"--endpoint {launch.master_addr}:{launch.master_port}"
             ) from None
 
-    def judge(self, exchange: Exchange, is_measured: bool) -> dict[str, Any]:
+    def judge(self, exchange: Exchange, facts: dict[int, Any], is_measured: bool) -> dict[str, Any]:
         """On rank 0: gather what all have found, print table and faults."""
         hello = exchange.get_all("hello", WAIT_S)
-        facts, sees = exchange.get_all("facts", 0.0), exchange.get_all("sees", WAIT_S)
+        sees = exchange.get_all("sees", WAIT_S)
         rates = exchange.get_all("all_reduce", 2 * WAIT_S) if is_measured else {}
         workers = []
         for rank, worker in hello.items():
