@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -118,22 +119,40 @@ def manifest_tokenizer(
     return {"vocabulary": "", "tokenizer": about}, {TOKENIZER_TENSOR: tensor}
 
 
-def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Copy every weight; learned positions are cut to block_size. Raises UserError for another model's."""
-    parameters = dict(model.named_parameters())
-    if "wpe.weight" in parameters and "wpe.weight" in tensors:
-        tensors = tensors | {"wpe.weight": tensors["wpe.weight"][: model.block_size]}
+def fit_weights(
+    tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], origin: str
+) -> dict[str, Tensor]:
+    """The tensors for a model of these shapes; learned positions are cut. Raises UserError for another's."""
+    if "wpe.weight" in shapes and "wpe.weight" in tensors:
+        tensors = tensors | {"wpe.weight": tensors["wpe.weight"][: shapes["wpe.weight"][0]]}
+    check_shapes({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, shapes, origin)
+    return tensors
+
+
+def check_shapes(
+    there: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    here: Mapping[str, tuple[int, ...]],
+    origin: str,
+) -> None:
+    """Raises UserError unless tensors of these shapes and types are those of a model of the shapes `here`."""
     wrong = []
-    for name, parameter in parameters.items():
-        there: Any = tuple(tensors[name].shape) if name in tensors else "missing"
-        if name in tensors and not tensors[name].is_floating_point():
-            there = tensors[name].dtype
-        if there != tuple(parameter.shape):
-            wrong.append(f"{name}: {there} -> {tuple(parameter.shape)}")
-    surplus = tensors.keys() - parameters.keys()
+    for name, shape in here.items():
+        found: Any = there[name][0] if name in there else "missing"
+        if name in there and not there[name][1].is_floating_point:
+            found = there[name][1]
+        if found != shape:
+            wrong.append(f"{name}: {found} -> {shape}")
+    surplus = there.keys() - here.keys()
     if wrong or surplus:
         reasons = wrong[:3] + ([f"{len(surplus)} tensors that this model lacks"] if surplus else [])
         raise UserError(f"{origin} holds the weights of another model ({'; '.join(reasons)})")
+
+
+def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
+    """Copy every weight; learned positions are cut to block_size. Raises UserError for another model's."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    tensors = fit_weights(tensors, shapes, origin)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
