@@ -31,7 +31,9 @@ def state_content() -> bytes:
     config = Config()
     torch.manual_seed(1)
     model = GPT(config.model, vocab_size=60, block_size=config.data.block_size)
-    optimizer = Optimizer(model, config.optimizer).state_dict()
+    weights = dict(model.named_parameters())
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    optimizer = Optimizer(weights, shapes, config.optimizer).state_dict()
     for tensor in optimizer.values():
         tensor.normal_()
     tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}

@@ -5,11 +5,11 @@ Backward passes cannot be run that way, so gradients are made up.
 
 import pytest
 import torch
+from support.training import gradients_of, make_optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import ModelConfig, OptimizerConfig
 from mingpt.model import GPT, LossModule
-from mingpt.optim import Optimizer
 
 CUDA = torch.device("cuda", 0)
 NEEDS_CUDA_BUILD = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def test_no_tensor_is_left_on_another_device(arch: str, name: str, vocab_size: i
     with FakeTensorMode():
         with CUDA:  # Module.to cannot move such tensors
             model = GPT(config, vocab_size=vocab_size, block_size=shape[1])
-        optimizer = Optimizer(model, OptimizerConfig(name=name))  # type: ignore[arg-type]
+        optimizer = make_optimizer(model, OptimizerConfig(name=name))  # type: ignore[arg-type]
         tokens = torch.zeros(shape, dtype=torch.long, device=CUDA)
         loss = LossModule(model)(tokens, tokens)
         logits, _ = model(tokens)
@@ -36,7 +36,7 @@ def test_no_tensor_is_left_on_another_device(arch: str, name: str, vocab_size: i
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(0.01)
+        optimizer.step(0.01, gradients_of(model))
         tensors = [*model.parameters(), *model.buffers(), *optimizer.state_dict().values()]
         assert {tensor.device for tensor in tensors} == {CUDA}
 

@@ -125,7 +125,9 @@ from mingpt.config import Config
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
 import mingpt.trainer, mingpt.distributed
-optimizer = Optimizer(GPT(Config().model, vocab_size=5, block_size=4), Config().optimizer)
+weights = dict(GPT(Config().model, vocab_size=5, block_size=4).named_parameters())
+shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+optimizer = Optimizer(weights, shapes, Config().optimizer)
 sys.exit("torch._dynamo" in sys.modules or "matplotlib" in sys.modules)
 """
 
