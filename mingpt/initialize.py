@@ -86,7 +86,7 @@ def init_state(
     optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
     state = TrainState(model, optimizer, strategy, step, windows_seen)
     if snapshot:
-        load_state(state, snapshot, context, config.optimizer.name)
+        load_state(state, snapshot, context)
     else:
         init_weights(state, config, context, corpus, initial)
     prepare_forward(config, context, model, strategy, environment, to_train)

@@ -2,12 +2,16 @@
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext
 from mingpt.errors import UnreadableSnapshot, UserError
 from mingpt.run_folder import RunFolder, refuse_where_it_fails
-from mingpt.snapshot import Check, MemorySnapshots, Snapshot, SnapshotStore
+from mingpt.snapshot import DTYPES, Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
+from mingpt.stored_state import Rows, StoredState
 from mingpt.weights import check_model
 
 log = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ class StoreView:
 class LatestSnapshot:
     """The newest valid snapshot that any rank can see, and what this rank found to be corrupt."""
 
-    snapshot: Snapshot | None
+    snapshot: StoredState | None
     durable_step: int  # of the newest one that is not in memory only
     corrupt: dict[int, str]  # step -> reason
     where: str
@@ -71,10 +75,28 @@ def find_latest(
         return LatestSnapshot(None, durable_step, corrupt, store.url, views)
     source = steps.index(max(steps))
     found = found if context.rank == source else None
-    manifest = context.broadcast_object(found.manifest if found else None, source)
-    content = context.broadcast_bytes(found.content if found else None, source)
+    found_manifest, found_entries = context.broadcast_object(
+        (found.manifest, dict(found.entries)) if found else None, source
+    )
+    stored = make_stored(found_manifest, found_entries, source, found)
+    manifest = found_manifest
     where = store.url if manifest["step"] == durable_step else str(memory.root)
-    return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where, views)
+    return LatestSnapshot(stored, durable_step, corrupt, where, views)
+
+
+def make_stored(
+    manifest: dict[str, Any], entries: Entries, source: int, snapshot: Snapshot | None
+) -> StoredState:
+    """One that the rank `source` reads from `snapshot`."""
+
+    def read(name: str, begin: int, end: int) -> Tensor:
+        assert snapshot is not None
+        return snapshot.read(name, begin, end) if entries[name].shape else snapshot.read(name)
+
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    dtypes = {name: DTYPES[entry.dtype] for name, entry in entries.items()}
+    rows = [Rows(name, 0, shape[0] if shape else 1, source) for name, shape in shapes.items()]
+    return StoredState(manifest, shapes, dtypes, rows, read)
 
 
 def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:

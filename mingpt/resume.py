@@ -15,7 +15,8 @@ from mingpt.latest import LatestSnapshot, find_latest, prepare_store, report_ski
 from mingpt.report import GenerationStart, read_durable_step, read_job_start
 from mingpt.run_folder import RunFolder
 from mingpt.settings import differences, to_dict
-from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore, this_process
+from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this_process
+from mingpt.stored_state import StoredState
 from mingpt.weights import check_model
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class StartPoint:
     is_restart: bool  # false in a job's first generation
     store: SnapshotStore
     memory: MemorySnapshots
-    snapshot: Snapshot | None
+    snapshot: StoredState | None
     durable_step: int
     changes: list[str]  # settings that differ from the snapshot's on purpose
     folder: RunFolder
@@ -170,7 +171,7 @@ def shorten(reasons: list[str]) -> str:
 
 
 def check_snapshot(
-    snapshot: Snapshot | None, config: Config, url: str, data: Data, is_restart: bool
+    snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
 ) -> list[str]:
     """Raises UserError unless a generation may start from this snapshot; a restart checks the data alone.
 

@@ -13,11 +13,12 @@ from mingpt.config import Config
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
 from mingpt.errors import ClaimLost, NonRetryableError, SaveAborted, UserError
+from mingpt.gathering import BackgroundGroup, ShardedSaver
 from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.settings import to_dict
-from mingpt.snapshot import SnapshotSaver
+from mingpt.snapshot import SnapshotSaver, TensorSpec, specs_of
 from mingpt.state import TrainState
 from mingpt.weights import manifest_tokenizer
 
@@ -49,16 +50,40 @@ class Saving:
             corpus.tokenizer, corpus.vocab_size
         )
         self.memory, self.store, self.is_resumed = start.memory, start.store, start.snapshot is not None
-        self.writes_to_disk = start.folder.keeps_snapshots
         self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
+        self.is_sharded = state.strategy.updates_are_sharded
+        self.shapes = state.shapes()
+        self.rows_by_rank = {name: state.rows_by_rank(name, shape) for name, shape in self.shapes.items()}
+        # All ranks take part in writing what is sharded.
+        self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
         self.local_every = config.snapshot.every if local_every is None else local_every
-        self.saver = SnapshotSaver(start.store, config.snapshot.keep_last, config.snapshot.keep_best)
+        self.saver = self.make_saver(start)
         self.last_save_step = start.durable_step  # of the last save to disk that was begun
-        self.own_step = start.own_step  # of the last save of this rank that was begun
+        # Of the last save of this rank that was begun.
+        self.own_step = start.durable_step if self.is_sharded else start.own_step
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
+
+    def make_saver(self, start: StartPoint) -> SnapshotSaver:
+        keep_last, keep_best = self.config.snapshot.keep_last, self.config.snapshot.keep_best
+        if not self.is_sharded:
+            return SnapshotSaver(start.store, keep_last, keep_best)
+        specs = specs_of(self.tokenizer_tensors) | {
+            name: TensorSpec(part.dtype, self.shapes[name]) for name, part in self.state.tensors().items()
+        }
+        ranks = range(self.context.world_size)
+        return ShardedSaver(
+            start.store,
+            keep_last,
+            keep_best,
+            BackgroundGroup(self.context.rank, self.context.world_size),
+            self.main_rank,
+            ranks if start.folder.snapshots_are_shared else [self.main_rank],
+            specs,
+            self.rows_by_rank.get,
+        )
 
     @property
     def newest_written(self) -> int:
@@ -93,6 +118,8 @@ class Saving:
         """Whether this rank, which keeps snapshots, writes the one that is due. Not collective."""
         if is_last:
             return self.own_step < self.state.step or self.state.step == 0
+        if self.is_sharded:
+            return True
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
         # A node's own copy is left out while the one before is being written: no other node waits for it.
         return self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
@@ -132,8 +159,14 @@ class Saving:
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a snapshot holds: the state, and a tokenizer that is too large for its manifest."""
-        return self.state.full_state() | self.tokenizer_tensors
+        """What this rank gives to a snapshot: its part of the state, whole tensors on the main rank alone.
+
+        And a tokenizer that is too large for the manifest.
+        """
+        tensors = self.state.tensors()
+        if self.is_sharded and not self.is_main:
+            return {name: part for name, part in tensors.items() if self.rows_by_rank[name]}
+        return tensors | self.tokenizer_tensors
 
     def manifest(self) -> dict[str, Any]:
         """The fields that are known now; the audit chain and the checksums are added in the background."""

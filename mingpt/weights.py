@@ -81,12 +81,16 @@ def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
     """The tokenizer that a snapshot carries, if it has one. Raises UserError if it cannot be used."""
-    fields = tokenizer_fields(snapshot.manifest)
+    tensor = snapshot.read(TOKENIZER_TENSOR) if TOKENIZER_TENSOR in snapshot.entries else None
+    return make_tokenizer(snapshot.manifest, tensor)
+
+
+def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer | None:
+    """The tokenizer of a manifest and the tensor that carries it, if one does. Raises UserError."""
+    fields = tokenizer_fields(manifest)
     if fields["kind"] == "none":
         return None
-    content = snapshot.manifest["vocabulary"].encode()
-    if fields["kind"] == "json":
-        content = snapshot.tensors()[TOKENIZER_TENSOR].numpy().tobytes()
+    content = manifest["vocabulary"].encode() if tensor is None else tensor.numpy().tobytes()
     try:
         tokenizer = load_tokenizer(fields["kind"], content)
     except ValueError as error:
@@ -99,9 +103,9 @@ def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
     return tokenizer
 
 
-def snapshot_vocab_size(snapshot: Snapshot) -> int:
+def snapshot_vocab_size(manifest: dict[str, Any]) -> int:
     """Rows of the model's embedding."""
-    return int(tokenizer_fields(snapshot.manifest).get("vocab_size") or len(snapshot.manifest["vocabulary"]))
+    return int(tokenizer_fields(manifest).get("vocab_size") or len(manifest["vocabulary"]))
 
 
 def manifest_tokenizer(
