@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore, StagingBuffer, TensorSpec, make_layout
+from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore, StagingBuffer, TensorSpec, Transfer, make_layout
+from mingpt.snapshot.saver import LateFields
 from mingpt.snapshot.store import NO_ROOM
 
 CHUNK_BYTES = 16 << 20
@@ -236,12 +237,20 @@ class ShardedSaver(SnapshotSaver):
         self.group, self.main_rank, self.writers = group, main_rank, writers
         self.specs, self.rows_by_rank = specs, rows_by_rank
 
+    def save(
+        self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
+    ) -> None:
+        self.wait()
+        staging = self.allocate(tensors)
+        staging.fill(tensors)
+        self.start(manifest, self.make_transfer(manifest["step"], staging), late_fields)
+
     def make_transfer(self, step: int, staging: StagingBuffer) -> GatheringTransfer:
         layouts = make_layout(self.specs, step, self.part_bytes)
         runs = [find_runs(layout, self.specs, self.rows_by_rank, self.main_rank) for layout in layouts]
         return GatheringTransfer(layouts, runs, staging, self.group, self.writers)
 
-    def write_making_room(self, manifest: dict[str, Any], transfer: GatheringTransfer) -> None:
+    def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
         """Write a snapshot; while there is no room for it, remove an older one and try again. Collective."""
         step, is_written = manifest["step"], False
         while not is_written:
@@ -252,7 +261,7 @@ class ShardedSaver(SnapshotSaver):
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                removed = self.on_main_rank(lambda: self.make_room(step))
+                removed = self.on_main_rank(lambda: self.remove_one_before(step))
                 if removed is None:
                     raise
         self.on_main_rank(lambda: self.store.commit(manifest, records))

@@ -10,7 +10,8 @@ from mingpt.config import Config
 from mingpt.distributed import DistributedContext
 from mingpt.errors import UnreadableSnapshot, UserError
 from mingpt.run_folder import RunFolder, refuse_where_it_fails
-from mingpt.snapshot import DTYPES, Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
+from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
+from mingpt.snapshot.tensors import DTYPES
 from mingpt.stored_state import Rows, StoredState
 from mingpt.weights import check_model
 

@@ -13,10 +13,9 @@ from mingpt.snapshot.process import Process, this_process
 from mingpt.snapshot.saver import SnapshotSaver
 from mingpt.snapshot.staging import StagingBuffer, to_safetensors
 from mingpt.snapshot.store import SnapshotStore
-from mingpt.snapshot.tensors import DTYPES, Check, Entries, tensor_views
+from mingpt.snapshot.tensors import Check, Entries, tensor_views
 
 __all__ = [
-    "DTYPES",
     "Check",
     "Claim",
     "Entries",

@@ -18,7 +18,7 @@ from torch import Tensor
 from mingpt.config import Config, check
 from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.snapshot.strict_json import parse_object
-from mingpt.snapshot.tensors import read_entries, tensor_views
+from mingpt.snapshot.tensors import tensor_views
 
 SCHEMA = 1
 MAX_BYTES = 4 << 20  # of a manifest, which is held three times while it is checked
@@ -100,14 +100,6 @@ class Snapshot:
     def config(self) -> Config:
         """The configuration of the run that wrote it."""
         return read_config(self.manifest)
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        return read_entries(self.content)
-
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        tensor = self.tensors()[name]
-        return tensor[begin:end] if tensor.ndim else tensor
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, without it; they share the memory of `content`."""
