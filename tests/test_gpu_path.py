@@ -6,6 +6,7 @@ Backward passes cannot be run that way, so gradients are made up.
 import pytest
 import torch
 from support.training import gradients_of, make_optimizer
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import ModelConfig, OptimizerConfig
@@ -17,6 +18,20 @@ NEEDS_CUDA_BUILD = pytest.mark.skipif(
 )
 
 
+def make_model(config: ModelConfig, vocab_size: int, block_size: int) -> GPT:
+    """Inside FakeTensorMode, where neither Module.to nor Module.to_empty works."""
+    with torch.device("meta"):
+        model = GPT(config, vocab_size=vocab_size, block_size=block_size)
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(weight.shape, device=CUDA)))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, device=CUDA))
+    model.init_weights(1)
+    model.init_buffers()
+    return model
+
+
 @NEEDS_CUDA_BUILD
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -26,8 +41,7 @@ def test_no_tensor_is_left_on_another_device(arch: str, name: str, vocab_size: i
     shape = (4, 64) if vocab_size < 1000 else (32, 1024)
     config = ModelConfig(arch=arch, n_layer=2, n_head=2, n_embd=32, dropout=0.1)  # type: ignore[arg-type]
     with FakeTensorMode():
-        with CUDA:  # Module.to cannot move such tensors
-            model = GPT(config, vocab_size=vocab_size, block_size=shape[1])
+        model = make_model(config, vocab_size, shape[1])
         optimizer = make_optimizer(model, OptimizerConfig(name=name))  # type: ignore[arg-type]
         tokens = torch.zeros(shape, dtype=torch.long, device=CUDA)
         loss = LossModule(model)(tokens, tokens)

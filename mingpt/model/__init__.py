@@ -8,6 +8,7 @@ from mingpt.model.compile import compile_model, import_compiler
 from mingpt.model.generate import generate
 from mingpt.model.gpt import GPT, LossModule
 from mingpt.model.hf import HFModel, from_gpt2, from_hf, hf_config, hf_model_of, hf_shapes, to_hf
+from mingpt.model.initial import draw_weight
 from mingpt.model.shapes import parameter_shapes
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "HFModel",
     "LossModule",
     "compile_model",
+    "draw_weight",
     "from_gpt2",
     "from_hf",
     "generate",
