@@ -28,13 +28,14 @@ STEPS, SABOTAGED_STEP = 48, 40
 class Kill:
     """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on.
 
-    After that the job goes on with `workers` workers.
+    After that the job goes on with `workers` workers and this strategy.
     """
 
     phase: str
     step: int
     rank: int
     workers: int
+    strategy: str = "ddp"
 
 
 def marker(folder: Path, number: int) -> Path:

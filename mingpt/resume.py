@@ -259,6 +259,7 @@ def device_type_of(software: dict[str, Any]) -> str:
 
 def compare_environment(then: dict[str, Any], now: dict[str, Any]) -> None:
     """One line on what besides the configuration could change the bits."""
+    then = {"numerics": 1} | then  # at first it was not recorded
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(

@@ -70,10 +70,17 @@ def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
 
 
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
-    """Autocast to `dtype`; does nothing for float32."""
+    """Autocast to `dtype`; does nothing for float32.
+
+    A forward pass uses each weight once, so nothing is won by keeping their casts to the end of it.
+    """
     import torch
 
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+
+# Counts changes of this program after which the same configuration gives other bits; docs/LOG.md lists them.
+NUMERICS = 2
 
 
 def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:
@@ -86,7 +93,13 @@ def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:
         # AMX computes products with other bits than AVX512.
         amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
         name = f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
-    return {"torch": torch.__version__, "device": name, "device_type": device.type, "threads": threads}
+    return {
+        "torch": torch.__version__,
+        "device": name,
+        "device_type": device.type,
+        "threads": threads,
+        "numerics": NUMERICS,
+    }
 
 
 def enable_determinism() -> None:
