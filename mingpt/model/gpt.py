@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from mingpt.config import ModelConfig
 from mingpt.model import cpu_ops, loss
@@ -121,12 +122,34 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.recompute = False
 
     def forward(
         self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
     ) -> Tensor:
+        """(B, T, C) to (B, T, C); with `recompute`, the backward pass computes all but the input again."""
+        if not (self.recompute and self.training and torch.is_grad_enabled() and cache is None):
+            return self.compute(x, block, positions, cache)
+        # Autocast's cache would keep the cast of every weight until the forward pass of the model ends.
+        with cacheless_autocast(x.device.type):
+            y: Tensor = checkpoint.checkpoint(self.compute, x, block, positions, use_reentrant=False)
+        return y
+
+    def compute(
+        self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
+    ) -> Tensor:
         x = x + self.attn(self.ln_1(x), block, positions, cache)
         return x + self.mlp(self.ln_2(x))
+
+
+def cacheless_autocast(device_type: str) -> torch.autocast:
+    """Autocast as it is, without its cache."""
+    return torch.autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=False,
+    )
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -160,6 +183,12 @@ class GPT(nn.Module):
         """The last two rows of the table at the top: every parameter by `draw_weight`."""
         for name, weight in self.named_parameters():
             weight.copy_(draw_weight(name, tuple(weight.shape), self.config, seed))
+
+    def set_recompute(self, recompute: bool) -> None:
+        """Whether a block's activations are computed again in the backward pass instead of kept."""
+        for block in self.h:
+            assert isinstance(block, Block)
+            block.recompute = recompute
 
     def init_buffers(self) -> None:
         """Compute masks and rotary tables again, after Module.to_empty."""
