@@ -243,6 +243,10 @@ def check(config: Config) -> None:
             f"trainer.fsdp_param_dtype={trainer.fsdp_param_dtype} needs trainer.parallel=fsdp; "
             "trainer.dtype is the type of the products under both"
         )
+    if trainer.recompute != "none" and trainer.compile:
+        raise UserError(
+            "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep: drop either"
+        )
     if config.data.sha256 and not re.fullmatch("[0-9a-fA-F]{64}", config.data.sha256):
         raise UserError(f"data.sha256 must be 64 hexadecimal digits, not {config.data.sha256!r}")
     if config.snapshot.init_from and config.snapshot.resume == "must":

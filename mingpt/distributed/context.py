@@ -79,7 +79,7 @@ class DistributedContext:
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
         if self.device.type == "cpu":
-            tune_malloc()
+            tune_malloc(keeps_freed=config.parallel == "ddp")
 
     def _patience_s(self, timeout_s: float) -> float:
         """How long to wait for the other workers to come to the rendezvous."""

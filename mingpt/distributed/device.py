@@ -11,7 +11,8 @@ from mingpt.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
+# Of glibc's malloc.h.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
@@ -113,11 +114,17 @@ def enable_determinism() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def tune_malloc() -> None:
-    """Have glibc keep freed memory: it would return large blocks that every step faults in again."""
+def tune_malloc(keeps_freed: bool) -> None:
+    """Have glibc keep freed memory: it would return large blocks that every step faults in again.
+
+    Or return large blocks at once: where weights are gathered and freed all the time, what is kept of many
+    sizes, by many threads, soon takes twice the memory.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    keep = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20))
+    give_back = ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 1 << 20))
     if mallopt:
-        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
+        for option, value in keep if keeps_freed else give_back:
             mallopt(option, value)
 
 
