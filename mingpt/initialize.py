@@ -12,7 +12,15 @@ from mingpt.data import Corpus, ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast, enable_determinism, environment_info, resolve_dtype
 from mingpt.initial_weights import InitialWeights, match_weights, open_weights
-from mingpt.model import GPT, LossModule, compile_model, draw_weight, import_compiler
+from mingpt.model import (
+    GPT,
+    LossModule,
+    compile_blocks,
+    compile_model,
+    draw_weight,
+    import_compiler,
+    restore_blocks,
+)
 from mingpt.optim import Exchange, Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, split_rows
 from mingpt.state import TrainState, copy_rows
@@ -167,6 +175,10 @@ def prepare_forward(
     forward: Any = LossModule(model)
     grads_are_static = False
     environment["compiled"] = False
+    if config.trainer.compile and to_train and strategy.weights_are_sharded:
+        strategy.prepare(forward)
+        environment["compiled"] = compile_blocks_on_all_ranks(context, model, strategy)
+        return
     if config.trainer.compile and to_train:
         dtype = getattr(torch, environment["dtype"])
         compiled, is_static = compile_on_all_ranks(config, context, forward, dtype)
@@ -191,3 +203,18 @@ def compile_on_all_ranks(
     result = context.heartbeat_while(lambda: early or work())
     succeeded = context.all_gather_object(result[0] is not None)
     return result if all(succeeded) else (None, False)  # all ranks compute with the same kernels
+
+
+def compile_blocks_on_all_ranks(context: DistributedContext, model: GPT, strategy: Strategy) -> bool:
+    """Whether the blocks are compiled: on all ranks or on none, so that all compute with the same kernels."""
+
+    def step() -> None:
+        strategy.dummy_backward()
+        strategy.finish_update()
+
+    context.heartbeat_while(import_compiler)
+    is_compiled = context.heartbeat_while(lambda: compile_blocks(model, step))
+    if all(context.all_gather_object(is_compiled)):
+        return True
+    restore_blocks(model)
+    return False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.model.gpt import LossModule
+from mingpt.model.gpt import GPT, LossModule
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,31 @@ def compile_model(
             reason = (str(error).splitlines() or [""])[0]
             log.warning("%s failed (%s: %s); going on without it", name, type(error).__name__, reason)
     return None, False
+
+
+def compile_blocks(model: GPT, step: Callable[[], None]) -> bool:
+    """Compile each block by itself, since sharded weights come and go between the blocks.
+
+    `step` is a forward and backward pass; false if it fails. What is compiled is undone by `restore_blocks`.
+    """
+    try:
+        import torch._inductor.config as inductor
+
+        inductor.deterministic = torch.are_deterministic_algorithms_enabled()
+        for block in model.h:
+            block.compute = torch.compile(block.compute, dynamic=False)
+        step()
+    except Exception as error:  # any stage of the compiler may fail; training does without it
+        reason = (str(error).splitlines() or [""])[0]
+        log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, reason)
+        return False
+    return True
+
+
+def restore_blocks(model: GPT) -> None:
+    """Undo `compile_blocks`."""
+    for block in model.h:
+        vars(block).pop("compute", None)
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:

@@ -130,9 +130,7 @@ class Block(nn.Module):
         """(B, T, C) to (B, T, C); with `recompute`, the backward pass computes all but the input again."""
         if not (self.recompute and self.training and torch.is_grad_enabled() and cache is None):
             return self.compute(x, block, positions, cache)
-        # Autocast's cache would keep the cast of every weight until the forward pass of the model ends.
-        with cacheless_autocast(x.device.type):
-            y: Tensor = checkpoint.checkpoint(self.compute, x, block, positions, use_reentrant=False)
+        y: Tensor = checkpoint.checkpoint(self.compute, x, block, positions, use_reentrant=False)
         return y
 
     def compute(
@@ -140,16 +138,6 @@ class Block(nn.Module):
     ) -> Tensor:
         x = x + self.attn(self.ln_1(x), block, positions, cache)
         return x + self.mlp(self.ln_2(x))
-
-
-def cacheless_autocast(device_type: str) -> torch.autocast:
-    """Autocast as it is, without its cache."""
-    return torch.autocast(
-        device_type,
-        dtype=torch.get_autocast_dtype(device_type),
-        enabled=torch.is_autocast_enabled(device_type),
-        cache_enabled=False,
-    )
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
