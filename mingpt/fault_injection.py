@@ -58,7 +58,7 @@ class FaultInjector:
         events.subscribe("step_end", self.on_step_end)
         events.subscribe("reduction_start", lambda: self.kill_if_due("reduction", self.step))
         events.subscribe("evaluation_start", lambda step: self.kill_if_due("evaluation", step))
-        events.subscribe("file_write", self.on_file_write)
+        events.subscribe("file_progress", self.on_file_progress)
         events.subscribe("partial_sums", self.on_partial_sums)
 
     def waiting(self) -> list[int]:
@@ -91,13 +91,9 @@ class FaultInjector:
         if self.sabotage == "window" and step == SABOTAGED_STEP and micro_batch == 0:
             inputs.zero_()
 
-    def on_file_write(self, name: str, path: str, content: bytes | memoryview) -> None:
-        if name.endswith(".safetensors"):
-            waiting = [
-                kill for number, kill in enumerate(self.kills) if not marker(self.folder, number).exists()
-            ]
-            if waiting and waiting[0].phase == "save":
-                Path(path).write_bytes(content[: len(content) // 2])
+    def on_file_progress(self, name: str, written: int, size: int) -> None:
+        """A save dies with half of a tensor file written."""
+        if name.endswith(".safetensors") and 2 * written >= size:
             self.kill_if_due("save", self.step)
 
     def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:

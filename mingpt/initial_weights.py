@@ -11,7 +11,7 @@ from mingpt.data import Tokenizer, load_named_tokenizer, parse_tokenizer_json
 from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.hf_folder import Folder, HuggingFaceFolder, is_hf_folder, read_folder
 from mingpt.model import from_gpt2
-from mingpt.snapshot import names_a_snapshot, open_snapshot, read_safetensors, tensor_views
+from mingpt.snapshot import names_a_snapshot, open_snapshot, read_safetensors
 from mingpt.weights import check_model, fit_weights, snapshot_tokenizer
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def open_weights(where: str) -> InitialWeights:
         folder = read_folder(where)
         return InitialWeights(folder.tensors, folder_tokenizer(folder), folder.model.config, where)
     try:
-        snapshot = open_snapshot(where, check_model)
+        snapshot = open_snapshot(where, check_model, weights_only=True)
     except UserError:
         if names_a_snapshot(where) or not where.endswith(".safetensors"):
             raise
@@ -119,7 +119,7 @@ def match_rows(
 def read_gpt2(where: str) -> dict[str, Tensor]:
     """The tensors of a GPT-2 safetensors file, by path or URL, under our names. Raises UserError."""
     try:
-        content = read_safetensors(where)
+        tensors = read_safetensors(where)
     except (CorruptSnapshot, UnreadableSnapshot) as error:
         raise UserError(f"snapshot.init_from={where} cannot be used: {error}") from None
-    return from_gpt2(tensor_views(content))
+    return from_gpt2(tensors)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import SMALL
 from support.single_process import SingleProcess
-from support.snapshots import CONTENT, make_manifest
+from support.snapshots import make_manifest, write
 
 from mingpt.cli import build
 from mingpt.config import Config, SnapshotConfig, TrainerConfig
@@ -111,7 +111,7 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=())
     store.prepare()
     for step in (5, 10):
-        store.write(make_manifest(step), CONTENT)  # another model's: corrupt
+        write(store, make_manifest(step))  # another model's: corrupt
     memory = MemorySnapshots(str(tmp_path), "id", tmp_path, 0)
     context = SingleProcess()
     found = find_latest(store, memory, context, is_restart=False)

@@ -58,14 +58,14 @@ def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Savi
 
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots from this step on cannot be written."""
-    write = saving.store.write
+    write = saving.store.commit
 
-    def faulty_write(manifest: dict[str, Any], content: Any) -> None:
+    def faulty_write(manifest: dict[str, Any], records: Any) -> None:
         if manifest["step"] >= step:
             raise error
-        write(manifest, content)
+        write(manifest, records)
 
-    monkeypatch.setattr(saving.store, "write", faulty_write)
+    monkeypatch.setattr(saving.store, "commit", faulty_write)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -166,13 +166,13 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
 def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own copies are left out meanwhile, but not the last one."""
     saving = make_saving(tmp_path, {}, rank=1)
-    write, may_go_on = saving.store.write, threading.Event()
+    write, may_go_on = saving.store.commit, threading.Event()
 
-    def slow_write(manifest: dict[str, Any], content: Any) -> None:
+    def slow_write(manifest: dict[str, Any], records: Any) -> None:
         assert may_go_on.wait(30)
-        write(manifest, content)
+        write(manifest, records)
 
-    monkeypatch.setattr(saving.store, "write", slow_write)
+    monkeypatch.setattr(saving.store, "commit", slow_write)
     for step in (5, 10, 15):
         saving.state.step = saving.durable_step = step
         saving.save_to_disk(None)

@@ -12,7 +12,7 @@ from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.initial_weights import InitialWeights, init_from, match_rows, open_weights
 from mingpt.settings import to_dict
 from mingpt.snapshot import Snapshot, to_safetensors
-from mingpt.snapshot.tensors import TensorEntry, read_entries
+from mingpt.snapshot.tensors import TensorEntry
 from mingpt.weights import (
     check_model,
     load_weights,
@@ -33,7 +33,9 @@ def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, Ten
     )
     tensors = {f"model.{key}": weight.detach() for key, weight in model.named_parameters()}
     tensors |= {f"optimizer.{key}": tensor for key, tensor in optimizer.state_dict().items()}
-    return {"config": to_dict(config), "vocabulary": VOCABULARY}, read_entries(bytes(to_safetensors(tensors)))
+    return {"config": to_dict(config), "vocabulary": VOCABULARY}, Snapshot.from_content(
+        {}, to_safetensors(tensors)
+    ).entries
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -151,15 +153,15 @@ def test_a_tokenizer_among_the_tensors_belongs_to_a_manifest_that_says_so() -> N
 
 def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_is_one_sentence() -> None:
     manifest, _ = json_snapshot()
-    content = bytes(to_safetensors({"tokenizer": torch.arange(7, dtype=torch.uint8)}))
+    content = to_safetensors({"tokenizer": torch.arange(7, dtype=torch.uint8)})
     with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
-        snapshot_tokenizer(Snapshot(manifest, content))
+        snapshot_tokenizer(Snapshot.from_content(manifest, content))
 
 
 @pytest.mark.parametrize("tokenizer", [None, CharTokenizer(VOCABULARY)])
 def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokenizer | None) -> None:
     fields, tensors = manifest_tokenizer(tokenizer, 12)
-    copy = snapshot_tokenizer(Snapshot(fields, bytes(to_safetensors(tensors))))
+    copy = snapshot_tokenizer(Snapshot.from_content(fields, to_safetensors(tensors)))
     assert (copy and copy.fingerprint()) == (tokenizer and tokenizer.fingerprint())
     assert fields["tokenizer"]["vocab_size"] == 12
 

@@ -27,7 +27,10 @@ from torch import Tensor
 
 from mingpt import events
 from mingpt.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot
-from mingpt.snapshot.manifest import Snapshot, encode_manifest, file_name
+from mingpt.snapshot.handle import Snapshot
+from mingpt.snapshot.layout import file_layout, specs_of
+from mingpt.snapshot.manifest import FileRecord, encode_manifest
+from mingpt.snapshot.names import file_name
 from mingpt.snapshot.process import Process, parse_process, this_process
 from mingpt.snapshot.saver import LateFields
 from mingpt.snapshot.staging import StagingBuffer
@@ -121,14 +124,15 @@ class MemorySnapshots:
         for name in self.own.names():
             if newest is None or not name.startswith(f"step_{newest:08d}."):
                 (folder / name).unlink()
-        first = StagingBuffer(tensors, lambda size: map_file(folder / "slot-0", size))
+        layout = file_layout("", specs_of(tensors))  # one file, whatever its size
+        first = StagingBuffer(tensors, lambda size: map_file(folder / "slot-0", size), layout)
         if newest is not None:
             path = folder / file_name(newest, "safetensors")
             if path.exists() and path.stat().st_size == len(first.buffer):
                 self.names[1] = path.name
             else:
                 self.own.remove(newest)
-        second = StagingBuffer(tensors, lambda size: map_file(folder / self.names[1], size))
+        second = StagingBuffer(tensors, lambda size: map_file(folder / self.names[1], size), layout)
         self.buffers = [first, second]
 
     def adopt_folder(self) -> None:
@@ -154,8 +158,8 @@ class MemorySnapshots:
         events.emit("write_start", kind="memory", step=step)
         try:
             (folder / f"slot-{self.next_slot}").rename(folder / name)
-            digest = hashlib.sha256(content).hexdigest()
-            encoded = encode_manifest(manifest | late_fields(), digest, len(content))
+            record = FileRecord(name, hashlib.sha256(content).hexdigest(), len(content))
+            encoded = encode_manifest(manifest | late_fields(), [record])
             self.own.write_atomic(file_name(step, "json"), encoded)
         except SaveAborted:
             return  # the main thread loses the same peer, and reports it

@@ -32,7 +32,7 @@ def test_two_resumes_one_of_them_at_the_end_of_an_epoch(start: Start, text: Path
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
         for later in path.parent.glob("step_*"):  # the machine may be quicker than this test
-            if int(later.stem[5:]) > stop:
+            if int(later.name[5:13]) > stop:
                 later.unlink()
         assert manifest(tmp_path / "run", stop)["windows"] == stop * 10
     last = start(command(run_dir=tmp_path / "run", **settings))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from mingpt.config import Config, ModelConfig
 from mingpt.model import GPT, hf_config
 from mingpt.settings import to_dict
-from mingpt.snapshot import SnapshotStore, to_safetensors
+from mingpt.snapshot import SnapshotStore
 from support.models import Arch
 from support.snapshots import make_manifest
 from support.training import make_optimizer
@@ -65,5 +65,5 @@ def save_run(folder: Path | str, config: Config, characters: str, step: int = 30
     fields["data"]["path"] = "https://name:secret@host/data.txt?signature=secret"
     store = SnapshotStore(f"{folder}/snapshots")
     store.prepare()
-    store.write(fields, to_safetensors(tensors))
+    write(store, fields, tensors)
     return model
