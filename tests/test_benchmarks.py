@@ -25,7 +25,15 @@ def last_row(*words: str) -> dict[str, Any]:
 def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
     row = last_row("benchmarks/crash_points.py", "--stride", "8")
     assert row["bad"] == 0
-    assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "store tears"}
+    assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "order", "store tears"}
+
+
+@pytest.mark.slow
+def test_a_snapshot_in_parts_is_read_back_in_little_memory_and_each_flipped_bit_is_found() -> None:
+    sizes = ["--bytes", "20e6", "--part_bytes", "4000000", "--s3_bytes", "0", "--tensors", "12"]
+    row = last_row("benchmarks/snapshot_parts.py", *sizes, "--max_memory_mb", "80")
+    assert (row["files"], row["flips_found"], row["equal"]) == (6, 6, True)
+    assert row["largest_file"] <= 4_000_000
 
 
 @pytest.mark.slow

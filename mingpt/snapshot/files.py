@@ -160,7 +160,9 @@ class FileStore:
         if is_there:
             self.files.rm_file(path)
 
-    def abort_unfinished_uploads(self, older_than_s: float = STALE_UPLOAD_S, prefix: str = "step_") -> None:
+    def abort_unfinished_uploads(
+        self, older_than_s: float | None = STALE_UPLOAD_S, prefix: str = "step_"
+    ) -> None:
         """In S3, free the parts of uploads that will not be completed; see uploads.py."""
         abort_unfinished_uploads(self.files, self.path(prefix), older_than_s)
 

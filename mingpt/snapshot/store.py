@@ -109,7 +109,7 @@ class SnapshotStore(FileStore):
             self.make_ready()
         self.write_marker(unfinished_name(step))
         self.remove_files(step)
-        self.abort_unfinished_uploads(0.0, f"step_{step:08d}")
+        self.abort_unfinished_uploads(None, f"step_{step:08d}")
 
     def write_marker(self, name: str) -> None:
         """An empty file. The folder's next fsync makes it durable."""

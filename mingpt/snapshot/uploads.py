@@ -26,8 +26,8 @@ def discard(file: Any, path: str) -> None:
         log.warning("the upload of %s could not be aborted (%s: %s)", path, type(error).__name__, error)
 
 
-def abort_unfinished_uploads(files: Any, prefix: str, older_than_s: float) -> None:
-    """Abort uploads to S3 of objects whose paths begin with `prefix` and that began so long ago.
+def abort_unfinished_uploads(files: Any, prefix: str, older_than_s: float | None) -> None:
+    """Abort uploads to S3 of objects whose paths begin with `prefix` and that began so long ago, or any.
 
     A failure is a line: whoever may write objects may not be allowed to list uploads.
     """
@@ -42,10 +42,12 @@ def abort_unfinished_uploads(files: Any, prefix: str, older_than_s: float) -> No
         log.info("unfinished uploads to %s* cannot be looked for (%s)", prefix, reason)
 
 
-def unfinished_uploads(files: Any, prefix: str, older_than_s: float) -> list[tuple[str, str, str]]:
+def unfinished_uploads(files: Any, prefix: str, older_than_s: float | None) -> list[tuple[str, str, str]]:
     """(bucket, key, id) of each. Raises what the driver raises."""
     bucket, key_prefix, _ = files.split_path(prefix)
-    latest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=older_than_s)
+    latest = datetime.datetime.max.replace(tzinfo=datetime.UTC)
+    if older_than_s is not None:
+        latest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=older_than_s)
     found: list[tuple[str, str, str]] = []
     marker: dict[str, str] = {}
     is_complete = False
