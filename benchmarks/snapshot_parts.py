@@ -5,9 +5,9 @@
 Tensors are made piece by piece and never held as a whole. A row for the folder and one for S3: how fast it
 was written (`write_mb_s`), verified and read back, beside the rate of writing and fsyncing the same bytes
 without hashing them and of hashing alone, in the same sitting; `of_the_slower` is the first over the lower of
-those two. `memory_mb` is how far the peak of resident memory rose above its value before. Then one bit of each
-file is flipped in turn. Exit code 1 unless all that is read back is what was written, each flipped bit is
-found, and `memory_mb` is at most --max_memory_mb.
+those two. `memory_mb` is how far the peak of resident memory rose above its value before. Then one bit of
+each file is flipped in turn. Exit code 1 unless all that is read back is what was written, each flipped bit
+is found, and `memory_mb` is at most --max_memory_mb.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def specs_of(size: int, tensors: int) -> dict[str, TensorSpec]:
 
 
 class Source:
-    """The bytes of each tensor: 16 MiB of random numbers again and again, each time with another first one."""
+    """The bytes of each tensor: 16 MiB of random numbers again and again, but for the first one."""
 
     def __init__(self, specs: dict[str, TensorSpec]) -> None:
         self.specs = specs
