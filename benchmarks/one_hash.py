@@ -2,10 +2,10 @@
 
     python benchmarks/one_hash.py [--workers 1,2,3,4,5,8] [--steps 6]
 
-Both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped; under fsdp also with
-recomputed activations. Every run is the trainer's own, in workers forked after one import of torch; then each
-strategy once more as a job under torchrun. One row per configuration, as JSON; exit code 1 unless each has one
-hash.
+Both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped; under fsdp also
+with recomputed activations. Every run is the trainer's own, in workers forked after one import of torch; then
+each strategy once more as a job under torchrun. One row per configuration, as JSON; exit code 1 unless each
+has one hash.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
     try:
         with Worker() as worker:
-            config = build(settings)
+            config = build(dict(settings))
             worker.stopped_by = Trainer(config, worker.connect(config)).run()
     except SystemExit as end:
         os._exit(end.code if isinstance(end.code, int) else 1)
@@ -78,7 +78,9 @@ def configurations() -> Iterator[dict[str, object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", default="1,2,3,4,5,8")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--no_jobs", action="store_true", help="leave out the jobs under torchrun")

@@ -26,7 +26,7 @@ from common import row, start
 
 from mingpt.jobs import Job, children
 
-WORKERS_RUNS = {
+WORKERS_RUNS: dict[str, dict[str, Any]] = {
     "fsdp float32": {"trainer.parallel": "fsdp", "trainer.dtype": "float32"},
     "fsdp bfloat16, recompute": {
         "trainer.parallel": "fsdp",
@@ -34,7 +34,7 @@ WORKERS_RUNS = {
         "trainer.recompute": "block",
     },
 }
-STRATEGIES = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"trainer.parallel": "ddp"},
     "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},
     "fsdp": {"trainer.parallel": "fsdp"},
@@ -85,7 +85,7 @@ def parameters(shape: str) -> tuple[int, int]:
 
 
 def activation_bytes(shape: str, recompute: bool, item: int) -> float:
-    """Of a micro-batch of one window, generously: what a block keeps for its backward pass, and the logits."""
+    """Of a micro-batch of one window, generously: what blocks keep for the backward pass, and the logits."""
     layers, width = map(int, shape.split("x"))
     per_block = BLOCK_SIZE * (34 * width) * item + 3 * (width // 64) * BLOCK_SIZE**2 * item
     kept = layers * BLOCK_SIZE * width * 4 + per_block if recompute else layers * per_block
@@ -133,7 +133,9 @@ def measure_resuming(folder: Path, shape: str, workers: int, name: str, more: di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default="12x768,24x1024")
     parser.add_argument("--resume_shapes", default="12x768")
     parser.add_argument("--workers", default="2,4")

@@ -245,7 +245,8 @@ def check(config: Config) -> None:
         )
     if trainer.recompute != "none" and trainer.compile:
         raise UserError(
-            "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep: drop either"
+            "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep; "
+            "drop either"
         )
     if config.data.sha256 and not re.fullmatch("[0-9a-fA-F]{64}", config.data.sha256):
         raise UserError(f"data.sha256 must be 64 hexadecimal digits, not {config.data.sha256!r}")

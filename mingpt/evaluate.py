@@ -26,7 +26,12 @@ class Evaluator:
     """Evaluates `model`; the ranks take batches in turn, and the result does not depend on their number."""
 
     def __init__(
-        self, config: Config, context: DistributedContext, state: TrainState, corpus: Corpus, dtype: torch.dtype
+        self,
+        config: Config,
+        context: DistributedContext,
+        state: TrainState,
+        corpus: Corpus,
+        dtype: torch.dtype,
     ) -> None:
         self.config, self.context, self.corpus, self.dtype = config, context, corpus, dtype
         self.model, self.strategy = state.model, state.strategy

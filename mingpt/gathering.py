@@ -17,13 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore, StagingBuffer, TensorSpec, Transfer, make_layout
+from mingpt.snapshot import (
+    FileLayout,
+    FileRecord,
+    SnapshotSaver,
+    SnapshotStore,
+    StagingBuffer,
+    TensorSpec,
+    Transfer,
+    make_layout,
+)
 from mingpt.snapshot.saver import LateFields
 from mingpt.snapshot.store import NO_ROOM
 
 CHUNK_BYTES = 16 << 20
-# Of a background exchange: a rank may write slowly meanwhile. One that is lost is noticed at once, one that is
-# frozen by the training's own exchanges.
+# Of a background exchange: a rank may write slowly meanwhile. One that is lost is noticed at once, one that
+# is frozen by the training's own exchanges.
 TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
@@ -94,9 +103,9 @@ class GatheringTransfer:
                 error = error or problem
             chunks.drain()  # what this rank does not write it still has to send
         outcomes = self.group.all_gather_object((records, picklable(error)))
-        for _, problem in outcomes:
-            if problem is not None:
-                raise problem
+        for _, failure in outcomes:
+            if failure is not None:
+                raise failure
         by_name = {record.name: record for found, _ in outcomes for record in found}
         return [by_name[layout.name] for layout in self.layouts]
 
@@ -148,7 +157,7 @@ class GatheringTransfer:
             first = piece.begin - begin
             chunk[first : first + size] = received[rank][taken[rank] : taken[rank] + size]
             taken[rank] += size
-        return memoryview(chunk.numpy())
+        return memoryview(chunk.numpy())  # type: ignore[arg-type]
 
 
 class Draining:

@@ -41,7 +41,9 @@ class TrainState:
     def rows_by_rank(self, name: str, shape: Shape) -> list[range] | None:
         """Which rows of a tensor each rank holds; None if each holds all."""
         strategy = self.strategy
-        is_sharded = strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
+        is_sharded = (
+            strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
+        )
         return split_rows(shape[0], strategy.world_size) if is_sharded and shape else None
 
     def first_rows(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from mingpt.state import TrainState, copy_rows
 from mingpt.weights import check_shapes
 
 PIECE_BYTES = 16 << 20
+POSITIONS = "model.wpe.weight"
 
 Shape = tuple[int, ...]
 Read = Callable[[str, int, int], Tensor]  # name, first row, row after the last: these rows
@@ -105,9 +106,9 @@ def load_state(state: TrainState, stored: StoredState, context: DistributedConte
     parts, first, shapes = state.tensors(), state.first_rows(), state.shapes()
     names = [name for name in stored.shapes if name.startswith("model.")]
     there = {name: (stored.shapes[name], stored.dtypes[name]) for name in names}
-    if "model.wpe.weight" in there and "model.wpe.weight" in shapes:
-        (rows, *columns), dtype = there["model.wpe.weight"]
-        there["model.wpe.weight"] = (min(rows, shapes["model.wpe.weight"][0]), *columns), dtype
+    if POSITIONS in there and POSITIONS in shapes:
+        (length, *columns), dtype = there[POSITIONS]
+        there[POSITIONS] = (min(length, shapes[POSITIONS][0]), *columns), dtype
     here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     check_shapes(there, here, f"the snapshot of step {stored.manifest['step']}")
     optimizer = [name for name in stored.shapes if name.startswith("optimizer.")]

@@ -129,7 +129,8 @@ def fit_weights(
     """The tensors for a model of these shapes; learned positions are cut. Raises UserError for another's."""
     if "wpe.weight" in shapes and "wpe.weight" in tensors:
         tensors = tensors | {"wpe.weight": tensors["wpe.weight"][: shapes["wpe.weight"][0]]}
-    check_shapes({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, shapes, origin)
+    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    check_shapes(there, shapes, origin)
     return tensors
 
 

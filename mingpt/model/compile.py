@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.model.gpt import GPT, LossModule
+from mingpt.model.gpt import GPT, Block, LossModule
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ def compile_blocks(model: GPT, step: Callable[[], None]) -> bool:
 
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()
         for block in model.h:
-            block.compute = torch.compile(block.compute, dynamic=False)
+            assert isinstance(block, Block)
+            block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
         step()
     except Exception as error:  # any stage of the compiler may fail; training does without it
         reason = (str(error).splitlines() or [""])[0]

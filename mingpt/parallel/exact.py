@@ -98,7 +98,9 @@ class ExactReduction(WholeWeights):
             parts = [self.flatten(value) for _, _, value in sums]
             self.forget_partial_sums(bucket)
         empty = self.parameters[bucket[0]].new_empty(0)
-        self.sent.append(self.reducer.reduce(parts, self.chunk_sizes(bucket), empty, not self.updates_are_sharded))
+        self.sent.append(
+            self.reducer.reduce(parts, self.chunk_sizes(bucket), empty, not self.updates_are_sharded)
+        )
 
     def forget_partial_sums(self, bucket: list[int]) -> None:
         """Free what has been copied into a bucket."""
@@ -152,7 +154,10 @@ class ExactReduction(WholeWeights):
                 shape = parameter[self.my_rows(name)].shape
                 self.sums[name], total = total[: shape.numel()].view(shape), total[shape.numel() :]
             else:
-                parameter.grad, total = total[: parameter.numel()].view_as(parameter), total[parameter.numel() :]
+                parameter.grad, total = (
+                    total[: parameter.numel()].view_as(parameter),
+                    total[parameter.numel() :],
+                )
 
     def gradients(self) -> dict[str, Tensor]:
         if self.updates_are_sharded:

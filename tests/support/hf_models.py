@@ -13,7 +13,7 @@ from mingpt.model import GPT, hf_config
 from mingpt.settings import to_dict
 from mingpt.snapshot import SnapshotStore
 from support.models import Arch
-from support.snapshots import make_manifest
+from support.snapshots import make_manifest, write
 from support.training import make_optimizer
 
 CONFIG = {
