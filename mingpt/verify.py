@@ -2,10 +2,10 @@
 
 Trains a small model undisturbed, then again while its workers are killed at seeded moments (start-up,
 forward, inside the reduction, evaluation, in the middle of a save) and their number and the strategy
-change, all under torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of the tokens that
-the workers were fed with those that configuration and text alone determine. Exit code 0 if all is identical,
-1 with the seed that broke it otherwise. `--break` sabotages the disturbed run on purpose, to show that verify
-notices.
+change, all under torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of
+the tokens that the workers were fed with those that configuration and text alone determine. Exit code 0 if
+all is identical, 1 with the seed that broke it otherwise. `--break` sabotages the disturbed run on purpose,
+to show that verify notices.
 """
 
 import argparse

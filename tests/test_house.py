@@ -12,6 +12,7 @@ FLOORS = [
     ["model", "optim", "data", "snapshot", "distributed", "elastic"],
     ["parallel"],
     ["cli", "state", "audit", "report", "weights", "hf_folder", "initial_weights"],
+    ["stored_state", "gathering"],
     ["run_folder"],
     ["latest", "claims", "handover"],
     ["resume"],

@@ -168,7 +168,7 @@ class TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """`input_tensor` is (workers * n,), the ranks' rows of this rank's micro-batch; the output is (n,)."""
+        """The input is (workers * n,), the ranks' rows of this rank's micro-batch; the output is (n,)."""
         strategy = self.strategy
         if strategy.is_last_round:
             events.emit("reduction_start")

@@ -1,4 +1,4 @@
-"""Every rank holds all weights; with `shard_optimizer` each updates its rows of them, then all gather them."""
+"""Every rank holds all weights; with `shard_optimizer` each updates its rows, then all gather them."""
 
 import torch
 from torch import Tensor
