@@ -6,7 +6,6 @@ own: training exchanges messages meanwhile.
 """
 
 import bisect
-import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,23 +19,17 @@ from torch import Tensor
 from mingpt.snapshot import (
     FileLayout,
     FileRecord,
-    SnapshotSaver,
     SnapshotStore,
     StagingBuffer,
     TensorSpec,
-    Transfer,
-    make_layout,
 )
-from mingpt.snapshot.saver import LateFields
-from mingpt.snapshot.store import NO_ROOM
 
 CHUNK_BYTES = 16 << 20
-# Of a background exchange: a rank may write slowly meanwhile. One that is lost is noticed at once, one that
-# is frozen by the training's own exchanges.
+# Of a background exchange: a rank may write slowly meanwhile. The loss of one is noticed at once, and the
+# training's own exchanges notice one that is frozen.
 TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,6 +54,19 @@ class BackgroundGroup:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """What `work` returns on each rank; what it raises on any, all raise."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as problem:  # each driver raises exceptions of its own
+            error = problem
+        outcomes = self.all_gather_object((result, picklable(error)))
+        for _, error_there in outcomes:
+            if error_there is not None:
+                raise error_there
+        return [result_there for result_there, _ in outcomes]  # type: ignore[misc]
 
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[int]) -> list[Tensor]:
         """(n,) uint8 for each rank to those from each rank, whose sizes are `received`."""
@@ -103,9 +109,9 @@ class GatheringTransfer:
                 error = error or problem
             chunks.drain()  # what this rank does not write it still has to send
         outcomes = self.group.all_gather_object((records, picklable(error)))
-        for _, failure in outcomes:
-            if failure is not None:
-                raise failure
+        for _, error_there in outcomes:
+            if error_there is not None:
+                raise error_there
         by_name = {record.name: record for found, _ in outcomes for record in found}
         return [by_name[layout.name] for layout in self.layouts]
 
@@ -186,7 +192,7 @@ class Draining:
 def picklable(error: Exception | None) -> Exception | None:
     """The error as other ranks can be told it."""
     try:
-        pickle.dumps(error)
+        pickle.loads(pickle.dumps(error))
     except Exception:  # drivers put connections and the like into their exceptions
         return OSError(f"{type(error).__name__}: {error}")
     return error
@@ -223,71 +229,3 @@ def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
         low, high = max(begin, run.begin), min(end, run.end)
         pieces.append(Run(low, high, run.rank, run.name, run.offset + low - run.begin))
     return pieces
-
-
-class ShardedSaver(SnapshotSaver):
-    """A saver of which every rank has one. They save together; the main rank names the snapshot and prunes.
-
-    `rows_by_rank` tells which rows of a tensor each rank holds, None for one that all ranks hold whole.
-    """
-
-    def __init__(
-        self,
-        store: SnapshotStore,
-        keep_last: int,
-        keep_best: bool,
-        group: BackgroundGroup,
-        main_rank: int,
-        writers: Sequence[int],
-        specs: Mapping[str, TensorSpec],
-        rows_by_rank: Callable[[str], list[range] | None],
-    ) -> None:
-        super().__init__(store, keep_last, keep_best)
-        self.group, self.main_rank, self.writers = group, main_rank, writers
-        self.specs, self.rows_by_rank = specs, rows_by_rank
-
-    def save(
-        self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
-    ) -> None:
-        self.wait()
-        staging = self.allocate(tensors)
-        staging.fill(tensors)
-        self.start(manifest, self.make_transfer(manifest["step"], staging), late_fields)
-
-    def make_transfer(self, step: int, staging: StagingBuffer) -> GatheringTransfer:
-        layouts = make_layout(self.specs, step, self.part_bytes)
-        runs = [find_runs(layout, self.specs, self.rows_by_rank, self.main_rank) for layout in layouts]
-        return GatheringTransfer(layouts, runs, staging, self.group, self.writers)
-
-    def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot; while there is no room for it, remove an older one and try again. Collective."""
-        step, is_written = manifest["step"], False
-        while not is_written:
-            self.on_main_rank(lambda: self.store.begin(step))
-            try:
-                records = transfer.write_files(self.store, step)
-                is_written = True
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                removed = self.on_main_rank(lambda: self.remove_one_before(step))
-                if removed is None:
-                    raise
-        self.on_main_rank(lambda: self.store.commit(manifest, records))
-
-    def on_main_rank(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises there, on all ranks. Collective."""
-        result, error = None, None
-        if self.group.rank == self.main_rank:
-            try:
-                result = work()
-            except Exception as problem:  # each driver raises exceptions of its own
-                error = problem
-        result, error = self.group.all_gather_object((result, picklable(error)))[self.main_rank]
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
-
-    def prune(self) -> None:
-        if self.group.rank == self.main_rank:
-            super().prune()

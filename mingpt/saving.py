@@ -13,11 +13,12 @@ from mingpt.config import Config
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext, is_lost_peer
 from mingpt.errors import ClaimLost, NonRetryableError, SaveAborted, UserError
-from mingpt.gathering import BackgroundGroup, ShardedSaver
+from mingpt.gathering import BackgroundGroup
 from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.settings import to_dict
+from mingpt.sharded_saver import ShardedSaver
 from mingpt.snapshot import SnapshotSaver, TensorSpec, specs_of
 from mingpt.state import TrainState
 from mingpt.weights import manifest_tokenizer
