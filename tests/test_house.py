@@ -13,6 +13,7 @@ FLOORS = [
     ["parallel"],
     ["cli", "state", "audit", "report", "weights", "hf_folder", "initial_weights"],
     ["stored_state", "gathering"],
+    ["sharded_saver"],
     ["run_folder"],
     ["latest", "claims", "handover"],
     ["resume"],

@@ -74,7 +74,7 @@ class BucketReducer:
             del job
 
     def sum_along_tree(self, parts: list[Tensor], sizes: list[int], like: Tensor, gathers: bool) -> Tensor:
-        """Each rank adds one chunk of all parts along the tree; if `gathers`, all ranks then get all chunks."""
+        """Each rank adds one chunk of all parts along the tree; if `gathers`, all then get all chunks."""
         events.emit("reduction_start")
         my_size = sizes[self.rank]
         incoming = like.new_empty(sum(map(len, self.covers)) * my_size)
