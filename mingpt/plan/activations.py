@@ -17,7 +17,7 @@ def kept(work: Workload) -> int:
     dropped = work.element_bytes * stream if config.model.dropout else 0  # a mask
     around = dropped + outer_norms(work, stream) + loss_kept(work)
     if config.trainer.recompute == "block":
-        return config.model.n_layer * FLOAT_BYTES * stream + block(work) + around
+        return config.model.n_layer * FLOAT_BYTES * stream + around  # each block's input
     return config.model.n_layer * block(work) + around
 
 
@@ -95,20 +95,24 @@ def loss_work(work: Workload) -> int:
 
 
 def backward_work(work: Workload) -> int:
-    """Of one block: gradients of the widest activations, of the residual stream, and of a weight."""
+    """Of one block: gradients of the widest activations and of the residual stream; what is recomputed."""
     stream = work.tokens_per_micro_batch * work.config.model.n_embd
-    return 2 * 4 * work.element_bytes * stream + 2 * FLOAT_BYTES * stream
+    again = 0
+    if work.config.trainer.recompute == "block":
+        again = block(work) + cast_bytes(work) * work.block_parameters
+    return 2 * 4 * work.element_bytes * stream + 2 * FLOAT_BYTES * stream + again
+
+
+def cast_bytes(work: Workload) -> int:
+    """Of an element of the copy of a weight that autocast makes in the type of the products."""
+    is_cast = work.element_bytes != FLOAT_BYTES and not work.config.trainer.fsdp_param_dtype
+    return work.element_bytes if is_cast else 0
 
 
 def casts(work: Workload) -> int:
-    """Of the weights to the type of the products, which autocast keeps until the backward pass."""
-    if work.element_bytes == FLOAT_BYTES or work.config.trainer.fsdp_param_dtype:
-        return 0
-    if work.config.trainer.recompute == "block":
-        per_block = work.block_parameters
-        head = work.vocab_size * work.config.model.n_embd
-        return work.element_bytes * (per_block + head)
-    return work.element_bytes * work.matrices
+    """Copies of weights that are kept until the backward pass; those of blocks are not if it recomputes."""
+    head = work.vocab_size * work.config.model.n_embd
+    return cast_bytes(work) * (head if work.config.trainer.recompute == "block" else work.matrices)
 
 
 def evaluation_work(work: Workload) -> int:

@@ -100,12 +100,15 @@ def test_the_first_strategy_that_fits_is_named() -> None:
 
 
 def test_where_none_fits_it_says_what_to_change() -> None:
-    work = workload("trainer.micro_batch_size=8", "trainer.batch_size=512")
+    work = workload("trainer.micro_batch_size=16", "trainer.batch_size=64")
     smallest = strategies(work)[-1][1]
-    smaller = estimate(smallest.with_trainer(micro_batch_size=2)).peak_bytes
-    assert estimate(smallest.with_trainer(micro_batch_size=4)).peak_bytes > smaller
-    sentence = advise(work, smaller)
-    assert "trainer.micro_batch_size=2" in sentence and "workers" in sentence
+    peaks = {
+        size: estimate(smallest.with_trainer(micro_batch_size=size)).peak_bytes for size in (1, 2, 4, 8, 16)
+    }
+    largest = max(size for size, peak in peaks.items() if peak <= peaks[4])
+    assert peaks[16] > peaks[4] and largest < 16
+    sentence = advise(work, peaks[4])
+    assert f"trainer.micro_batch_size={largest}" in sentence and "workers" in sentence
     single = advise(workload(), estimate(strategies(workload(workers=8))[-1][1]).peak_bytes)
     assert single == "no strategy fits; trainer.parallel=fsdp trainer.recompute=block does with 8 workers"
     many = advise(workload(), estimate(strategies(workload(workers=16))[-1][1]).peak_bytes - 1)
