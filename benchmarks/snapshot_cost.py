@@ -62,13 +62,13 @@ class SaveTimes:
 
     def on_run_start(self, state: "TrainState", strategy: "Strategy") -> None:
         self.state = state
-        self.copies: dict[str, Tensor] = {name: full.clone() for name, full in state.full_state().items()}
+        self.copies: dict[str, Tensor] = {name: full.clone() for name, full in state.tensors().items()}
         self.run_began = time.perf_counter()
 
     def on_save_start(self, kind: str, step: int) -> None:
         import torch.distributed
 
-        tensors = self.state.full_state()
+        tensors = self.state.tensors()
         began = time.perf_counter()
         for name, copy in self.copies.items():
             copy.copy_(tensors[name])
