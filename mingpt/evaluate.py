@@ -94,13 +94,14 @@ class Evaluator:
         text_bytes = 0 if self.token_bytes is None else int(self.token_bytes[targets.numpy()].sum())
         return torch.tensor([float(loss) * targets.numel(), text_bytes, targets.numel()], dtype=torch.float64)
 
-    def sample(self) -> str:
-        """Text from the default prompt, without the prompt; the same on the same kind of device.
+    def sample(self, is_wanted: bool) -> str:
+        """If `is_wanted`, text from the default prompt, without that; the same on the same kind of device.
 
-        Cut short by a request to stop. Empty without a tokenizer. Collective where weights are sharded.
+        Cut short by a request to stop. Empty without a tokenizer. Collective where weights are sharded: all
+        ranks take part then.
         """
         tokenizer = self.corpus.tokenizer
-        if tokenizer is None:
+        if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):
             return ""
         prompt = tokenizer.default_prompt()
         count, known = self.config.trainer.sample_tokens, len(tokenizer)

@@ -90,7 +90,7 @@ class StoredState:
         row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
         count = max(1, PIECE_BYTES // row_bytes)
         for begin in range(part.begin, part.end, count):
-            yield part._replace(begin=begin, end=min(begin + count, part.end))
+            yield Rows(part.name, begin, min(begin + count, part.end), part.rank)
 
     def size(self, part: Rows) -> int:
         """In bytes."""

@@ -275,8 +275,7 @@ class Trainer:
         losses, context = self.evaluator.evaluate(self.state.step), self.context
         if losses is None:
             return context.agreed_stop
-        takes_part = self.run_logger is not None or self.strategy.weights_are_sharded
-        sample = context.run_with_heartbeat(lambda: self.evaluator.sample() if takes_part else "")
+        sample = context.run_with_heartbeat(lambda: self.evaluator.sample(self.run_logger is not None))
         if context.should_stop():
             return context.agreed_stop
         if self.run_logger:

@@ -3,7 +3,6 @@
 Figures follow from the configuration by formulas that tests and benchmarks compare with what is measured.
 """
 
-from mingpt.plan import activations
 from mingpt.plan.advice import advise, strategies
 from mingpt.plan.data import measure_data
 from mingpt.plan.memory import Memory, estimate
@@ -13,7 +12,6 @@ from mingpt.plan.workload import Workload
 __all__ = [
     "Memory",
     "Workload",
-    "activations",
     "advise",
     "bytes_sent",
     "estimate",

@@ -11,7 +11,7 @@ from support.models import ARCHITECTURES, CONFIG, Arch, make_tokens
 from torch import Tensor
 
 from mingpt.model import GPT, cpu_ops
-from mingpt.model.gpt import MAX_MATH_ATTENTION, Block
+from mingpt.model.gpt import MAX_MATH_ATTENTION
 
 LENGTHS = [40, MAX_MATH_ATTENTION + 8]  # attention written out, and that of the library
 
@@ -88,19 +88,6 @@ def test_of_a_block_only_its_input_is_kept(arch: Arch, bf16: bool, length: int) 
     around = length * (8 * CONFIG.n_embd + 4 * 31) * 4  # embedding, last norm, logits
     assert recomputed <= inputs + around
     assert recomputed < kept / 3
-
-
-def test_casts_of_weights_are_not_kept_until_autocast_ends() -> None:
-    """They would be two bytes for each parameter of the model, at the end of a forward pass."""
-    model = make_model("modern", 40)
-    model.set_recompute(True)
-    block = model.h[0]
-    assert isinstance(block, Block)
-    known: dict[str, bool] = {}
-    block.register_forward_hook(lambda *_: known.update(around=torch.is_autocast_cache_enabled()))
-    block.mlp.register_forward_hook(lambda *_: known.update(inside=torch.is_autocast_cache_enabled()))
-    forward(model, 40, bf16=True)
-    assert known == {"around": True, "inside": False}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
