@@ -72,18 +72,10 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
         """Without faults."""
         super().pipe_file(path, value)
 
-    def _open(
-        self,
-        path: str,
-        mode: str = "rb",
-        block_size: int | None = None,
-        autocommit: bool = True,
-        cache_options: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
+    def open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
         if mode == "wb" and "data" not in options:
-            return FaultyUpload(self, path, mode, block_size)
-        return super()._open(path, mode, block_size, autocommit, cache_options, **options)
+            return FaultyUpload(self, self._strip_protocol(path), mode, block_size)
+        return super().open(path, mode, block_size, **options)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         self.count_call()

@@ -23,7 +23,7 @@ def last_row(*words: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace injects the faults")
 def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
-    row = last_row("benchmarks/crash_points.py", "--stride", "8")
+    row = last_row("benchmarks/crash_points.py", "--stride", "11")
     assert row["bad"] == 0
     assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "order", "store tears"}
 
