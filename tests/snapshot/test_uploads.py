@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 from support.object_store import object_store
 from support.snapshots import make_manifest, transfer, write
 
@@ -193,6 +195,24 @@ def test_other_drivers_have_no_uploads_to_abort_and_files_that_are_closed(tmp_pa
     with open(tmp_path / "file", "wb") as file:
         discard(file, "file")
         assert file.closed
+
+
+class Upload(AbstractBufferedFile):  # type: ignore[misc]
+    """Of a driver whose `discard` does nothing."""
+
+    sent = 0
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.sent += 1
+        return True
+
+
+def test_a_file_that_is_discarded_is_not_completed_when_it_is_closed_later() -> None:
+    upload = Upload(MemoryFileSystem(), "file", "wb", block_size=100)
+    upload.write(b"half")
+    discard(upload, "file")
+    upload.close()
+    assert upload.sent == 0
 
 
 def test_parts_are_made_larger_where_there_would_be_too_many(
