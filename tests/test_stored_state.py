@@ -159,8 +159,13 @@ def test_learned_positions_are_cut_to_the_block_size() -> None:
         load_state(state, make_stored(longer), SingleProcess())
 
 
-def test_the_state_of_another_optimizer_is_left_out() -> None:
-    tensors = trained_tensors("muon", "gpt2")
+@pytest.mark.parametrize("kind", ["another", "incomplete", "none"])
+def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
+    tensors = trained_tensors("muon" if kind == "another" else "adamw", "gpt2")
+    if kind == "incomplete":
+        del tensors["optimizer.wte.weight.exp_avg"]
+    elif kind == "none":
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     state = make_state("adamw", "gpt2")
     load_state(state, make_stored(tensors), SingleProcess())
     after = state.tensors()
