@@ -62,7 +62,7 @@ class SaveTimes:
 
     def on_run_start(self, state: "TrainState", strategy: "Strategy") -> None:
         self.state = state
-        self.copies: dict[str, Tensor] = {name: full.clone() for name, full in state.tensors().items()}
+        self.copies: dict[str, Tensor] = {name: part.clone() for name, part in state.tensors().items()}
         self.run_began = time.perf_counter()
 
     def on_save_start(self, kind: str, step: int) -> None:

@@ -6,11 +6,12 @@ Backward passes cannot be run that way, so gradients are made up.
 import pytest
 import torch
 from support.training import gradients_of, make_optimizer
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import ModelConfig, OptimizerConfig
 from mingpt.model import GPT, LossModule
+from mingpt.parallel.buckets import allocate
+from mingpt.parallel.norm import clip, row_norms, total_norm
 
 CUDA = torch.device("cuda", 0)
 NEEDS_CUDA_BUILD = pytest.mark.skipif(
@@ -22,11 +23,7 @@ def make_model(config: ModelConfig, vocab_size: int, block_size: int) -> GPT:
     """Inside FakeTensorMode, where neither Module.to nor Module.to_empty works."""
     with torch.device("meta"):
         model = GPT(config, vocab_size=vocab_size, block_size=block_size)
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty(weight.shape, device=CUDA)))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, device=CUDA))
+    allocate(model, CUDA)
     model.init_weights(1)
     model.init_buffers()
     return model
@@ -49,8 +46,11 @@ def test_no_tensor_is_left_on_another_device(arch: str, name: str, vocab_size: i
         assert loss.device == CUDA and loss.shape == () and logits.device == CUDA
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(0.01, gradients_of(model))
+        gradients = gradients_of(model)
+        norm = total_norm(torch.cat([row_norms(gradient) for gradient in gradients.values()]))
+        assert norm.device == CUDA
+        clip(gradients, norm, 1.0)
+        optimizer.step(0.01, gradients)
         tensors = [*model.parameters(), *model.buffers(), *optimizer.state_dict().values()]
         assert {tensor.device for tensor in tensors} == {CUDA}
 

@@ -50,7 +50,14 @@ def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Savi
     start: Any = SimpleNamespace(
         store=make_store(tmp_path), memory=None, durable_step=0, folder=folder, own_step=-1, snapshot=None
     )
-    state: Any = SimpleNamespace(step=10, windows_seen=80, full_state=lambda: TENSORS)
+    state: Any = SimpleNamespace(
+        step=10,
+        windows_seen=80,
+        tensors=lambda: TENSORS,
+        shapes=lambda: {name: tuple(tensor.shape) for name, tensor in TENSORS.items()},
+        rows_by_rank=lambda name, shape: None,
+        strategy=SimpleNamespace(updates_are_sharded=False, weights_are_sharded=False),
+    )
     corpus = make_corpus(TEXT, config.data)
     context = SingleProcess()
     context.rank = rank
