@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", default="6x384,8x512,12x768,24x1024")
+    parser.add_argument("--shapes", default="6x384,8x512,10x640,12x768")
     parser.add_argument("--strategies", default=",".join(name.replace(", ", "+") for name in STRATEGIES))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--more", nargs="*", default=[], metavar="section.key=value")

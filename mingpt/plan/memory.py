@@ -8,15 +8,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mingpt.distributed.device import keeps_freed_memory
 from mingpt.parallel.buckets import BUCKET_BYTES
 from mingpt.plan.activations import backward_work, casts, evaluation_work, kept, loss_work
 from mingpt.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
 
-# Measured by benchmarks/plan_memory.py. Python, torch and its kernels' own buffers, the data, the report:
+# Measured by benchmarks/plan_memory.py: Python, torch, data and report; then, beside a model that is not tiny,
+# buffers of kernels and messages.
 PROCESS_BYTES = {"ddp": 345_000_000, "fsdp": 380_000_000}
+BUFFER_BYTES = {"ddp": 150_000_000, "fsdp": 40_000_000}
 CUDA_CONTEXT_BYTES = 1_000_000_000  # not measured here
-# What glibc's heap loses between blocks, as a share of what a step allocates and frees.
-HEAP_LOSS = 0.5
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ def estimate(work: Workload) -> Memory:
     phases = fsdp_phases(work) if work.config.trainer.parallel == "fsdp" else ddp_phases(work)
     phases["update"] = {"gradients": gradient(work), "work": update_work(work)}
     phases["evaluation"] = {"activations": evaluation_work(work), "gathered": gathered(work)}
-    if work.on_cpu:
-        phases = {name: {**terms, "heap": heap_loss(terms)} for name, terms in phases.items()}
     return Memory(held, phases)
 
 
 def process(work: Workload) -> int:
-    """Before anything of the model is there."""
-    base = PROCESS_BYTES[work.config.trainer.parallel]
-    return base if work.on_cpu else CUDA_CONTEXT_BYTES
+    """Beside everything that follows from the model."""
+    if not work.on_cpu:
+        return CUDA_CONTEXT_BYTES
+    parallel = work.config.trainer.parallel
+    return PROCESS_BYTES[parallel] + min(BUFFER_BYTES[parallel], 3 * FLOAT_BYTES * work.parameters)
 
 
 def share(work: Workload, is_sharded: bool) -> float:
@@ -104,24 +105,30 @@ def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
     """Each worker computes whole gradients."""
     whole = FLOAT_BYTES * work.parameters
     sums = work.partial_sums()
-    bucket = min(whole, BUCKET_BYTES + FLOAT_BYTES * max(map(math.prod, work.shapes.values())))
-    is_fast = work.config.trainer.reduction == "fast"
-    # DistributedDataParallel keeps gradients in its buckets.
-    buckets = whole if is_fast and work.workers > 1 else 0
-    in_flight = 3 * bucket if work.workers > 1 else 0
     head = FLOAT_BYTES * work.vocab_size * work.config.model.n_embd
-    return {
-        "backward begins": {
-            "gradients": sums * whole + buckets,
-            "activations": kept(work) + casts(work),
-            "work": max(loss_work(work), backward_work(work) + head),
-        },
-        "backward ends": {
-            "gradients": max(sums, 1) * whole + buckets,
-            "work": backward_work(work) + head,
-        },
-        "reduction": {"gradients": whole, "work": in_flight},
+    if work.config.trainer.reduction == "fast" and work.workers > 1:
+        sums += 1  # DistributedDataParallel keeps gradients in its buckets
+    backward = {
+        "gradients": sums * whole,
+        "activations": kept(work) + casts(work),
+        "work": max(loss_work(work), backward_work(work) + head),
     }
+    if work.on_cpu and keeps_freed_memory(work.config.trainer):
+        # Freed blocks of other sizes are of no use to the last micro-batch's gradient and to the copies that
+        # are sent, received and gathered, bucket by bucket.
+        backward["freed"] = (4 if work.workers > 1 else 1) * whole
+    return {
+        "backward begins": backward,
+        "backward ends": {"gradients": max(sums, 1) * whole, "work": backward_work(work) + head},
+        "reduction": {"gradients": whole, "work": in_flight(work)},
+    }
+
+
+def in_flight(work: Workload) -> int:
+    """Of a bucket what is sent, received and gathered."""
+    largest = FLOAT_BYTES * max(map(math.prod, work.shapes.values()))
+    bucket = min(FLOAT_BYTES * work.parameters, BUCKET_BYTES + largest)
+    return 3 * bucket if work.workers > 1 else 0
 
 
 def gathered(work: Workload) -> int:
@@ -142,7 +149,7 @@ def gathered_bytes(work: Workload) -> int:
 
 def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
     """Blocks one after the other: a block's gradient, what is sent of it, and what is received."""
-    sums = (work.partial_sums() + 1) * gradient(work)
+    sums, own = work.partial_sums() * gradient(work), gradient(work)
     copies = 3 if work.workers > 1 else 1
     root = FLOAT_BYTES * work.root_parameters
     block = FLOAT_BYTES * work.block_parameters
@@ -154,12 +161,8 @@ def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
             "work": max(loss_work(work), backward_work(work) + copies * block),
         },
         "backward ends": {
-            "gradients": sums + copies * root,
+            "gradients": sums + own + copies * root,
             "gathered": gathered(work),
             "work": backward_work(work) + copies * block,
         },
     }
-
-
-def heap_loss(terms: Mapping[str, int]) -> int:
-    return math.ceil(HEAP_LOSS * sum(terms.values()))

@@ -12,7 +12,7 @@ COLUMNS = {
     "gradients": ("gradients",),
     "activations": ("activations", "work", "gathered"),
     "snapshots": ("snapshots",),
-    "other": ("process", "heap"),
+    "other": ("process", "freed"),
 }
 
 
