@@ -13,7 +13,7 @@ from mingpt.parallel.buckets import BUCKET_BYTES
 from mingpt.plan.activations import backward_work, casts, evaluation_work, kept, loss_work
 from mingpt.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
 
-# Measured by benchmarks/plan_memory.py: Python, torch, data and report; then, beside a model that is not tiny,
+# Measured by benchmarks/plan_memory.py: Python, torch, data, report; then, beside a model that is not tiny,
 # buffers of kernels and messages.
 PROCESS_BYTES = {"ddp": 345_000_000, "fsdp": 380_000_000}
 BUFFER_BYTES = {"ddp": 150_000_000, "fsdp": 40_000_000}
