@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mingpt.distributed import heartbeat
-from mingpt.distributed.device import check_device_types, find_device, tune_malloc
+from mingpt.distributed.device import check_device_types, find_device, keeps_freed_memory, tune_malloc
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.generation import GenerationEnd
 from mingpt.distributed.launch import Launch
@@ -79,7 +79,7 @@ class DistributedContext:
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
         if self.device.type == "cpu":
-            tune_malloc(keeps_freed=config.parallel == "ddp")
+            tune_malloc(keeps_freed_memory(config))
 
     def _patience_s(self, timeout_s: float) -> float:
         """How long to wait for the other workers to come to the rendezvous."""
