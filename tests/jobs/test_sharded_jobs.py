@@ -126,16 +126,24 @@ def test_a_stop_is_one_snapshot_of_all_workers(
 
 STOPPED_EVALUATION = """
 import os, signal
+from mingpt.distributed import DistributedContext
 def on_evaluation_batch(number):
     if number >= 2:
         os.kill(os.getppid(), signal.SIGTERM)
 events.subscribe("evaluation_batch", on_evaluation_batch)
+should_stop, calls = DistributedContext.should_stop, []
+def notice_late(context):
+    if not should_stop(context):
+        return False
+    calls.append(1)
+    return context.rank == 0 or len(calls) > 3
+DistributedContext.should_stop = notice_late
 """
 
 
 @pytest.mark.slow
 def test_a_stop_during_an_evaluation_ends_it_on_all_workers(start: Start, text: Path, tmp_path: Path) -> None:
-    """Its forward passes are collective, so a worker that stopped alone would leave the others waiting."""
+    """One of them notices the request a few batches later, and forward passes are collective."""
     program = changed_program(tmp_path, STOPPED_EVALUATION)
     settings = {"run_dir": tmp_path / "run", "data__path": text, "trainer__eval_at_start": False} | FSDP
     settings |= {"trainer__timeout_s": 20, "trainer__eval_every": 4, "data__val_fraction": 0.6}
