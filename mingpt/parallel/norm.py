@@ -16,8 +16,6 @@ def row_norms(gradient: Tensor) -> Tensor:
     """(rows,) norms of the rows of a (rows, columns) gradient; the absolute values of a vector."""
     if gradient.ndim < 2:
         return gradient.abs()
-    if len(gradient) == 1:  # several threads would share the sum of a lone row, in an order of their own
-        return torch.linalg.vector_norm(torch.cat([gradient, gradient]), dim=1)[:1]
     return torch.linalg.vector_norm(gradient, dim=1)
 
 

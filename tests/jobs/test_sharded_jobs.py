@@ -192,7 +192,11 @@ def test_data_that_one_worker_cannot_use_ends_the_job_on_all(part: str, start: S
         part_tokens = tokens[:count].copy()
         part_tokens[count // 2] = 90 if name == part else 0
         write_llmc(data / f"{name}_00000.bin", part_tokens)
-    settings = {"run_dir": tmp_path / "run", "data__path": data, "data__vocab_size": 90} | FSDP
+    settings: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "data__path": data,
+        "data__vocab_size": 90,
+    } | FSDP
     settings |= {"trainer__eval_at_start": False, "trainer__max_steps": 200, "trainer__eval_every": 7}
     settings |= {"trainer__workers": 2, "snapshot__every": 100, "trainer__timeout_s": 20}
     job = start(command(**settings))
@@ -211,7 +215,7 @@ def test_an_evaluation_alone_is_that_of_one_worker(
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    settings = {"run_dir": run_dir, "data__path": text, "trainer__eval_only": True} | FSDP
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__eval_only": True} | FSDP
     job = start(command(launcher=torchrun(2), **settings))
     assert job.wait() == 0, job.err()
     assert f"val/loss {read_metric(undisturbed, 'val/loss')[30]:.4f}" in job.err()
