@@ -17,7 +17,7 @@ from mingpt.run_folder import RunFolder
 from mingpt.settings import differences, to_dict
 from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this_process
 from mingpt.stored_state import StoredState
-from mingpt.weights import check_model
+from mingpt.weights import check_shard
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def make_check(config: Config, data: Data, job_start: int | None) -> Check:
     """
 
     def check(manifest: dict[str, Any], entries: Entries) -> None:
-        check_model(manifest, entries)
+        check_shard(manifest, entries)
         if job_start is None or manifest["step"] <= job_start:
             return
         changes = differences(manifest["config"], to_dict(config))

@@ -16,6 +16,7 @@ from mingpt.data import (
 from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
+from mingpt.parallel import split_rows
 from mingpt.snapshot import (
     Entries,
     Snapshot,
@@ -31,14 +32,28 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
 
     These are the model's parameters and the optimizer's state, in float32. Nothing is allocated for them.
     """
+    if manifest.get("shard"):
+        raise CorruptSnapshot("it is a part of a sharded state")
+    check_shard(manifest, entries)
+
+
+def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
+    """`check_model` for what may be a part of a sharded state: the rows of one rank of what is sharded.
+
+    The tensors that are not sharded are there, all of them, or none is.
+    """
     config = read_config(manifest)
     if config.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
     vocab_size = check_tokenizer(manifest, entries)
-    parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
-    states = state_shapes(parameters, config.optimizer)
-    expected = {f"model.{name}": shape for name, shape in parameters.items()}
-    expected |= {f"optimizer.{name}": shape for name, shape in states.items()}
+    shapes = snapshot_shapes(manifest, vocab_size)
+    sharded = {name: shape for name, shape in shapes.items() if is_sharded(manifest, name, shape)}
+    whole = {name: shape for name, shape in shapes.items() if name not in sharded}
+    expected = {name: shard_shape(manifest, shape) for name, shape in sharded.items()}
+    if not manifest.get("shard") or TOKENIZER_TENSOR in entries or entries.keys() & whole.keys():
+        expected |= whole
+        if tokenizer_fields(manifest)["kind"] == "json" and TOKENIZER_TENSOR not in entries:
+            raise CorruptSnapshot(f"its tensor file lacks {TOKENIZER_TENSOR}")
     for name, shape in expected.items():
         if name not in entries:
             raise CorruptSnapshot(f"its tensor file lacks {name}")
@@ -53,11 +68,35 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
 
 
+def snapshot_shapes(manifest: dict[str, Any], vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Of the whole tensors of the manifest's run, without a tokenizer."""
+    config = read_config(manifest)
+    parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
+    states = state_shapes(parameters, config.optimizer)
+    shapes = {f"model.{name}": shape for name, shape in parameters.items()}
+    return shapes | {f"optimizer.{name}": shape for name, shape in states.items()}
+
+
+def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> bool:
+    """Whether each of several parts has some rows of this tensor; `shape` is that of the whole one."""
+    shard = manifest.get("shard")
+    if not shard or not shape:
+        return False
+    return name.startswith("optimizer.") or (shard["weights"] and name.startswith("model."))
+
+
+def shard_shape(manifest: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the rows that a part has of a sharded tensor."""
+    shard = manifest["shard"]
+    return (len(split_rows(shape[0], shard["workers"])[shard["rank"]]), *shape[1:])
+
+
 def check_tokenizer(manifest: dict[str, Any], entries: Entries) -> int:
     """Rows of the embedding. Raises CorruptSnapshot for a tokenizer that cannot be the run's."""
     fields = tokenizer_fields(manifest)
     entry = entries.get(TOKENIZER_TENSOR)
-    if (entry is not None) != (fields["kind"] == "json"):
+    may_be_elsewhere = bool(manifest.get("shard")) and entry is None
+    if (entry is not None) != (fields["kind"] == "json") and not may_be_elsewhere:
         raise CorruptSnapshot(
             f"its tensor {TOKENIZER_TENSOR} and its manifest's tokenizer contradict each other"
         )

@@ -153,7 +153,7 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     changed: str, step: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that joins may have one. That of step 100, from which the job began, may have other settings."""
-    monkeypatch.setattr("mingpt.resume.check_model", lambda manifest, entries: None)
+    monkeypatch.setattr("mingpt.resume.check_shard", lambda manifest, entries: None)
     config = build(SMALL)
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
     manifest = make_manifest(step) | {"config": to_dict(config)}

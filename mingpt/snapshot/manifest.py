@@ -78,6 +78,22 @@ class FileFields(pydantic.BaseModel):
     bytes: Count
 
 
+class ShardFields(pydantic.BaseModel):
+    """Which part of a sharded state the file is: the rows that one rank held, and perhaps whole tensors."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    rank: Count
+    workers: int = pydantic.Field(ge=1, lt=2**31)
+    weights: bool  # whether weights are sharded; else the optimizer's state alone
+    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, of the workers that wrote all parts
+
+    @pydantic.model_validator(mode="after")
+    def check_rank(self) -> "ShardFields":
+        if self.rank >= self.workers:
+            raise ValueError(f"there is no rank {self.rank} of {self.workers} workers")
+        return self
+
+
 class Fields(pydantic.BaseModel):
     """Types and ranges of the fields of schema 1; others may be there. Neither `true` nor "1" is 1."""
 
@@ -95,6 +111,7 @@ class Fields(pydantic.BaseModel):
     bytes: Count
     unwritten: list[RecordFields] = []  # that metrics.jsonl had no room for
     after: Count = 0  # of a snapshot in memory: the newest step on disk at its time
+    shard: ShardFields | None = None  # of a part in memory
 
 
 class PartedFields(Fields):

@@ -86,6 +86,7 @@ def test_a_manifest_with_another_value_is_corrupt() -> None:
         decode_manifest((json.dumps(manifest, indent=1) + "\n").encode())
 
 
+SHARD = {"rank": 1, "workers": 2, "weights": True, "generation": "0" * 32}
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("step", {"step": -1}),
     ("step", {"step": True}),
@@ -150,6 +151,15 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("bytes", {"bytes": -1}),
     ("bytes", {"bytes": 2**70}),
     ("after", {"after": -1}),
+    ("shard", {"shard": 3}),
+    ("shard.rank", {"shard": SHARD | {"rank": -1}}),
+    ("shard.rank", {"shard": SHARD | {"rank": "1"}}),
+    ("there is no rank 2 of 2 workers", {"shard": SHARD | {"rank": 2}}),
+    ("shard.workers", {"shard": SHARD | {"rank": 0, "workers": 0}}),
+    ("shard.weights", {"shard": SHARD | {"weights": 1}}),
+    ("shard.generation", {"shard": SHARD | {"generation": "x"}}),
+    ("shard.more", {"shard": SHARD | {"more": 1}}),
+    ("shard.weights", {"shard": {"rank": 1, "workers": 2, "generation": "0" * 32}}),
     ("schema", {"schema": "1"}),
     ("schema", {"schema": -1}),
     ("schema", {"schema": True}),
