@@ -18,8 +18,9 @@ from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.settings import to_dict
+from mingpt.sharded_memory import ShardedMemory
 from mingpt.sharded_saver import ShardedSaver
-from mingpt.snapshot import SnapshotSaver, TensorSpec, specs_of
+from mingpt.snapshot import MemorySnapshots, SnapshotSaver, TensorSpec, specs_of
 from mingpt.state import TrainState
 from mingpt.weights import manifest_tokenizer
 
@@ -31,8 +32,8 @@ MAX_FILES = 10_000  # token shards that a manifest lists, since its size is limi
 class Saving:
     """The snapshots of this generation. Methods are collective unless they say otherwise.
 
-    The ranks with `folder.keeps_snapshots` write to disk, the first worker of each node to its memory. What
-    `folder.snapshots_rank` has written counts as durable.
+    The ranks with `folder.keeps_snapshots` write to disk, the first worker of each node to its memory; all
+    ranks write what is sharded. What `folder.snapshots_rank` has written counts as durable.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Saving:
         self.tokenizer_fields, self.tokenizer_tensors = manifest_tokenizer(
             corpus.tokenizer, corpus.vocab_size
         )
-        self.memory, self.store, self.is_resumed = start.memory, start.store, start.snapshot is not None
+        self.store, self.is_resumed = start.store, start.snapshot is not None
         self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
@@ -60,7 +61,11 @@ class Saving:
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
         self.local_every = config.snapshot.every if local_every is None else local_every
+        self.specs = {
+            name: TensorSpec(part.dtype, self.shapes[name]) for name, part in self.state.tensors().items()
+        }
         self.saver = self.make_saver(start)
+        self.memory = self.make_memory(start.memory)
         self.last_save_step = start.durable_step  # of the last save to disk that was begun
         # Of the last save of this rank that was begun.
         self.own_step = start.durable_step if self.is_sharded else start.own_step
@@ -71,9 +76,6 @@ class Saving:
         keep_last, keep_best = self.config.snapshot.keep_last, self.config.snapshot.keep_best
         if not self.is_sharded:
             return SnapshotSaver(start.store, keep_last, keep_best)
-        specs = specs_of(self.tokenizer_tensors) | {
-            name: TensorSpec(part.dtype, self.shapes[name]) for name, part in self.state.tensors().items()
-        }
         ranks = range(self.context.world_size)
         return ShardedSaver(
             start.store,
@@ -82,9 +84,21 @@ class Saving:
             BackgroundGroup(self.context.rank, self.context.world_size),
             self.main_rank,
             ranks if start.folder.snapshots_are_shared else [self.main_rank],
-            specs,
+            specs_of(self.tokenizer_tensors) | self.specs,
             self.rows_by_rank.get,
         )
+
+    def make_memory(self, memory: MemorySnapshots) -> MemorySnapshots | ShardedMemory:
+        if not self.is_sharded:
+            return memory
+        specs = {name: spec for name, spec in self.specs.items() if self.rows_by_rank[name]}
+        shards_weights = self.state.strategy.weights_are_sharded
+        return ShardedMemory(memory, self.context, specs, self.rows_by_rank.get, shards_weights)
+
+    @property
+    def writes_to_memory(self) -> bool:
+        """Whether this rank does: of a state that is not sharded, the first worker of each node alone."""
+        return self.is_sharded or self.context.launch.local_rank == 0
 
     @property
     def newest_written(self) -> int:
@@ -93,11 +107,10 @@ class Saving:
 
     def allocate(self) -> None:
         """Allocate staging buffers before the first step, so that no save has to."""
-        tensors = self.tensors()
         if self.writes_to_disk:
-            self.saver.allocate(tensors)
-        if self.config.snapshot.memory_every and self.context.launch.local_rank == 0:
-            self.memory.allocate(tensors)
+            self.saver.allocate(self.tensors(self.is_main))
+        if self.config.snapshot.memory_every and self.writes_to_memory:
+            self.memory.allocate(self.tensors(self.context.launch.local_rank == 0), self.state.step)
 
     def note_written(self, step: int, run_logger: RunLogger | None) -> None:
         """All ranks have learned that the snapshot of this step is on disk."""
@@ -134,7 +147,7 @@ class Saving:
             self.wait_for_previous_save()
         self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
-        tensors = self.tensors()
+        tensors = self.tensors(self.is_main)
         if self.writes_to_disk and self.is_due_here(is_last):
             metrics = dict(run_logger.last) if run_logger else {}
             manifest = self.manifest() | {"metrics": metrics}
@@ -153,19 +166,20 @@ class Saving:
         """Copy the state to memory that outlives this process."""
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
-        tensors = self.tensors()
-        if self.context.launch.local_rank == 0:
+        if self.writes_to_memory:
+            tensors = self.tensors(self.context.launch.local_rank == 0)
             manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}
             self.memory.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
         events.emit("save_end", kind="memory", step=self.state.step)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What this rank gives to a snapshot: its part of the state, whole tensors on the main rank alone.
+    def tensors(self, with_whole: bool) -> dict[str, Tensor]:
+        """What this rank gives to a snapshot: its part of the state.
 
-        And a tokenizer that is too large for the manifest.
+        And, if it is not sharded or `with_whole`, the tensors that all ranks have and a tokenizer that is too
+        large for the manifest.
         """
         tensors = self.state.tensors()
-        if self.is_sharded and not self.is_main:
+        if self.is_sharded and not with_whole:
             return {name: part for name, part in tensors.items() if self.rows_by_rank[name]}
         return tensors | self.tokenizer_tensors
 
@@ -242,7 +256,7 @@ class Saving:
 
     def remove_memory_snapshots(self) -> None:
         """The run ends here. Not collective."""
-        if self.context.launch.local_rank == 0:
+        if self.writes_to_memory:
             self.memory.remove()
 
 
