@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.memory import CONFIG, MANIFEST, check_values, make_state
 from support.ranks import run_ranks
-from support.snapshots import make_manifest
-from torch import Tensor
 
-from mingpt.config import Config, DataConfig, ModelConfig
 from mingpt.distributed import DistributedContext
 from mingpt.errors import CorruptSnapshot
 from mingpt.latest import find_latest
@@ -23,22 +20,7 @@ from mingpt.snapshot.layout import make_layout, specs_of
 from mingpt.snapshot.saver import LocalTransfer
 from mingpt.snapshot.slots import Slots
 from mingpt.snapshot.staging import StagingBuffer
-from mingpt.stored_state import StoredState
-from mingpt.weights import check_model, check_shard, is_sharded, snapshot_shapes
-
-CONFIG = Config(
-    data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")
-)
-MANIFEST = make_manifest(0) | {"config": to_dict(CONFIG), "vocabulary": "abcdefghijk", "after": 0}
-SHAPES = snapshot_shapes(MANIFEST, 11)
-
-
-def make_state(step: int) -> dict[str, Tensor]:
-    """Another number in each element."""
-    return {
-        name: torch.arange(float(torch.Size(shape).numel())).view(shape) + step
-        for name, shape in SHAPES.items()
-    }
+from mingpt.weights import check_model, check_shard, is_sharded
 
 
 class Nodes:
@@ -94,16 +76,6 @@ class Nodes:
             return None if found is None else check_values(found, context)
 
         return same(run_ranks(len(nodes), work))
-
-
-def check_values(found: StoredState, context: DistributedContext) -> int:
-    """All tensors are those of the step, which it returns. Collective."""
-    step = int(found.manifest["step"])
-    expected = make_state(step)
-    assert found.shapes == SHAPES and "shard" not in found.manifest
-    for name in found.shapes:
-        assert torch.equal(found.tensor(name, context), expected[name]), name
-    return step
 
 
 def same(results: Sequence[int | Exception | None]) -> int | None:

@@ -1,22 +1,29 @@
-"""What each rank writes to memory; ranks are threads of one node, so there are no copies. Jobs have them."""
+"""What each rank writes to memory. Ranks are threads, or processes where copies are exchanged."""
 
 import errno
+import functools
+import multiprocessing
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.memory import MANIFEST, SHAPES, check_values, make_state
 from support.ranks import run_ranks
 from support.snapshots import make_manifest
 from torch import Tensor
 
-from mingpt.distributed import DistributedContext
+from mingpt.distributed import DistributedContext, Launch
+from mingpt.memory_search import find_in_memory
 from mingpt.parallel import split_rows
 from mingpt.sharded_memory import Copies, ShardedMemory
 from mingpt.snapshot import MemorySnapshots, SnapshotStore, TensorSpec
 from mingpt.snapshot.slots import Slots
+from mingpt.weights import check_shard
 
 ROWS = 5
 SPECS = {"model.a": TensorSpec(torch.float32, (ROWS, 3))}
@@ -31,9 +38,11 @@ def make_part(rank: int, workers: int, step: int) -> dict[str, Tensor]:
 class Worker:
     """One rank, on a node with the others."""
 
-    def __init__(self, context: DistributedContext, folder: Path) -> None:
+    def __init__(
+        self, context: DistributedContext, folder: Path, memory: MemorySnapshots | None = None
+    ) -> None:
         self.context, self.workers = context, context.world_size
-        memory = MemorySnapshots(str(folder), "id", folder, 0)
+        memory = memory or MemorySnapshots(str(folder), "id", folder, 0)
         rows = split_rows(ROWS, self.workers)
         self.memory = ShardedMemory(memory, context, SPECS, lambda name: rows, shards_weights=True)
 
@@ -167,6 +176,103 @@ def test_an_orderly_end_leaves_nothing(tmp_path: Path) -> None:
     run_workers(3, tmp_path, work)
     run_workers(2, tmp_path, work)
     assert list(tmp_path.iterdir()) == []
+
+
+class Peer(DistributedContext):
+    """A rank of a gloo process group, forked from the test."""
+
+    def __init__(self, rank: int, node_of: list[int], store: Path) -> None:
+        world_size = len(node_of)
+        local_rank = node_of[:rank].count(node_of[rank])
+        self.launch = Launch(rank=rank, world_size=world_size, node_rank=node_of[rank], local_rank=local_rank)
+        self.rank, self.world_size = rank, world_size
+        signal: Any = SimpleNamespace(note_progress=lambda: None)
+        self.stop_signal = signal
+        file_store = dist.FileStore(str(store), world_size)
+        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
+
+
+def save_from_process(rank: int, node_of: list[int], folder: Path) -> None:
+    """What each of the processes does: it saves three times, with copies."""
+    context = Peer(rank, node_of, folder / "store")
+    specs = {name: TensorSpec(torch.float32, shape) for name, shape in SHAPES.items() if shape}
+    rows = {name: split_rows(spec.shape[0], len(node_of)) for name, spec in specs.items()}
+    snapshots = memory_of(folder, node_of[rank])
+    memory = ShardedMemory(snapshots, context, specs, rows.get, shards_weights=True)
+    for step in (5, 10, 15):
+        part = {}
+        for name, tensor in make_state(step).items():
+            if tensor.ndim:
+                part[name] = tensor[rows[name][rank].start : rows[name][rank].stop]
+            elif context.launch.local_rank == 0:
+                part[name] = tensor
+        memory.save(MANIFEST | {"step": step, "windows": step * 8}, part)
+        assert memory.thread
+        memory.thread.join()
+        context.all_gather_object(None)
+    dist.destroy_process_group()
+
+
+def memory_of(folder: Path, node: int) -> MemorySnapshots:
+    path = folder / f"memory-{node}"
+    path.mkdir(exist_ok=True)
+    return MemorySnapshots(str(path), "id", folder, node)
+
+
+def test_each_of_two_nodes_has_the_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of three workers are kept by two, and the other way round; they come in many pieces."""
+    monkeypatch.setattr("mingpt.sharded_memory.PIECE_BYTES", 100)
+    node_of = [0, 0, 0, 1, 1]
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=save_from_process, args=(rank, node_of, tmp_path)) for rank in range(len(node_of))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+    def newest(context: DistributedContext, node: int) -> int | None:
+        found = find_in_memory(memory_of(tmp_path, node), context, -1, None, check_shard)
+        return check_values(found, context) if found else None
+
+    for node in (0, 1):
+        assert run_ranks(1, functools.partial(newest, node=node)) == [15]
+    names = {path.name for path in memory_of(tmp_path, 1).root.glob("node-*")}
+    assert names == {"node-1-worker-0", "node-1-worker-1", "node-1-copy-0", "node-1-copy-1", "node-1-copy-2"}
+
+
+def test_where_there_is_no_room_for_copies_each_worker_writes_its_own_and_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On three nodes, of which one is too small."""
+    fallocate = os.posix_fallocate
+
+    def full(handle: int, offset: int, size: int) -> None:
+        if "node-1-copy-0" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(handle, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def work(context: DistributedContext) -> list[int]:
+        worker = Worker(context, tmp_path, memory_of(tmp_path, context.rank))
+        worker.save(2)
+        worker.save(4)
+        return worker.steps()
+
+    assert run_ranks(3, work) == [[4, 2]] * 3
+    (line,) = caplog.messages
+    assert line.startswith("no copies of snapshots in memory on the next node: ")
+    assert line.endswith("after the loss of a node the run resumes from disk")
+    names = sorted(path.name for path in tmp_path.glob("memory-*/*/*"))
+    assert [name for name in names if name.startswith("node-")] == [
+        "node-0-worker-0",
+        "node-1-worker-0",
+        "node-2-worker-0",
+    ]
+    assert len(names) == 6, "and the name of each one's owner"
 
 
 @pytest.mark.parametrize(
