@@ -1,12 +1,15 @@
 """Snapshots in memory that lie in parts on several nodes, which are folders here; ranks are threads."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.memory import CONFIG, MANIFEST, check_values, make_state
 from support.ranks import run_ranks
+from torch import Tensor
 
 from mingpt.distributed import DistributedContext
 from mingpt.errors import CorruptSnapshot
@@ -20,7 +23,7 @@ from mingpt.snapshot.layout import make_layout, specs_of
 from mingpt.snapshot.saver import LocalTransfer
 from mingpt.snapshot.slots import Slots
 from mingpt.snapshot.staging import StagingBuffer
-from mingpt.weights import check_model, check_shard, is_sharded
+from mingpt.weights import TOKENIZER_TENSOR, check_model, check_shard, is_sharded
 
 
 class Nodes:
@@ -34,6 +37,8 @@ class Nodes:
         for memory in self.memories:
             memory.root.parent.mkdir(exist_ok=True)
         self.slots: dict[tuple[int, str], Slots] = {}
+        self.fields: dict[str, Any] = {}  # of all manifests
+        self.whole: dict[str, Tensor] = {}  # tensors besides those of model and optimizer
         self.keeper = Copies.plan(node_of).keeper
 
     def save(self, step: int, lost: Sequence[int] = (), **fields: Any) -> None:
@@ -52,20 +57,29 @@ class Nodes:
     ) -> None:
         workers = len(self.node_of)
         shard = {"rank": rank, "workers": workers, "weights": self.weights, "generation": self.generation}
-        manifest = MANIFEST | {"step": step, "windows": step * 8, "shard": shard} | more
-        part = {}
+        manifest = MANIFEST | self.fields | {"step": step, "windows": step * 8, "shard": shard} | more
+        part = self.whole if with_whole else {}
         for name, tensor in make_state(step).items():
             if is_sharded(manifest, name, tuple(tensor.shape)):
                 rows = split_rows(len(tensor), workers)[rank]
-                part[name] = tensor[rows.start : rows.stop]
+                part = part | {name: tensor[rows.start : rows.stop]}
             elif with_whole:
-                part[name] = tensor
+                part = part | {name: tensor}
         slots = self.slots.setdefault((node, suffix), self.memories[node].make_slots(suffix))
         if not slots.buffers:
             slots.open(specs_of(part))
         slots.begin()
         slots.fill(part)
         slots.commit(manifest)
+
+    def find_step(self) -> int | None:
+        """The step that a worker on the first node finds; the values are not checked."""
+
+        def work(context: DistributedContext) -> int | None:
+            found = find_in_memory(self.memories[0], context, -1, None, check_shard)
+            return int(found.manifest["step"]) if found else None
+
+        return same(run_ranks(1, work))
 
     def find(self, nodes: Sequence[int]) -> int | None:
         """The step that a worker on each of these nodes finds; the values are checked."""
@@ -155,6 +169,26 @@ def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], tmp_p
     nodes.save(5)
     nodes.save(10, **other)
     assert nodes.find([0]) == 5
+
+
+def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
+    """One that is too large for the manifest."""
+    nodes = Nodes(tmp_path, [0, 0, 1])
+    nodes.fields = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11}}
+    nodes.whole = {TOKENIZER_TENSOR: torch.arange(100, dtype=torch.uint8)}
+    nodes.save(5)
+
+    def work(node: int, context: DistributedContext) -> Tensor:
+        found = find_in_memory(nodes.memories[node], context, -1, None, check_shard)
+        assert found and found.dtypes[TOKENIZER_TENSOR] == torch.uint8
+        return found.tensor(TOKENIZER_TENSOR, context)
+
+    for node in (0, 1):
+        (content,) = run_ranks(1, functools.partial(work, node))
+        assert torch.equal(content, nodes.whole[TOKENIZER_TENSOR])  # type: ignore[arg-type]
+    nodes.whole, nodes.slots = {}, {}
+    nodes.save(10)
+    assert nodes.find_step() == 5, "the part that should have the tokenizer lacks it"
 
 
 def test_where_a_node_keeps_its_run_does_not_matter(tmp_path: Path) -> None:
