@@ -37,6 +37,9 @@ def fsdp_bytes(work: Workload) -> int:
 
 
 def muon_bytes(work: Workload) -> int:
-    """Updates in bfloat16 from the worker that computes them; where rows are sharded, momentum to it."""
-    directions = 2 if are_updates_sharded(work) else 1
-    return directions * BFLOAT_BYTES * work.muon_elements
+    """Updates in bfloat16, from the worker that computes them to all.
+
+    Where rows are sharded, each worker sends its rows of the momentum there, and gets those of the update.
+    """
+    whole = BFLOAT_BYTES * work.muon_elements
+    return 2 * whole // work.workers if are_updates_sharded(work) else whole

@@ -88,6 +88,15 @@ def test_bytes_sent_are_those_of_a_ring_and_of_gathering_in_each_round() -> None
     assert bytes_sent(workload(workers=1)) == 0
 
 
+def test_rows_of_muons_matrices_go_to_one_worker_and_back_where_whole_ones_go_to_all() -> None:
+    others, matrices = 3 / 4, 12 * 12 * 768**2
+    whole = bytes_sent(workload("optimizer.name=muon")) - bytes_sent(workload())
+    assert whole == pytest.approx(2 * matrices * others)
+    fsdp = ["trainer.parallel=fsdp"]
+    rows = bytes_sent(workload(*fsdp, "optimizer.name=muon")) - bytes_sent(workload(*fsdp))
+    assert rows == pytest.approx(2 * 2 * matrices / 4 * others)
+
+
 def test_the_first_strategy_that_fits_is_named() -> None:
     work = workload()
     peaks = {label: estimate(one).peak_bytes for label, one in strategies(work)}
