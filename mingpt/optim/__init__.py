@@ -5,7 +5,7 @@ it. Knows no model beyond names and shapes.
 """
 
 from mingpt.optim.adamw import AdamW
-from mingpt.optim.exchange import Exchange, chunk_rows
+from mingpt.optim.exchange import Exchange
 from mingpt.optim.muon import Muon
 from mingpt.optim.optimizer import Optimizer, state_shapes
 from mingpt.optim.schedule import SCHEDULES, learning_rate
@@ -16,7 +16,6 @@ __all__ = [
     "Exchange",
     "Muon",
     "Optimizer",
-    "chunk_rows",
     "learning_rate",
     "state_shapes",
 ]

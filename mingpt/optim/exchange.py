@@ -6,12 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-def chunk_rows(count: int, workers: int) -> list[range]:
-    """The rows of each worker, as torch.chunk cuts them: ceil(count / workers) rows, the last ones fewer."""
-    size = -(-count // workers)
-    return [range(min(count, size * rank), min(count, size * (rank + 1))) for rank in range(workers)]
-
-
 def all_rows(count: int) -> list[range]:
     """The rows of a single worker."""
     return [range(count)]

@@ -7,7 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mingpt.optim import Exchange, chunk_rows
+from mingpt.optim import Exchange
+from mingpt.parallel import split_rows
 
 R = TypeVar("R")
 TIMEOUT_S = 30
@@ -48,7 +49,7 @@ class FakeWorkers:
             rank,
             self.workers,
             self.is_sharded,
-            lambda rows: chunk_rows(rows, self.workers),
+            lambda rows: split_rows(rows, self.workers),
             all_to_all,
             broadcast,
         )
