@@ -11,15 +11,16 @@ from mingpt.config import Config
 from mingpt.data import Corpus, ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast, enable_determinism, environment_info, resolve_dtype
+from mingpt.errors import UserError
 from mingpt.initial_weights import InitialWeights, match_weights, open_weights
 from mingpt.model import (
     GPT,
     LossModule,
+    can_compile_block,
     compile_blocks,
     compile_model,
     draw_weight,
     import_compiler,
-    restore_blocks,
 )
 from mingpt.optim import Exchange, Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, split_rows
@@ -72,6 +73,8 @@ def init_state(
     if snapshot:
         step, windows_seen = snapshot.manifest["step"], snapshot.manifest["windows"]
     to_train = step < trainer.max_steps and not trainer.eval_only
+    if trainer.parallel == "fsdp" and context.device.type == "mps":
+        raise UserError("trainer.parallel=fsdp needs CPUs or CUDA GPUs: set trainer.device=cpu")
     if trainer.reduction == "exact":
         enable_determinism()
     with torch.device("meta"):
@@ -121,6 +124,7 @@ def make_setup(
         shard_optimizer=trainer.shard_optimizer,
         reshard=trainer.fsdp_reshard,
         param_dtype=torch.bfloat16 if trainer.fsdp_param_dtype else None,
+        timeout_s=trainer.timeout_s,
         autocasts=functools.partial(autocast, context.device, getattr(torch, environment["dtype"])),
     )
 
@@ -175,12 +179,13 @@ def prepare_forward(
     forward: Any = LossModule(model)
     grads_are_static = False
     environment["compiled"] = False
+    dtype = getattr(torch, environment["dtype"])
     if config.trainer.compile and to_train and strategy.weights_are_sharded:
         strategy.prepare(forward)
-        environment["compiled"] = compile_blocks_on_all_ranks(context, model, strategy)
+        if compile_blocks_on_all_ranks(config, context, model, dtype):
+            environment["compiled"] = "blocks"  # which have other bits than a model compiled as a whole
         return
     if config.trainer.compile and to_train:
-        dtype = getattr(torch, environment["dtype"])
         compiled, is_static = compile_on_all_ranks(config, context, forward, dtype)
         if compiled is not None:
             forward, grads_are_static = compiled, is_static
@@ -205,16 +210,23 @@ def compile_on_all_ranks(
     return result if all(succeeded) else (None, False)  # all ranks compute with the same kernels
 
 
-def compile_blocks_on_all_ranks(context: DistributedContext, model: GPT, strategy: Strategy) -> bool:
-    """Whether the blocks are compiled: on all ranks or on none, so that all compute with the same kernels."""
+def compile_blocks_on_all_ranks(
+    config: Config, context: DistributedContext, model: GPT, dtype: torch.dtype
+) -> bool:
+    """Whether the blocks are compiled: on all ranks or on none, so that all compute with the same kernels.
 
-    def step() -> None:
-        strategy.dummy_backward()
-        strategy.finish_update()
-
-    context.heartbeat_while(import_compiler)
-    is_compiled = context.heartbeat_while(lambda: compile_blocks(model, step))
-    if all(context.all_gather_object(is_compiled)):
-        return True
-    restore_blocks(model)
-    return False
+    Each rank first tries one that is not sharded: a rank whose compiler fails inside a forward pass of all
+    ranks would leave the others waiting.
+    """
+    trainer = config.trainer
+    x = torch.zeros(
+        trainer.micro_batch_size, config.data.block_size, config.model.n_embd, device=context.device
+    )
+    weights = torch.bfloat16 if trainer.fsdp_param_dtype else torch.float32
+    work = functools.partial(
+        can_compile_block, model, x, functools.partial(autocast, context.device, dtype), weights
+    )
+    succeeded = context.all_gather_object(context.heartbeat_while(work))
+    if all(succeeded):
+        compile_blocks(model)
+    return all(succeeded)

@@ -68,7 +68,9 @@ class Saving:
         self.memory = self.make_memory(start.memory)
         self.last_save_step = start.durable_step  # of the last save to disk that was begun
         # Of the last save of this rank that was begun.
-        self.own_step = start.durable_step if self.is_sharded else start.own_step
+        self.own_step = start.own_step
+        if self.is_sharded:  # all save together: it is that of the main rank
+            self.own_step = context.broadcast_object(start.own_step, self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
 

@@ -4,7 +4,7 @@ No rank ever holds more of it than its own part and one piece.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,14 +62,19 @@ class StoredState:
             sizes = [self.size(piece) for piece in pieces]
             buffer = torch.empty(sum(sizes), dtype=torch.uint8)
             source = pieces[0].rank
-            if context.rank == source:
-                for piece, part in zip(pieces, buffer.split(sizes), strict=True):
-                    rows = self.read(piece.name, piece.begin, piece.end)
-                    part.copy_(rows.reshape(-1).view(torch.uint8))
+            parts = buffer.split(sizes) if context.rank == source else ()
+            fill = functools.partial(self.fill, pieces, parts)
+            context.run_with_heartbeat(fill)  # a store may be slow
             context.broadcast(buffer, source)
             for piece, part in zip(pieces, buffer.split(sizes), strict=True):
                 rows = part.view(self.dtypes[piece.name]).view(-1, *self.shapes[piece.name][1:])
                 yield piece.name, piece.begin, rows
+
+    def fill(self, pieces: Sequence[Rows], parts: Sequence[Tensor]) -> None:
+        """Read these rows, each into (n,) uint8, where there are any."""
+        for piece, part in zip(pieces, parts, strict=False):
+            rows = self.read(piece.name, piece.begin, piece.end)
+            part.copy_(rows.reshape(-1).view(torch.uint8))
 
     def batches(self, parts: Iterable[Rows]) -> Iterator[list[Rows]]:
         """Runs of rows of one rank, of about PIECE_BYTES; many small tensors are one message."""

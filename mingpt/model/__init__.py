@@ -4,7 +4,7 @@ Exports the model, the module that is trained (`LossModule`), generation and com
 ranks.
 """
 
-from mingpt.model.compile import compile_blocks, compile_model, import_compiler, restore_blocks
+from mingpt.model.compile import can_compile_block, compile_blocks, compile_model, import_compiler
 from mingpt.model.generate import generate
 from mingpt.model.gpt import GPT, LossModule
 from mingpt.model.hf import HFModel, from_gpt2, from_hf, hf_config, hf_model_of, hf_shapes, to_hf
@@ -15,6 +15,7 @@ __all__ = [
     "GPT",
     "HFModel",
     "LossModule",
+    "can_compile_block",
     "compile_blocks",
     "compile_model",
     "draw_weight",
@@ -26,6 +27,5 @@ __all__ = [
     "hf_shapes",
     "import_compiler",
     "parameter_shapes",
-    "restore_blocks",
     "to_hf",
 ]

@@ -60,19 +60,20 @@ def compile_model(
     return None, False
 
 
-def compile_blocks(model: GPT, step: Callable[[], None]) -> bool:
-    """Compile each block by itself, since sharded weights come and go between the blocks.
+def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
+    """Whether a block like the model's can be compiled for (B, T, C) activations; fills the compiler's cache.
 
-    `step` is a forward and backward pass; false if it fails. What is compiled is undone by `restore_blocks`.
+    `dtype` is that of its weights.
     """
     try:
         import torch._inductor.config as inductor
 
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()
-        for block in model.h:
-            assert isinstance(block, Block)
-            block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
-        step()
+        block = Block(model.config).to(x.device, dtype)
+        x = x.to(dtype).requires_grad_()
+        with autocast():
+            y = torch.compile(block.compute, dynamic=False)(x, 0, model.positions)
+        y.sum().backward()
     except Exception as error:  # any stage of the compiler may fail; training does without it
         reason = (str(error).splitlines() or [""])[0]
         log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, reason)
@@ -80,10 +81,11 @@ def compile_blocks(model: GPT, step: Callable[[], None]) -> bool:
     return True
 
 
-def restore_blocks(model: GPT) -> None:
-    """Undo `compile_blocks`."""
+def compile_blocks(model: GPT) -> None:
+    """Compile each block by itself, since sharded weights come and go between the blocks."""
     for block in model.h:
-        vars(block).pop("compute", None)
+        assert isinstance(block, Block)
+        block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:

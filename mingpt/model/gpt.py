@@ -128,8 +128,10 @@ class Block(nn.Module):
         self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
     ) -> Tensor:
         """(B, T, C) to (B, T, C); with `recompute`, the backward pass computes all but the input again."""
-        if not (self.recompute and self.training and torch.is_grad_enabled() and cache is None):
-            return self.compute(x, block, positions, cache)
+        if cache is not None:  # never compiled: each token would be another shape
+            return Block.compute(self, x, block, positions, cache)
+        if not (self.recompute and self.training and torch.is_grad_enabled()):
+            return self.compute(x, block, positions)
         y: Tensor = checkpoint.checkpoint(self.compute, x, block, positions, use_reentrant=False)
         return y
 

@@ -10,6 +10,7 @@ its rows of the sum along the tree of tree.py, in their order, so the bits are t
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class FSDPReduction(Strategy):
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
-        self.group = make_group(self.context.launch.is_distributed)
+        self.group = make_group(self.context.launch.is_distributed, setup.timeout_s)
         self.units: list[Any] = [*setup.blocks, setup.model]  # the last one holds what is in no block
         self.shard()
         allocate(setup.model, self.context.device)
@@ -202,10 +203,10 @@ def local(tensor: Any) -> Tensor:
     return piece
 
 
-def make_group(is_distributed: bool) -> dist.ProcessGroup:
+def make_group(is_distributed: bool, timeout_s: float) -> dist.ProcessGroup:
     """A process group of all ranks; of this process alone where there is no launcher."""
     if not is_distributed and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.new_group()
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     return group

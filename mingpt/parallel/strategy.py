@@ -29,6 +29,7 @@ class StrategySetup:
     shard_optimizer: bool = False
     reshard: bool = True  # whether sharded weights are freed after a block's forward pass
     param_dtype: torch.dtype | None = None  # of gathered weights, None for their own
+    timeout_s: float = 60.0  # of a collective
     autocasts: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around a forward pass
 
     @property

@@ -31,7 +31,7 @@ class ForkedContext(DistributedContext):
             master_addr="localhost" if world_size > 1 else None,
         )
         self.rank, self.world_size = rank, world_size
-        self.device = torch.device("cpu")
+        self.device, self.threads = torch.device("cpu"), 1
         self.rendezvous = None
         self.agreed_stop = None
         signals: Any = SimpleNamespace(note_progress=lambda: None, reason=None, deferred=False)
