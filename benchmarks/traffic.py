@@ -1,6 +1,7 @@
 """Collectives and bytes of each worker: in a step, a start, an evaluation and a snapshot, by counting.
 
     python benchmarks/traffic.py [--workers 2,3,4,8,16,32] [--shape 2x64] [--strategies "ddp exact" ...]
+                                 [--sample_tokens N] [--resume]
 
 The trainer runs in workers forked after one import of torch. torch's profiler names every collective of
 gloo, in every thread, with its number of elements and their type; the kernel counts the bytes of every
@@ -15,8 +16,8 @@ a start, an evaluation and a snapshot. What a worker sends of n bytes that it gi
 `sent` is that sum, `wire` what the sockets between workers have sent, `store` what those to the store have
 sent and received. `asked` is what mingpt.plan computes for a step, `ring` what an all-reduce of the gradient
 sends: 2 (W - 1) / W x 4 bytes x parameters. Figures are means over the workers; `largest` is that of the
-worker that sends most. One row per strategy, optimizer and number of workers, as JSON. Then the buckets of
-GPT-2 XL.
+worker that sends most; calls are those of the first worker. One row per strategy, optimizer and number of
+workers, as JSON. Then the buckets of GPT-2 XL.
 """
 
 import argparse
@@ -210,11 +211,20 @@ def asked_of_step(config: Config, workers: int) -> tuple[int, int]:
     return bytes_sent(work), work.parameters
 
 
-def measure(strategy: str, settings: dict[str, Any], workers: int, folder: Path) -> None:
-    """Print the row of a configuration."""
+def count(settings: dict[str, Any], workers: int, folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """The phases of each worker of a job."""
     train_forked(settings | {"run_dir": str(folder / "run")}, workers)
-    phases = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)]
+
+
+def measure(strategy: str, settings: dict[str, Any], workers: int, folder: Path, resumes: bool) -> None:
+    """Print the row of a configuration; with `resumes` also the start of a job that goes on with it."""
+    phases = count(settings, workers, folder)
     found = {name: summary([phase[name] for phase in phases], workers) for name in phases[0]}
+    if resumes:
+        longer = {"trainer.max_steps": settings["trainer.max_steps"] + 1, "snapshot.resume": "changed"}
+        resumed = count(settings | longer, workers, folder)
+        found["resume"] = summary([phase["start"] for phase in resumed], workers)
     config = build(settings)
     asked, parameters = asked_of_step(config, workers)
     micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
@@ -266,6 +276,8 @@ def main() -> int:
     parser.add_argument("--micro_batches", type=int, default=32, help="of a step")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
+    parser.add_argument("--sample_tokens", type=int, default=0, help="of the evaluation")
+    parser.add_argument("--resume", action="store_true", help="count also the start of a resume")
     arguments = parser.parse_args()
     import torch._dynamo
     import torch.distributed.fsdp  # noqa: F401 - both imported once, before the forks
@@ -280,9 +292,13 @@ def main() -> int:
         for number, (workers, optimizer, strategy) in enumerate(cases):
             folders.append(Path(name) / str(number))
             folders[-1].mkdir()
-            chosen = {"optimizer.name": optimizer, "trainer.batch_size": arguments.micro_batches}
+            chosen: dict[str, Any] = {
+                "optimizer.name": optimizer,
+                "trainer.batch_size": arguments.micro_batches,
+            }
+            chosen["trainer.sample_tokens"] = arguments.sample_tokens
             settings = SETTINGS | shape | chosen | STRATEGIES[strategy]
-            measure(strategy, settings, workers, folders[-1])
+            measure(strategy, settings, workers, folders[-1], arguments.resume)
     buckets_of_xl()
     return 0
 
