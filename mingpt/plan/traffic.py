@@ -7,8 +7,9 @@ from mingpt.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
 
 
 def bytes_sent(work: Workload) -> int:
-    """On average over the workers; a collective of n bytes in which each keeps 1 / W costs n (W - 1) / W.
+    """Of the worker that has most partial sums to send, else a mean over the workers.
 
+    A collective of n bytes of which each worker keeps 1 / W costs n (W - 1) / W.
     Gradients, weights and Muon's updates; not the few bytes of losses and norms.
     """
     if work.workers == 1:
