@@ -61,6 +61,7 @@ def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
 
 ONE_RANK_WITHOUT_COMPILER = """
 import os, runpy, sys
+sys.path.insert(0, os.getcwd())
 if os.environ["RANK"] == "1":
     os.environ["CXX"] = "/nowhere/c++"
 sys.argv = ["train.py", *sys.argv[1:]]
