@@ -6,6 +6,7 @@ own: training exchanges messages meanwhile.
 """
 
 import bisect
+import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mingpt.distributed import is_lost_peer
+from mingpt.errors import SaveAborted
 from mingpt.snapshot import (
     FileLayout,
     FileRecord,
@@ -43,8 +46,22 @@ class Run:
     offset: int
 
 
+@contextlib.contextmanager
+def save_needs_peers() -> Iterator[None]:
+    """Around an exchange in the background: raises SaveAborted where it fails because a rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost_peer(error):
+            raise SaveAborted from error
+        raise
+
+
 class BackgroundGroup:
-    """A gloo process group of all ranks, for one background thread of each. Constructing it is collective."""
+    """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
+
+    Exchanges raise SaveAborted if a rank is gone.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -52,7 +69,8 @@ class BackgroundGroup:
 
     def all_gather_object(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        with save_needs_peers():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
@@ -72,7 +90,8 @@ class BackgroundGroup:
         """(n,) uint8 for each rank to those from each rank, whose sizes are `received`."""
         incoming = torch.empty(sum(received), dtype=torch.uint8)
         sizes = [len(part) for part in sent]
-        dist.all_to_all_single(incoming, torch.cat(list(sent)), list(received), sizes, group=self.group)
+        with save_needs_peers():
+            dist.all_to_all_single(incoming, torch.cat(list(sent)), list(received), sizes, group=self.group)
         return list(incoming.split(list(received)))
 
 

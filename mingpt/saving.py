@@ -11,9 +11,9 @@ from mingpt import events
 from mingpt.audit import Audit
 from mingpt.config import Config
 from mingpt.data import Corpus
-from mingpt.distributed import DistributedContext, is_lost_peer
-from mingpt.errors import ClaimLost, NonRetryableError, SaveAborted, UserError
-from mingpt.gathering import BackgroundGroup
+from mingpt.distributed import DistributedContext
+from mingpt.errors import ClaimLost, NonRetryableError, UserError
+from mingpt.gathering import BackgroundGroup, save_needs_peers
 from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
@@ -269,9 +269,5 @@ def late_fields(chain: Callable[[], str], run_logger: RunLogger | None, step: in
     """
     unwritten = run_logger.unwritten(step) if run_logger else []
     fields: dict[str, Any] = {"unwritten": unwritten} if unwritten else {}
-    try:
+    with save_needs_peers():
         return fields | {"audit": chain()}
-    except RuntimeError as error:
-        if is_lost_peer(error):
-            raise SaveAborted from error
-        raise

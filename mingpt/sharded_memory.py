@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt import events
-from mingpt.distributed import DistributedContext, is_lost_peer
+from mingpt.distributed import DistributedContext
 from mingpt.errors import SaveAborted, UserError
-from mingpt.gathering import BackgroundGroup
+from mingpt.gathering import BackgroundGroup, save_needs_peers
 from mingpt.snapshot import MemorySnapshots, StagingBuffer, TensorSpec, specs_of
 from mingpt.snapshot.memory import no_memory
 from mingpt.snapshot.saver import LateFields
@@ -196,10 +196,6 @@ class ShardedMemory:
                 self.commit(slots, manifest, rank)
         except SaveAborted:
             return  # the main thread loses the same peer, and reports it
-        except RuntimeError as error:
-            if is_lost_peer(error):
-                return
-            raise
         if self.error is None:
             events.emit("write_end", kind="memory", step=manifest["step"])
 
@@ -212,7 +208,10 @@ class ShardedMemory:
                 self.error = error
 
     def exchange_copies(self, part: StagingBuffer) -> None:
-        """Send this rank's part to its keeper, and receive what it keeps of others, piece by piece."""
+        """Send this rank's part to its keeper, and receive what it keeps of others, piece by piece.
+
+        Raises SaveAborted if one of them is gone.
+        """
         keeper = self.copies.keeper[self.context.rank]
         if self.group is None or keeper is None:
             return
@@ -223,11 +222,12 @@ class ShardedMemory:
         while not is_over:
             piece = next(sent, None)
             incoming = [(rank, next(parts, None)) for rank, parts in received.items()]
-            work = [] if piece is None else [dist.isend(piece, keeper, group=group)]
-            work += [dist.irecv(part, rank, group=group) for rank, part in incoming if part is not None]
-            for one in work:
-                assert one is not None
-                one.wait()
+            with save_needs_peers():
+                work = [] if piece is None else [dist.isend(piece, keeper, group=group)]
+                work += [dist.irecv(part, rank, group=group) for rank, part in incoming if part is not None]
+                for one in work:
+                    assert one is not None
+                    one.wait()
             is_over = not work
 
     def remove_outdated(self, step: int) -> None:

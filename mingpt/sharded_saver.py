@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mingpt.distributed import is_lost_peer
-from mingpt.errors import ClaimLost, SaveAborted
+from mingpt.errors import ClaimLost
 from mingpt.gathering import BackgroundGroup, GatheringTransfer, find_runs
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, StagingBuffer, TensorSpec, Transfer, make_layout
 from mingpt.snapshot.saver import LateFields
@@ -69,19 +68,26 @@ class ShardedSaver(SnapshotSaver):
             no_room = self.try_to_write(manifest, transfer)
 
     def try_to_write(self, manifest: dict[str, Any], transfer: Transfer) -> OSError | None:
-        """Write a snapshot; returns the error if there is no room for it. Nothing is left of a failure."""
-        step = manifest["step"]
+        """Write a snapshot; returns the error if there is no room for it. Nothing is left of a failure.
+
+        A snapshot that is complete stays, even if a rank dies before all have heard of it.
+        """
+        step, is_committed = manifest["step"], False
+
+        def commit() -> None:
+            nonlocal is_committed
+            self.store.commit(manifest, records)
+            is_committed, self.newest_written = True, step
+
         try:
             self.on_main_rank(lambda: self.store.begin(step))
             records = transfer.write_files(self.store, step)
-            self.on_main_rank(lambda: self.store.commit(manifest, records))
+            self.on_main_rank(commit)
         except ClaimLost:
             raise
         except Exception as error:  # each driver raises exceptions of its own
-            if self.group.rank == self.main_rank:
+            if self.group.rank == self.main_rank and not is_committed:
                 self.store.discard(step)
-            if is_lost_peer(error):
-                raise SaveAborted from error
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 return error
             raise

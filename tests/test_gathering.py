@@ -1,9 +1,11 @@
 """Files of a state whose rows lie on several ranks, byte by byte those of a rank that has all of it."""
 
 import errno
+import logging
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -318,6 +320,89 @@ def test_a_rank_that_dies_is_noticed_by_the_others(tmp_path: Path) -> None:
     for rank in (0, 2):
         assert results[rank] == ("SaveAborted", 0), "the main thread loses the same peer and reports it"
     assert store.steps() == []
+
+
+def dying_in_exchange(
+    rank: int, number: int, before: Callable[[SnapshotStore], object] = lambda store: None
+) -> Prepare:
+    """A rank dies in the background group's exchange of this number, and does `before` just before that."""
+
+    def prepare(saver: ShardedSaver, context: DistributedContext) -> None:
+        if context.rank != rank:
+            return
+        on_all_ranks, calls = saver.group.on_all_ranks, []
+
+        def die(work: Callable[[], Any]) -> list[Any]:
+            calls.append(work)
+            if len(calls) == number:
+                before(saver.store)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return on_all_ranks(work)
+
+        saver.group.on_all_ranks = die  # type: ignore[method-assign]
+
+    return prepare
+
+
+def wait_for_manifest(store: SnapshotStore) -> None:
+    deadline = time.monotonic() + 20
+    while not store.has_manifest(STEP):
+        assert time.monotonic() < deadline, "the main rank has not committed"
+        time.sleep(0.01)
+
+
+def with_newest_written(
+    folder: Path, prepare: Prepare
+) -> Callable[[DistributedContext], tuple[str, int, list[str]]]:
+    """What a rank's saver ends with: the kind of its error, its newest step, and what was logged."""
+
+    def work(context: DistributedContext) -> tuple[str, int, list[str]]:
+        savers: list[ShardedSaver] = []
+        lines: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("mingpt").addHandler(handler)
+
+        def keep(saver: ShardedSaver, context: DistributedContext) -> None:
+            prepare(saver, context)
+            savers.append(saver)
+
+        kind, _ = save_together(folder, prepare=keep)(context)
+        return kind, savers[0].newest_written, lines
+
+    return work
+
+
+def test_a_snapshot_that_is_complete_stays_though_a_rank_dies_right_after(tmp_path: Path) -> None:
+    """Before it has heard of the commit."""
+    store = make_store(tmp_path)
+    prepare = dying_in_exchange(1, 3, wait_for_manifest)
+    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
+    assert results == [("SaveAborted", STEP, []), None, ("SaveAborted", 0, [])]
+    assert store.read(STEP).manifest["step"] == STEP
+    assert read_files(store) == local_files(tmp_path / "alone", state())
+
+
+@pytest.mark.parametrize("exchange", [1, 2, 3])
+def test_a_rank_that_dies_between_the_files_is_no_failure_to_write(exchange: int, tmp_path: Path) -> None:
+    """In the exchange of late fields, before the files, or after the last of them: nobody warns."""
+    store = make_store(tmp_path)
+    prepare = dying_in_exchange(0, exchange)
+    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
+    assert results == [None, ("SaveAborted", 0, []), ("SaveAborted", 0, [])]
+    assert store.steps() == []
+
+
+def test_a_rank_that_dies_while_room_is_made_is_no_failure_to_write(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+
+    def prepare(saver: ShardedSaver, context: DistributedContext) -> None:
+        full_disk(0)(saver, context)
+        dying_in_exchange(1, 3)(saver, context)
+
+    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
+    assert results == [("SaveAborted", 0, []), None, ("SaveAborted", 0, [])]
+    assert file_names(store) == []
 
 
 def test_the_records_are_in_the_order_of_the_files_on_all_ranks(tmp_path: Path) -> None:
