@@ -7,7 +7,9 @@ own: training exchanges messages meanwhile.
 
 import bisect
 import contextlib
+import logging
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt.distributed import is_lost_peer
-from mingpt.errors import SaveAborted
+from mingpt.errors import ClaimLost, SaveAborted
 from mingpt.snapshot import (
     FileLayout,
     FileRecord,
@@ -26,6 +28,7 @@ from mingpt.snapshot import (
     StagingBuffer,
     TensorSpec,
 )
+from mingpt.snapshot.store import NO_ROOM
 
 CHUNK_BYTES = 16 << 20
 # Of a background exchange: a rank may write slowly meanwhile. The loss of one is noticed at once, and the
@@ -33,6 +36,7 @@ CHUNK_BYTES = 16 << 20
 TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,20 @@ class BackgroundGroup:
         return list(incoming.split(list(received)))
 
 
+class CannotWrite(Exception):
+    """All ranks know that one of them could not write, and the reason."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(f"{type(reason).__name__}: {reason}")
+        self.reason = reason
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another attempt may succeed."""
+        is_no_room = isinstance(self.reason, OSError) and self.reason.errno in NO_ROOM
+        return not is_no_room and not isinstance(self.reason, (ClaimLost, SaveAborted))
+
+
 class GatheringTransfer:
     """A saver's transfer of a sharded state; every rank has one. Methods are collective.
 
@@ -114,7 +132,24 @@ class GatheringTransfer:
         self.group, self.writers = group, writers
 
     def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
-        """Raises on all ranks what a rank raises that cannot write."""
+        """Raises on all ranks what a rank raises that cannot write.
+
+        Where the store is no folder, all files are written again first, after each of its pauses.
+        """
+        pauses_s = () if store.is_local else store.retries_s
+        for pause_s in (*pauses_s, None):
+            try:
+                return self.write_files_once(store)
+            except CannotWrite as failure:
+                if pause_s is None or not failure.may_pass:
+                    raise failure.reason from None
+                if self.group.rank == self.writers[0]:
+                    log.info("writing step %d to %s failed (%s) and is retried", step, store.url, failure)
+                time.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def write_files_once(self, store: SnapshotStore) -> list[FileRecord]:
+        """Raises CannotWrite on all ranks if one cannot write."""
         records: list[FileRecord] = []
         error: Exception | None = None
         for first in range(0, len(self.layouts), len(self.writers)):
@@ -130,7 +165,7 @@ class GatheringTransfer:
         outcomes = self.group.all_gather_object((records, picklable(error)))
         for _, error_there in outcomes:
             if error_there is not None:
-                raise error_there
+                raise CannotWrite(error_there)
         by_name = {record.name: record for found, _ in outcomes for record in found}
         return [by_name[layout.name] for layout in self.layouts]
 

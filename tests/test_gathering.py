@@ -262,6 +262,58 @@ def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_p
     assert read_files(store).items() >= local_files(tmp_path / "alone", state()).items()
 
 
+def failing_uploads(rank: int, times: int, error: Exception | None = None) -> Prepare:
+    """To what is no folder; so often, a rank's file breaks off in the middle."""
+
+    def prepare(saver: ShardedSaver, context: DistributedContext) -> None:
+        saver.store.is_local, saver.store.retries_s = False, (0.0, 0.0)
+        if context.rank != rank:
+            return
+        upload_once, calls = saver.store.upload_once, []
+
+        def fail(name: str, chunks: Iterable[memoryview], size: int) -> str:
+            if ".safetensors" not in name:
+                return upload_once(name, chunks, size)
+            calls.append(name)
+            if len(calls) > times:
+                return upload_once(name, chunks, size)
+            next(iter(chunks))
+            raise error or TwoArguments("the server", "503 slow down")
+
+        saver.store.upload_once = fail  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("writes_alone", [False, True])
+def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    rank = 0 if writes_alone else 1
+    work = save_together(tmp_path, writes_alone=writes_alone, prepare=failing_uploads(rank, times=2))
+    assert results_of(3, work) == [("NoneType", 0)] * 3
+    assert read_files(store) == local_files(tmp_path / "alone", state())
+    assert store.read(STEP).manifest["step"] == STEP
+
+
+@pytest.mark.parametrize(
+    ("times", "error", "kind"),
+    [
+        (9, None, "OSError"),
+        (1, ClaimLost("superseded"), "ClaimLost"),
+        (1, OSError(errno.ENOSPC, "full"), "OSError"),
+    ],
+    ids=["for good", "claim", "no room"],
+)
+def test_an_upload_is_given_up_by_all_ranks(
+    times: int, error: Exception | None, kind: str, tmp_path: Path
+) -> None:
+    """After the last pause, and at once where another attempt would not help."""
+    store = make_store(tmp_path)
+    work = save_together(tmp_path, prepare=failing_uploads(1, times, error))
+    assert [found for found, _ in results_of(3, work)] == [kind] * 3
+    assert store.steps() == []
+
+
 class TwoArguments(Exception):
     """One that cannot be made again from its message."""
 

@@ -87,7 +87,7 @@ class FileStore:
         """As `write_atomic`, from chunks of `size` bytes together; returns their SHA-256.
 
         A chunk may change once the next one is asked for. An upload that fails is tried again, unless
-        `chunks` is an iterator.
+        `chunks` is an iterator: then whoever makes it may try again.
         """
         if not self.is_local:
             self.check_claim()
