@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS, SABOTAGED_STEP = 48, 40
+SNAPSHOT_FILES = 2  # of tensors: weights and optimizer
 
 
 @dataclass(frozen=True)
 class Kill:
     """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on.
 
-    After that the job goes on with `workers` workers and this strategy.
+    In a save, modulo the number of workers that write a file. After that the job goes on with `workers`
+    workers and this strategy.
     """
 
     phase: str
@@ -52,6 +54,7 @@ class FaultInjector:
         self.kills = [Kill(**kill) for kill in plan["kills"]]
         self.sabotage = plan["sabotage"]
         self.rank, self.workers, self.step = 0, 1, 0
+        self.savers = 1  # how many ranks write a file of a snapshot, from rank 0 on
         events.subscribe("worker_start", self.on_worker_start)
         events.subscribe("run_start", self.on_run_start)
         events.subscribe("batch", self.on_batch)
@@ -71,7 +74,7 @@ class FaultInjector:
         if not waiting:
             return
         kill = self.kills[waiting[0]]
-        rank = 0 if phase == "save" else kill.rank % self.workers  # rank 0 alone saves
+        rank = kill.rank % (self.savers if phase == "save" else self.workers)
         if kill.phase == phase and step >= kill.step and self.rank == rank:
             marker(self.folder, waiting[0]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -82,6 +85,8 @@ class FaultInjector:
 
     def on_run_start(self, state: Any, strategy: Any) -> None:
         self.step = state.step
+        if strategy.updates_are_sharded:
+            self.savers = min(self.workers, SNAPSHOT_FILES)
 
     def on_step_end(self, step: int) -> None:
         self.step = step
