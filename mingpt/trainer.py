@@ -243,8 +243,8 @@ class Trainer:
         data_error = self.batches.find_error()
         if data_error:
             raise UserError(data_error)
+        self.saving.saver.wait()  # all ranks write what is sharded
         if self.run_logger:
-            self.saving.saver.wait()
             self.run_logger.failed(self.state.step, sentence)
         self.saving.remove_memory_snapshots()
         raise NonFiniteError(sentence)
