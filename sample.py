@@ -104,8 +104,8 @@ def sample(arguments: argparse.Namespace) -> None:
     from mingpt.snapshot import open_snapshot
     from mingpt.weights import check_model, load_weights, snapshot_tokenizer, snapshot_vocab_size
 
-    snapshot = open_snapshot(arguments.run, check_model)
-    config, vocab_size = snapshot.config, snapshot_vocab_size(snapshot)
+    snapshot = open_snapshot(arguments.run, check_model, weights_only=True)
+    config, vocab_size = snapshot.config, snapshot_vocab_size(snapshot.manifest)
     tokenizer = None if arguments.prompt_tokens else snapshot_tokenizer(snapshot)
     if tokenizer is None:
         text, prompt, known = "", read_prompt_tokens(arguments, vocab_size), vocab_size

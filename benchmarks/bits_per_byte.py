@@ -47,7 +47,7 @@ def score(snapshot: Snapshot, tokenizer: Tokenizer, text: str) -> float:
     """Bits per byte of a text, window by window as the model was trained, in float32."""
     config = snapshot.config
     block_size = config.data.block_size
-    model = GPT(config.model, vocab_size=snapshot_vocab_size(snapshot), block_size=block_size).eval()
+    model = GPT(config.model, vocab_size=snapshot_vocab_size(snapshot.manifest), block_size=block_size).eval()
     load_weights(model, snapshot.tensors("model."), "the snapshot")
     tokens = torch.from_numpy(tokenizer.encode(text).astype("int64"))
     nats = 0.0

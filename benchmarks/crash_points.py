@@ -1,21 +1,23 @@
 """Every point at which a save can be cut short: is there a valid snapshot, at most one interval old?
 
-    python benchmarks/crash_points.py               # needs strace; a minute
+    python benchmarks/crash_points.py               # needs strace; two minutes
     python benchmarks/crash_points.py --stride 9    # every ninth point only
 
-Snapshots of steps 10 and 20 are there; the one of step 30 is being saved, after which step 10 is pruned. Four
-kinds of fault, all enumerated:
+Snapshots of steps 10 and 20 are there; the one of step 30 is being saved, after which step 10 is pruned. Each
+has two parts of weights, two of optimizer state, and a manifest. Five kinds of fault, all enumerated:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection);
 - `ENOSPC`, `EIO`: each of its calls on files fails so, and the process lives;
 - `power`: the machine loses power after each of its operations on files. What was not fsynced is on disk,
   half of it is, or none; each renaming and removal since the folder's last fsync has happened or not, in any
   combination (after Pillai et al. 2014, "All file systems are not created equal");
+- `order`: the parts come in any order, from several workers perhaps, and all workers are killed: any of the
+  parts are there, or are being written;
 - `store`: an object store fails once, fails from then on, tears an upload with or without an error, or lists
-  late, at each of its calls.
+  late, at each of its calls; files go up by one PUT, or in parts.
 
-After each the newest valid snapshot must be of step 20 or 30, with the right content, and a further save must
-succeed. Exit code 1 otherwise.
+After each the newest valid snapshot must be of step 20 or 30, with the right content, a further save must
+succeed, and no file of an unfinished save may be left. Exit code 1 otherwise.
 """
 
 import argparse
@@ -36,13 +38,24 @@ import torch
 from common import make_manifest, row
 from faulty_store import FAULTS, FaultyStore
 
-from mingpt.snapshot import SnapshotSaver, SnapshotStore, to_safetensors
+from mingpt.snapshot import (
+    LocalChunks,
+    LocalTransfer,
+    SnapshotSaver,
+    SnapshotStore,
+    StagingBuffer,
+    make_layout,
+    specs_of,
+    write_snapshot,
+)
 
 ON_FILES = {
     "open", "openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "unlink",
     "unlinkat", "close", "stat", "newfstatat", "fstat", "statx", "lstat", "lseek", "ioctl", "getdents64",
     "read", "mkdir", "ftruncate", "access", "faccessat2",
 }  # fmt: skip
+PART_BYTES = 1000
+UPLOAD_PART_BYTES = 300
 BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks up, to be seen by strace
 
 Verdicts = Iterator[tuple[str, str, str]]  # kind of fault, where it happened, verdict
@@ -50,10 +63,17 @@ Operation = tuple[str, str, str]  # kind, name of a file, its new name or its in
 DiskState = tuple[tuple[str, bytes], ...]  # names and contents of a folder's files
 
 
-def content(step: int) -> memoryview:
-    """A tensor file."""
-    weight = torch.full((300,), float(step))
-    return to_safetensors({"model.weight": weight, "optimizer.weight.step": torch.tensor(float(step))})
+def tensors_of(step: int) -> dict[str, torch.Tensor]:
+    names = [f"{group}.{part}" for group in ("model", "optimizer") for part in ("first", "second")]
+    return {name: torch.full((150,), float(step)) for name in names}
+
+
+def transfer(step: int) -> LocalTransfer:
+    """The files of a step."""
+    tensors = tensors_of(step)
+    staging = StagingBuffer(tensors)
+    staging.fill(tensors)
+    return LocalTransfer(make_layout(specs_of(tensors), step, PART_BYTES), staging)
 
 
 def manifest(step: int) -> dict[str, Any]:
@@ -61,13 +81,13 @@ def manifest(step: int) -> dict[str, Any]:
 
 
 def saver(store: SnapshotStore) -> SnapshotSaver:
-    return SnapshotSaver(store, keep_last=1, keep_best=True)
+    return SnapshotSaver(store, keep_last=1, keep_best=True, part_bytes=PART_BYTES)
 
 
 def write_first_two(store: SnapshotStore) -> None:
     store.prepare()
     for step in (10, 20):
-        store.write(manifest(step), content(step))
+        write_snapshot(store, manifest(step), transfer(step))
 
 
 def verdict(store: SnapshotStore) -> str:
@@ -78,21 +98,24 @@ def verdict(store: SnapshotStore) -> str:
     step = found.manifest["step"]
     if step not in (20, 30):
         return f"the newest is of step {step}"
-    if found.content != bytes(content(step)):
+    expected = tensors_of(step)
+    if any(not torch.equal(found.read(name), expected[name]) for name in expected):
         return "other content"
     for bad, reason in corrupt.items():
         store.quarantine(bad, reason)
     store.prepare()
-    store.write(manifest(40), content(40))
+    saver(store).write(manifest(40), transfer(40))
     found, corrupt = store.find_newest()
     if found is None or found.manifest["step"] != 40 or corrupt:
         return "a further save fails"
+    if store.steps() != store.steps("safetensors"):
+        return "files without a manifest are left"
     return "a partial file is left" if any(name.startswith("partial-") for name in store.names()) else "ok"
 
 
 def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> None:
     """Save step 30 in a child that strace watches from its start; returns when the child is gone."""
-    job, content_30 = saver(store), content(30)
+    job, transfer_30 = saver(store), transfer(30)
     with open(Path(store.root).parent / "metrics.jsonl", "a") as records:
 
         def sync_records() -> dict[str, Any]:
@@ -103,7 +126,7 @@ def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> 
         if child == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
             os.access(BEGIN, os.F_OK)
-            job.write(manifest(30), content_30, sync_records)
+            job.write(manifest(30), transfer_30, sync_records)
             os.access(END, os.F_OK)
             os._exit(0)
     os.waitpid(child, os.WUNTRACED)
@@ -196,7 +219,7 @@ def states_after(
         if kind == "create":
             inode = f"new {name}"
             current[name] = inode
-            contents[inode] = saved[name.removeprefix("partial-")]
+            contents[inode] = saved.get(name.removeprefix("partial-"), b"")
             unsynced.add(inode)
             pending.append((kind, name, inode))
         elif kind == "sync" and name:
@@ -254,11 +277,44 @@ def power_losses(work: Path, stride: int) -> Verdicts:
         yield "power", f"state {number}", verdict(store)
 
 
-def faulty_store() -> tuple[SnapshotStore, FaultyStore]:
+def orders(work: Path, stride: int) -> Verdicts:
+    """`order`. What a kill leaves depends on which parts are there, not on the order in which they came."""
+    layouts = transfer(30).layouts
+    states = list(itertools.product(("absent", "half", "whole"), repeat=len(layouts)))
+    for number, state in list(enumerate(states))[::stride]:
+        store = SnapshotStore(str(work / f"order-{number}" / "snapshots"))
+        write_first_two(store)
+        store.begin(30)
+        save_30 = transfer(30)
+        for layout, condition in zip(layouts, state, strict=True):
+            content = b"".join(LocalChunks(layout, save_30.staging))
+            if condition == "half":
+                Path(store.path(f"partial-{layout.name}")).write_bytes(content[: len(content) // 2])
+            elif condition == "whole":
+                Path(store.path(layout.name)).write_bytes(content)
+        yield "order", f"state {number}", verdict(store)
+
+
+def orders_that_succeed(work: Path) -> Verdicts:
+    """`order`, without a kill: all orders give one snapshot."""
+    for number, order in enumerate(itertools.permutations(range(4))):
+        store = SnapshotStore(str(work / f"permutation-{number}" / "snapshots"))
+        write_first_two(store)
+        save_30 = transfer(30)
+        store.begin(30)
+        records = {}
+        for part in order:
+            layout = save_30.layouts[part]
+            records[part] = store.write_file(layout, LocalChunks(layout, save_30.staging))
+        store.commit(manifest(30), [records[part] for part in sorted(records)])
+        yield "order", f"permutation {number}", verdict(store)
+
+
+def faulty_store(upload_part_bytes: int) -> tuple[SnapshotStore, FaultyStore]:
     """A store with the first two snapshots."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
-    store = SnapshotStore("memory://bucket/run", retries_s=(0.0, 0.0))
+    store = SnapshotStore("memory://bucket/run", (0.0, 0.0), upload_part_bytes)
     files = FaultyStore(skip_instance_cache=True)
     store.files = files
     write_first_two(store)
@@ -267,23 +323,28 @@ def faulty_store() -> tuple[SnapshotStore, FaultyStore]:
 
 def faults_of_a_store(stride: int) -> Verdicts:
     """`store`."""
-    store, files = faulty_store()
-    files.armed = True
-    saver(store).write(manifest(30), content(30))
-    points = [(fault, at) for fault in FAULTS for at in range(1, files.calls + 1)]
-    for fault, at in points[::stride]:
-        store, files = faulty_store()
-        files.last_listing = files.ls(store.root, detail=False)
-        files.armed, files.fault, files.at = True, fault, at
-        saver(store).write(manifest(30), content(30))
-        if fault != "lists late":
-            files.armed = False
-        found, _ = store.find_newest()  # a listing may still be late
+    for upload_part_bytes, way in ((PART_BYTES, "by a PUT"), (UPLOAD_PART_BYTES, "in parts")):
+        store, files = faulty_store(upload_part_bytes)
+        files.armed = True
+        saver(store).write(manifest(30), transfer(30))
+        points = [(fault, at) for fault in FAULTS for at in range(1, files.calls + 1)]
+        for fault, at in points[::stride]:
+            yield f"store {fault}", f"{way}, call {at}", fault_of_a_store(upload_part_bytes, fault, at)
+
+
+def fault_of_a_store(upload_part_bytes: int, fault: str, at: int) -> str:
+    """The verdict on a save whose call `at` has this fault."""
+    store, files = faulty_store(upload_part_bytes)
+    files.last_listing = files.ls(store.root, detail=False)
+    files.armed, files.fault, files.at = True, fault, at
+    saver(store).write(manifest(30), transfer(30))
+    if fault != "lists late":
         files.armed = False
-        if found and found.manifest["step"] in (20, 30):
-            yield f"store {fault}", f"call {at}", verdict(store)
-        else:
-            yield f"store {fault}", f"call {at}", "nothing found by a late listing"
+    found, _ = store.find_newest()  # a listing may still be late
+    files.armed = False
+    if found and found.manifest["step"] in (20, 30):
+        return verdict(store)
+    return "nothing found by a late listing"
 
 
 def main() -> int:
@@ -296,7 +357,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         verdicts = itertools.chain(
-            faults_by_strace(work, stride), power_losses(work, stride), faults_of_a_store(stride)
+            faults_by_strace(work, stride),
+            power_losses(work, stride),
+            orders(work, stride),
+            orders_that_succeed(work),
+            faults_of_a_store(stride),
         )
         for fault, point, what in verdicts:
             counts[fault] += 1

@@ -2,8 +2,8 @@
 
     python benchmarks/damage.py
 
-A record of the tensor file is its length, its header or one tensor; of the manifest, a line. No damaged
-snapshot may load, and the one before must be found instead. Exit code 1 otherwise.
+Both have several parts. A record of a tensor file is its length, its header or one tensor; of the manifest, a
+line. No damaged snapshot may load, and the one before must be found instead. Exit code 1 otherwise.
 """
 
 import argparse
@@ -21,27 +21,38 @@ from mingpt.config import Config
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
 from mingpt.settings import to_dict
-from mingpt.snapshot import SnapshotStore, to_safetensors
+from mingpt.snapshot import (
+    LocalTransfer,
+    Snapshot,
+    SnapshotStore,
+    StagingBuffer,
+    make_layout,
+    specs_of,
+    write_snapshot,
+)
 
 OLDER, NEWER = 10, 20  # steps; the newer snapshot is damaged
+PART_BYTES = 2 << 20  # two parts of weights, and four of optimizer state
 
 
-def state_content() -> bytes:
-    """A tensor file as the default run writes it, with random numbers for the optimizer's state."""
+def make_state() -> dict[str, torch.Tensor]:
+    """The tensors of the default run, with random numbers for the optimizer's state."""
     config = Config()
     torch.manual_seed(1)
     model = GPT(config.model, vocab_size=60, block_size=config.data.block_size)
-    optimizer = Optimizer(model, config.optimizer).state_dict()
+    weights = dict(model.named_parameters())
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    optimizer = Optimizer(weights, shapes, config.optimizer).state_dict()
     for tensor in optimizer.values():
         tensor.normal_()
     tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
-    return bytes(to_safetensors(tensors))
+    return tensors
 
 
-def truncations(content: bytes, kind: str) -> list[int]:
+def truncations(content: bytes, name: str) -> list[int]:
     """Lengths to which the file is cut: where each record ends, and one byte to either side."""
-    if kind == "json":
+    if name.endswith(".json"):
         ends = [number + 1 for number, byte in enumerate(content) if byte == ord("\n")]
     else:
         length = int.from_bytes(content[:8], "little")
@@ -52,23 +63,32 @@ def truncations(content: bytes, kind: str) -> list[int]:
 
 
 def damages(whole: dict[str, bytes], flips: int, rng: random.Random) -> Iterator[tuple[str, str, bytes]]:
-    """("flip" or "truncation", kind of file, its damaged content); half of the flips in each file."""
-    for kind, content in whole.items():
-        for _ in range(flips // 2):
+    """("flip" or "truncation", name of a file, its damaged content); each file has as many flips."""
+    for name, content in whole.items():
+        for _ in range(flips // len(whole)):
             bit = rng.randrange(8 * len(content))
             damaged = bytearray(content)
             damaged[bit // 8] ^= 1 << bit % 8
-            yield "flip", kind, bytes(damaged)
-    for kind, content in whole.items():
-        for cut in truncations(content, kind):
-            yield "truncation", kind, content[:cut]
+            yield "flip", name, bytes(damaged)
+    for name, content in whole.items():
+        for cut in truncations(content, name):
+            yield "truncation", name, content[:cut]
 
 
-def save_both(store: SnapshotStore, content: bytes) -> None:
+def save_both(store: SnapshotStore, tensors: dict[str, torch.Tensor]) -> None:
     """The two snapshots."""
     store.prepare()
+    staging = StagingBuffer(tensors)
+    staging.fill(tensors)
     for step in (OLDER, NEWER):
-        store.write(make_manifest(step, 16 * step, to_dict(Config())), content)
+        transfer = LocalTransfer(make_layout(specs_of(tensors), step, PART_BYTES), staging)
+        write_snapshot(store, make_manifest(step, 16 * step, to_dict(Config())), transfer)
+
+
+def holds(found: Snapshot, tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether a snapshot has these tensors and no others."""
+    names = found.entries.keys()
+    return names == tensors.keys() and all(torch.equal(found.read(name), tensors[name]) for name in names)
 
 
 def main() -> int:
@@ -79,25 +99,26 @@ def main() -> int:
     arguments = parser.parse_args()
     rng, silent, fell_back = random.Random(arguments.seed), 0, 0
     tried = {"flip": 0, "truncation": 0}
-    content = state_content()
+    tensors = make_state()
     with tempfile.TemporaryDirectory() as name:
         store = SnapshotStore(str(Path(name, "snapshots")))
-        save_both(store, content)
-        paths = {kind: Path(store.path(f"step_{NEWER:08d}.{kind}")) for kind in ("safetensors", "json")}
-        whole = {kind: path.read_bytes() for kind, path in paths.items()}
-        for damage, kind, damaged in damages(whole, arguments.flips, rng):
-            paths[kind].write_bytes(damaged)
+        save_both(store, tensors)
+        paths = {path.name: path for path in sorted(Path(store.root).glob(f"step_{NEWER:08d}*"))}
+        whole = {name: path.read_bytes() for name, path in paths.items()}
+        for damage, file, damaged in damages(whole, arguments.flips, rng):
+            paths[file].write_bytes(damaged)
             found, corrupt = store.find_newest()
             step = found.manifest["step"] if found else None
             silent += step == NEWER
-            if found and step == OLDER and list(corrupt) == [NEWER] and found.content == content:
+            if found and step == OLDER and list(corrupt) == [NEWER] and holds(found, tensors):
                 fell_back += 1
             tried[damage] += 1
-            paths[kind].write_bytes(whole[kind])
+            paths[file].write_bytes(whole[file])
         found, corrupt = store.find_newest()
         intact_one_loads = found is not None and found.manifest["step"] == NEWER and not corrupt
     row(
-        bytes=len(content),
+        files=len(whole),
+        bytes=sum(map(len, whole.values())),
         flips=tried["flip"],
         truncations=tried["truncation"],
         loaded_silently=silent,

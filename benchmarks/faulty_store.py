@@ -1,10 +1,35 @@
 """An object store in memory, one of whose calls goes wrong; for crash_points.py."""
 
+import io
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 FAULTS = ("fails once", "fails on", "tears", "tears and says so", "lists late")
+
+
+class FaultyUpload(AbstractBufferedFile):  # type: ignore[misc]
+    """An upload in parts: the object appears when it is closed. Its calls are those of its FaultyStore."""
+
+    def _initiate_upload(self) -> None:
+        self.fs.count_call()
+        self.parts: list[bytes] = []
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        part, is_the_one = self.buffer.getvalue(), self.fs.count_call()
+        if is_the_one and self.fs.fault.startswith("tears"):
+            part = part[: len(part) // 2]
+        self.parts.append(part)
+        if is_the_one and self.fs.fault == "tears and says so":
+            raise OSError("connection lost")
+        if final:
+            self.fs.put(self.path, b"".join(self.parts))
+        return True
+
+    def discard(self) -> None:
+        self.fs.count_call()
+        self.buffer = io.BytesIO()
 
 
 class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
@@ -42,6 +67,15 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
         super().pipe_file(path, value[: len(value) // 2], mode=mode, **options)
         if self.fault == "tears and says so":
             raise OSError("connection lost")
+
+    def put(self, path: str, value: bytes) -> None:
+        """Without faults."""
+        super().pipe_file(path, value)
+
+    def open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
+        if mode == "wb" and "data" not in options:
+            return FaultyUpload(self, self._strip_protocol(path), mode, block_size)
+        return super().open(path, mode, block_size, **options)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         self.count_call()

@@ -43,8 +43,11 @@ def step_times(
             loss = forward(inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
-        optimizer.step(LEARNING_RATE)
-        optimizer.zero_grad()
+        gradients = {
+            name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+        }
+        optimizer.step(LEARNING_RATE, gradients)
+        model.zero_grad(set_to_none=True)
         float(grad_norm)  # waits for the device, as the trainer does
         times.append(time.perf_counter() - began)
     return times
@@ -64,7 +67,9 @@ def main() -> int:
     torch.manual_seed(0)
     config = ModelConfig(arch="gpt2", n_layer=12, n_head=12, n_embd=768)
     model = GPT(config, vocab_size=VOCABULARY, block_size=arguments.block).to(device)
-    optimizer = Optimizer(model, OptimizerConfig(name="adamw"))
+    weights = dict(model.named_parameters())
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    optimizer = Optimizer(weights, shapes, OptimizerConfig(name="adamw"))
     tokens = torch.randint(0, VOCABULARY, (batch, arguments.block + 1), device=device)
     peak = peak_flops(device_name)
     for kind in ("eager", "compiled"):

@@ -22,7 +22,10 @@ DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 @dataclass
 class Forgery:
-    """A snapshot's two files while they are being changed; offsets in `header` count from `data`'s start."""
+    """A snapshot while it is being changed; offsets in `header` count from `data`'s start.
+
+    Weights and optimizer state lie in one file, which is as valid as two.
+    """
 
     manifest: dict[str, Any]
     header: dict[str, Any]
@@ -30,6 +33,7 @@ class Forgery:
     canary: Path  # a payload that is executed creates this file
     tensor_file: bytes | None = None  # instead of header and data
     manifest_file: bytes | None = None  # instead of the manifest, or what is left of it
+    change_files: Callable[[list[dict[str, Any]]], Any] = len  # changes the manifest's list of files
     seals: bool = True  # checksums and sizes are put right
     place: list[Callable[[Path, Path], None]] = field(default_factory=list)  # changes the files at last
 
@@ -38,8 +42,15 @@ class Forgery:
         if content is None:
             content = with_header(json.dumps(self.header).encode(), self.data)
         if self.seals:
-            self.manifest |= {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+            digest = hashlib.sha256(content).hexdigest()
+            files: list[dict[str, Any]] = [
+                {"name": tensor_path.name, "sha256": digest, "bytes": len(content)}
+            ]
+            self.change_files(files)
+            joint = hashlib.sha256("".join(file["sha256"] for file in files).encode()).hexdigest()
+            self.manifest |= {"files": files, "sha256": joint, "bytes": sum(file["bytes"] for file in files)}
         encoded = seal(self.manifest) if self.manifest_file is None else self.manifest_file
+        tensor_path.with_suffix(".optimizer.safetensors").unlink()
         tensor_path.write_bytes(content)
         manifest_path.write_bytes(encoded)
         for change in self.place:
@@ -60,9 +71,16 @@ class Forgery:
 
 
 def read(manifest_path: Path, tensor_path: Path, canary: Path) -> Forgery:
-    content = tensor_path.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    return Forgery(json.loads(manifest_path.read_text()), json.loads(content[8:end]), content[end:], canary)
+    header: dict[str, Any] = {}
+    data = b""
+    for path in (tensor_path, tensor_path.with_suffix(".optimizer.safetensors")):
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8:end]).items():
+            offsets = [len(data) + offset for offset in entry["data_offsets"]]
+            header[name] = entry | {"data_offsets": offsets}
+        data += content[end:]
+    return Forgery(json.loads(manifest_path.read_text()), header, data, canary)
 
 
 def with_header(header: bytes, data: bytes) -> bytes:
@@ -127,9 +145,28 @@ def without(name: str) -> Callable[[Forgery], None]:
 
     def change(forgery: Forgery) -> None:
         forgery.manifest.pop(name)
-        forgery.seals = name not in ("sha256", "bytes")
+        forgery.seals = name not in ("sha256", "bytes", "files")
 
     return change
+
+
+def without_seals(**values: Any) -> Callable[[Forgery], None]:
+    """As `manifest_field`, for fields that sealing would put right."""
+
+    def change(forgery: Forgery) -> None:
+        forgery.manifest.update(values)
+        forgery.seals = False
+
+    return change
+
+
+def files(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Forgery], None]:
+    """The manifest's list of files; sums and checksums fit it."""
+
+    def change_list(forgery: Forgery) -> None:
+        forgery.change_files = change
+
+    return change_list
 
 
 def setting(section: str, **values: Any) -> Callable[[Forgery], None]:
@@ -275,6 +312,22 @@ KINDS: dict[str, Kind] = {
     "manifest: no software": without("software"),
     "manifest: no vocabulary": without("vocabulary"),
     "manifest: no sha256": without("sha256"),
+    "files: none": files(lambda listed: listed.clear()),
+    "files: one is listed twice": files(lambda listed: listed.append(listed[0])),
+    "files: one is not there": files(
+        lambda listed: listed.append(listed[0] | {"name": "step_00000004.optimizer.safetensors"})
+    ),
+    "files: another name": files(lambda listed: listed[0].update(name="step_00000004.pt")),
+    "files: another step's": files(lambda listed: listed[0].update(name="step_00000002.safetensors")),
+    "files: ../ in a name": files(
+        lambda listed: listed[0].update(name="../snapshots/step_00000004.safetensors")
+    ),
+    "files: a path": files(lambda listed: listed[0].update(name="/dev/zero")),
+    "files: negative bytes": files(lambda listed: listed[0].update(bytes=-1)),
+    "files: 10**15 bytes": files(lambda listed: listed[0].update(bytes=10**15)),
+    "files: 100,000 parts": files(lambda listed: listed.extend(listed * 20_000)),
+    "manifest: files are text": without_seals(files="step_00000004.safetensors"),
+    "manifest: no files": without("files"),
     "manifest: step is negative": manifest_field(step=-4),
     "manifest: step is another": manifest_field(step=3),
     "manifest: step is true": manifest_field(step=True),
@@ -309,6 +362,7 @@ KINDS: dict[str, Kind] = {
 VALID: dict[str, Kind] = {
     "valid: block_size is 10**15": setting("data", block_size=10**15),
     "valid: 2**62 windows": manifest_field(windows=2**62),
-    "valid: schema is 2": manifest_field(schema=2),
+    "valid: schema is 1": manifest_field(schema=1),
+    "valid: schema is 3": manifest_field(schema=3),
     "valid: another text": manifest_field(data={"path": "x", "sha256": "0" * 64}),
 }

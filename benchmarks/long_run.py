@@ -47,7 +47,7 @@ def keep_copy(run_dir: Path, step: int, copy: Path) -> None:
     if not copy.exists() and (run_dir / "snapshots" / f"step_{step:08d}.json").exists():
         shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("*partial*"))
         for path in (copy / "snapshots").glob("step_*"):
-            if int(path.stem[5:]) > step:
+            if int(path.name[5:13]) > step:
                 path.unlink()
 
 

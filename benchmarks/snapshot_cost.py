@@ -1,6 +1,7 @@
-"""What snapshots cost at 10.65 M parameters: one on disk every 10 steps, and one in memory every 5.
+"""What snapshots cost, at 10.65 M parameters by default: one on disk every 10 steps, one in memory every 5.
 
     python benchmarks/snapshot_cost.py             # two workers of one thread, 60 steps
+    python benchmarks/snapshot_cost.py --shape 12x768 --every 20 --batch_size 16 --steps 60
 
 Measured in the worker that writes: the seconds for which the loop waits for a snapshot (the agreement that
 the last one is written, the audit, the copy), the CPU seconds of the threads that write, and a plain copy of
@@ -62,13 +63,13 @@ class SaveTimes:
 
     def on_run_start(self, state: "TrainState", strategy: "Strategy") -> None:
         self.state = state
-        self.copies: dict[str, Tensor] = {name: full.clone() for name, full in state.full_state().items()}
+        self.copies: dict[str, Tensor] = {name: part.clone() for name, part in state.tensors().items()}
         self.run_began = time.perf_counter()
 
     def on_save_start(self, kind: str, step: int) -> None:
         import torch.distributed
 
-        tensors = self.state.full_state()
+        tensors = self.state.tensors()
         began = time.perf_counter()
         for name, copy in self.copies.items():
             copy.copy_(tensors[name])
@@ -101,11 +102,11 @@ def work(arguments: list[str]) -> None:
     train.main()
 
 
-def measure(steps: int) -> dict[str, Any]:
+def measure(more: dict[str, Any]) -> dict[str, Any]:
     """What rank 0 measured in a run."""
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name, "run")
-        given = arguments_of(SETTINGS | {"trainer.max_steps": steps, "run_dir": run_dir})
+        given = arguments_of(SETTINGS | more | {"run_dir": run_dir})
         job = Job([*torchrun(2), __file__, "--worker", *given], run_dir)
         wait_for_success(job)
         measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())
@@ -116,8 +117,14 @@ def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--shape", default="6x384", help="layers x width")
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--batch_size", type=int, default=64)
     arguments = parser.parse_args()
-    measured = measure(arguments.steps)
+    layers, width = map(int, arguments.shape.split("x"))
+    shape = {"model.n_layer": layers, "model.n_embd": width, "model.n_head": width // 64}
+    more = {"snapshot.every": arguments.every, "trainer.batch_size": arguments.batch_size}
+    measured = measure(shape | more | {"trainer.max_steps": arguments.steps})
     wall_s = measured.pop("wall_s")
     rounded = {kind: [round(value, 5) for value in seconds] for kind, seconds in measured.items()}
     row(**rounded, wall_s=round(wall_s, 3))

@@ -142,6 +142,23 @@ class TrainerConfig:
     reduction: Literal["exact", "fast"] = Field(
         "exact", "exact: the same bits for any number of workers; fast: DDP's all-reduce", affects_result=True
     )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        "ddp: each worker holds the whole model; fsdp: each holds a share of parameters, gradients and "
+        "optimizer state",
+    )
+    shard_optimizer: bool = Field(
+        False, "under ddp, each worker holds and updates its share of the optimizer's state"
+    )
+    fsdp_reshard: bool = Field(True, "under fsdp, free a block's gathered weights after its forward pass")
+    fsdp_param_dtype: Optional[Literal["bfloat16"]] = Field(
+        None,
+        "under fsdp, gather weights and compute in this type instead of autocast; null: as ddp computes",
+        affects_result=True,
+    )
+    recompute: Literal["none", "block"] = Field(
+        "none", "block: keep each block's input alone and compute its activations again in the backward pass"
+    )
     timeout_s: float = Field(60, "timeout of a collective in seconds; one step must fit in", gt=0)
     workers: Literal["auto"] | typing.Annotated[int, pydantic.Field(ge=1)] = Field(
         "auto", "workers that plain `python train.py` starts; auto: one per GPU, else one per `threads` cores"
@@ -220,6 +237,16 @@ def check(config: Config) -> None:
         raise UserError(
             f"trainer.batch_size ({trainer.batch_size}) must be divisible by "
             f"trainer.micro_batch_size ({trainer.micro_batch_size})"
+        )
+    if trainer.fsdp_param_dtype and trainer.parallel != "fsdp":
+        raise UserError(
+            f"trainer.fsdp_param_dtype={trainer.fsdp_param_dtype} needs trainer.parallel=fsdp; "
+            "trainer.dtype is the type of the products under both"
+        )
+    if trainer.recompute != "none" and trainer.compile:
+        raise UserError(
+            "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep; "
+            "drop either"
         )
     if config.data.sha256 and not re.fullmatch("[0-9a-fA-F]{64}", config.data.sha256):
         raise UserError(f"data.sha256 must be 64 hexadecimal digits, not {config.data.sha256!r}")

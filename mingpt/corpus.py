@@ -103,7 +103,7 @@ def load_corpus(
     rows: int | None
     if start.snapshot:
         tokenizer = snapshot_tokenizer(config.data, context, data, start)
-        rows = weights.snapshot_vocab_size(start.snapshot)
+        rows = weights.snapshot_vocab_size(start.snapshot.manifest)
     else:
         tokenizer = choose_tokenizer(config.data, context, data, initial)
         check_prepared_with(config.data, data, tokenizer)
@@ -122,7 +122,9 @@ def snapshot_tokenizer(
     """
     snapshot = start.snapshot
     assert snapshot is not None
-    carried = context.run_with_heartbeat(lambda: weights.snapshot_tokenizer(snapshot))
+    has_tensor = weights.TOKENIZER_TENSOR in snapshot.shapes
+    tensor = snapshot.tensor(weights.TOKENIZER_TENSOR, context) if has_tensor else None
+    carried = context.run_with_heartbeat(lambda: weights.make_tokenizer(snapshot.manifest, tensor))
     if config.tokenizer == "auto" or start.is_restart:
         return carried
     try:

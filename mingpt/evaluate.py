@@ -12,9 +12,11 @@ from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
-from mingpt.model import GPT, generate
+from mingpt.errors import UserError
+from mingpt.model import generate
 from mingpt.report.files import describe, read_records
 from mingpt.resume import StartPoint
+from mingpt.state import TrainState
 
 log = logging.getLogger(__name__)
 MIN_BATCH_TOKENS = 4096  # without a backward pass there is room, and small batches cost more
@@ -24,9 +26,15 @@ class Evaluator:
     """Evaluates `model`; the ranks take batches in turn, and the result does not depend on their number."""
 
     def __init__(
-        self, config: Config, context: DistributedContext, model: GPT, corpus: Corpus, dtype: torch.dtype
+        self,
+        config: Config,
+        context: DistributedContext,
+        state: TrainState,
+        corpus: Corpus,
+        dtype: torch.dtype,
     ) -> None:
-        self.config, self.context, self.model, self.corpus, self.dtype = config, context, model, corpus, dtype
+        self.config, self.context, self.corpus, self.dtype = config, context, corpus, dtype
+        self.model, self.strategy = state.model, state.strategy
         self.token_bytes = corpus.tokenizer.token_bytes() if corpus.tokenizer else None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
@@ -48,41 +56,57 @@ class Evaluator:
             values["val/bits_per_byte"] = nats / math.log(2) / source_bytes
         return values
 
-    @torch.no_grad()
     def local_sums(self) -> Tensor:
-        """(3, batches): nats, bytes of text and targets of each batch; zero for those of other ranks."""
-        trainer, device = self.config.trainer, self.context.device
-        block_size = self.config.data.block_size
+        """(3, batches): nats, bytes of text and targets of each batch; zero for those of other ranks.
+
+        Raises UserError for data that cannot be used.
+        """
+        trainer, block_size = self.config.trainer, self.config.data.block_size
         batch_size = max(trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
         batches = self.corpus.val.eval_batches(batch_size, trainer.eval_windows)
         sums = torch.zeros(3, len(batches), dtype=torch.float64)
+        error: UserError | None = None
         self.model.eval()
-        for number in range(self.context.rank, len(batches), self.context.world_size):
+        for first in range(0, len(batches), self.context.world_size):
+            number = first + self.context.rank
             events.emit("evaluation_batch", number=number)
-            if self.context.should_stop():
+            if self.strategy.any(self.context.should_stop() or error is not None):
                 break
-            inputs, targets = batches[number]
-            with autocast(device, self.dtype):
-                _, loss = self.model(inputs.to(device), targets.to(device))
-            sums[0, number] = float(loss) * targets.numel()
-            if self.token_bytes is not None:
-                sums[1, number] = int(self.token_bytes[targets.numpy()].sum())
-            sums[2, number] = targets.numel()
+            if number < len(batches):
+                try:
+                    sums[:, number] = self.evaluate_batch(*batches[number])
+                    continue
+                except UserError as data_error:
+                    error = data_error
+            if self.strategy.weights_are_sharded:  # the others' forward passes need this rank's weights
+                self.evaluate_batch(*torch.zeros(2, 1, 1, dtype=torch.long))
         self.model.train()
+        if error is not None:
+            raise error
         return sums
 
-    def sample(self) -> str:
-        """Text from the default prompt, without the prompt; the same on the same kind of device.
+    @torch.no_grad()
+    def evaluate_batch(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """(3,): nats, bytes of text and targets of a (B, T) batch."""
+        device = self.context.device
+        with autocast(device, self.dtype):
+            _, loss = self.model(inputs.to(device), targets.to(device))
+        text_bytes = 0 if self.token_bytes is None else int(self.token_bytes[targets.numpy()].sum())
+        return torch.tensor([float(loss) * targets.numel(), text_bytes, targets.numel()], dtype=torch.float64)
 
-        Cut short by a request to stop. Empty without a tokenizer.
+    def sample(self, is_wanted: bool) -> str:
+        """If `is_wanted`, text from the default prompt, without that; the same on the same kind of device.
+
+        Cut short by a request to stop. Empty without a tokenizer. Collective where weights are sharded: all
+        ranks take part then.
         """
         tokenizer = self.corpus.tokenizer
-        if tokenizer is None:
+        if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):
             return ""
         prompt = tokenizer.default_prompt()
         count, known = self.config.trainer.sample_tokens, len(tokenizer)
         tokens = generate(self.model, prompt, count, seed=self.config.seed, vocab_size=known)
-        kept = itertools.takewhile(lambda _: not self.context.should_stop(), tokens)
+        kept = itertools.takewhile(lambda _: not self.strategy.any(self.context.should_stop()), tokens)
         return tokenizer.decode(list(kept))
 
 

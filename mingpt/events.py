@@ -30,7 +30,8 @@ EVENTS = {
     "save_end": "kind, step: to here; writing goes on in the background",
     "write_start": "kind, step: in the thread that hashes and writes",
     "write_end": "kind, step",
-    "file_write": "name, path, content: a file of a snapshot is about to be written to `path`, then renamed",
+    "file_write": "name, path, size: a file of a snapshot is about to be written to `path`, then renamed",
+    "file_progress": "name, written, size: so many bytes of it are written",
 }
 
 _subscribers: dict[str, list[Callback]] = {}

@@ -62,7 +62,7 @@ def export(run: str, out: str, overwrite: bool = False) -> str:
     from mingpt.snapshot import open_snapshot
     from mingpt.weights import check_model, snapshot_tokenizer
 
-    snapshot = open_snapshot(run, check_model)
+    snapshot = open_snapshot(run, check_model, weights_only=True)
     with target.open() as folder:
         architecture = write_files(folder, snapshot, snapshot_tokenizer(snapshot))
         has_tokenizer = (folder / TOKENIZER).exists()

@@ -22,19 +22,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS, SABOTAGED_STEP = 48, 40
+SNAPSHOT_FILES = 2  # of tensors: weights and optimizer
 
 
 @dataclass(frozen=True)
 class Kill:
     """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on.
 
-    After that the job goes on with `workers` workers.
+    In a save, modulo the number of workers that write a file. After that the job goes on with `workers`
+    workers and this strategy.
     """
 
     phase: str
     step: int
     rank: int
     workers: int
+    strategy: str = "ddp"
 
 
 def marker(folder: Path, number: int) -> Path:
@@ -51,13 +54,14 @@ class FaultInjector:
         self.kills = [Kill(**kill) for kill in plan["kills"]]
         self.sabotage = plan["sabotage"]
         self.rank, self.workers, self.step = 0, 1, 0
+        self.savers = 1  # how many ranks write a file of a snapshot, from rank 0 on
         events.subscribe("worker_start", self.on_worker_start)
         events.subscribe("run_start", self.on_run_start)
         events.subscribe("batch", self.on_batch)
         events.subscribe("step_end", self.on_step_end)
         events.subscribe("reduction_start", lambda: self.kill_if_due("reduction", self.step))
         events.subscribe("evaluation_start", lambda step: self.kill_if_due("evaluation", step))
-        events.subscribe("file_write", self.on_file_write)
+        events.subscribe("file_progress", self.on_file_progress)
         events.subscribe("partial_sums", self.on_partial_sums)
 
     def waiting(self) -> list[int]:
@@ -70,7 +74,7 @@ class FaultInjector:
         if not waiting:
             return
         kill = self.kills[waiting[0]]
-        rank = 0 if phase == "save" else kill.rank % self.workers  # rank 0 alone saves
+        rank = kill.rank % (self.savers if phase == "save" else self.workers)
         if kill.phase == phase and step >= kill.step and self.rank == rank:
             marker(self.folder, waiting[0]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -81,6 +85,8 @@ class FaultInjector:
 
     def on_run_start(self, state: Any, strategy: Any) -> None:
         self.step = state.step
+        if strategy.updates_are_sharded:
+            self.savers = min(self.workers, SNAPSHOT_FILES)
 
     def on_step_end(self, step: int) -> None:
         self.step = step
@@ -90,13 +96,9 @@ class FaultInjector:
         if self.sabotage == "window" and step == SABOTAGED_STEP and micro_batch == 0:
             inputs.zero_()
 
-    def on_file_write(self, name: str, path: str, content: bytes | memoryview) -> None:
-        if name.endswith(".safetensors"):
-            waiting = [
-                kill for number, kill in enumerate(self.kills) if not marker(self.folder, number).exists()
-            ]
-            if waiting and waiting[0].phase == "save":
-                Path(path).write_bytes(content[: len(content) // 2])
+    def on_file_progress(self, name: str, written: int, size: int) -> None:
+        """A save dies with half of a tensor file written."""
+        if name.endswith(".safetensors") and 2 * written >= size:
             self.kill_if_due("save", self.step)
 
     def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:

@@ -18,10 +18,9 @@ from torch import Tensor
 from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.model import HFModel, from_hf, hf_model_of, hf_shapes
 from mingpt.model.hf import is_redundant
-from mingpt.snapshot import tensor_views
 from mingpt.snapshot.reading import SourceFile, file_size, read_range, with_retries
 from mingpt.snapshot.strict_json import parse_object
-from mingpt.snapshot.tensors import check_finite, read_checked
+from mingpt.snapshot.tensors import TensorFile, check_finite
 
 T = TypeVar("T")
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -34,7 +33,6 @@ MAX_JSON = 4 << 20  # bytes of config.json or of an index; gpt2-xl's would take 
 MAX_TOKENIZER = 64 << 20  # bytes; large vocabularies take 20 million
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ABSENT = (401, 403, 404, 410)  # what servers answer where there is no file, or none for us
-PIECE_BYTES = 64 << 20  # read at once from a URL: drivers for http give a request five minutes
 RETRIES_S = (0.5, 2.0)
 
 
@@ -86,26 +84,17 @@ class Folder:
         return self.attempt(name, lambda: parse_object(content, name))
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
-        file = LargeFile(self.files, self.path(name), "it", self.retries_s)
+        file = SourceFile(self.files, self.path(name), "the file", self.retries_s)
         try:
-            content = read_checked(file, file.size(), lambda entries: None)
-            check_finite(content)
-            return tensor_views(content)
+            tensors = TensorFile(file).tensors()
+            for tensor_name, tensor in tensors.items():
+                check_finite(tensor_name, tensor)
+            return tensors
         except (CorruptSnapshot, UnreadableSnapshot) as error:
             raise self.refuse(f"{name}: {error}") from None
 
     def refuse(self, reason: str) -> UserError:
         return UserError(f"the model in {self.url} cannot be used: {reason}")
-
-
-class LargeFile(SourceFile):
-    """A file that is read from a URL in pieces, each with retries of its own."""
-
-    def read(self, begin: int, end: int) -> bytes:
-        if isinstance(self.files, LocalFileSystem) or end - begin <= PIECE_BYTES:
-            return super().read(begin, end)
-        starts = range(begin, end, PIECE_BYTES)
-        return b"".join(super(LargeFile, self).read(at, min(at + PIECE_BYTES, end)) for at in starts)
 
 
 def folder_url(where: str) -> str:
@@ -140,7 +129,7 @@ def read_folder(where: str) -> HuggingFaceFolder:
 
 
 def read_weights(folder: Folder) -> dict[str, Tensor]:
-    """All tensors under the names that the files give them, without a copy."""
+    """All tensors under the names that the files give them."""
     if folder.exists(WEIGHTS):
         return folder.read_tensors(WEIGHTS)
     if not folder.exists(INDEX):
@@ -222,6 +211,8 @@ def is_there(files: Any, path: str) -> bool:
 def read_up_to(files: Any, path: str, limit: int) -> bytes:
     """The first bytes of a file, `limit` of them at most. Raises whatever the driver raises."""
     if isinstance(files, LocalFileSystem):
-        return read_range(files, path, 0, min(limit, file_size(files, path)))
+        content = bytearray(min(limit, file_size(files, path)))
+        read_range(files, path, 0, memoryview(content))
+        return bytes(content)
     with files.open(path, "rb") as file:
         return bytes(file.read(limit))

@@ -1,6 +1,7 @@
 """Weights to start a run with: those of another run, or of a model in Hugging Face's format."""
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,9 +10,9 @@ from mingpt.config import ModelConfig
 from mingpt.data import Tokenizer, load_named_tokenizer, parse_tokenizer_json
 from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.hf_folder import Folder, HuggingFaceFolder, is_hf_folder, read_folder
-from mingpt.model import GPT, from_gpt2
-from mingpt.snapshot import names_a_snapshot, open_snapshot, read_safetensors, tensor_views
-from mingpt.weights import check_model, load_weights, snapshot_tokenizer
+from mingpt.model import from_gpt2
+from mingpt.snapshot import names_a_snapshot, open_snapshot, read_safetensors
+from mingpt.weights import check_model, fit_weights, snapshot_tokenizer
 
 log = logging.getLogger(__name__)
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
@@ -40,7 +41,7 @@ def open_weights(where: str) -> InitialWeights:
         folder = read_folder(where)
         return InitialWeights(folder.tensors, folder_tokenizer(folder), folder.model.config, where)
     try:
-        snapshot = open_snapshot(where, check_model)
+        snapshot = open_snapshot(where, check_model, weights_only=True)
     except UserError:
         if names_a_snapshot(where) or not where.endswith(".safetensors"):
             raise
@@ -65,25 +66,33 @@ def folder_tokenizer(folder: HuggingFaceFolder) -> Tokenizer | None:
         raise UserError(f"tokenizer.json in {folder.folder} cannot be used: {error}") from None
 
 
-def init_from(model: GPT, initial: InitialWeights, tokenizer: Tokenizer | None) -> None:
-    """Start with these weights; `tokenizer` is that of the run to come.
+def match_weights(
+    initial: InitialWeights,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    draw: Callable[[str, tuple[int, ...]], Tensor],
+    tokenizer: Tokenizer | None,
+) -> dict[str, Tensor]:
+    """The weights to start a model of these shapes with; `tokenizer` is that of the run to come.
 
     Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
-    its random row. Learned positions are cut to block_size. Raises UserError if anything else differs.
+    the row that `draw` gives. Learned positions are cut to block_size. Raises UserError if anything else
+    differs.
     """
     origin = f"snapshot.init_from={initial.where}"
     if initial.model is not None:
-        there, here = vars(initial.model), vars(model.config)
+        there, here = vars(initial.model), vars(config)
         wrong = [f"model.{name}={there[name]}" for name in SHAPE_SETTINGS if there[name] != here[name]]
         if wrong:
             raise UserError(f"{origin} holds the weights of another model: set {' '.join(wrong)}")
     tensors = dict(initial.tensors)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name in EMBEDDINGS:
-        if name in parameters and name in tensors and tensors[name].shape[1:] == parameters[name].shape[1:]:
-            tensors[name] = match_rows(name, parameters[name], tensors[name], tokenizer, initial.tokenizer)
-    load_weights(model, tensors, origin)
+        if name in shapes and name in tensors and tuple(tensors[name].shape[1:]) == shapes[name][1:]:
+            random = draw(name, shapes[name])
+            tensors[name] = match_rows(name, random, tensors[name], tokenizer, initial.tokenizer)
+    tensors = fit_weights(tensors, shapes, origin)
     log.info("weights taken from %s", initial.where)
+    return tensors
 
 
 def match_rows(
@@ -110,7 +119,7 @@ def match_rows(
 def read_gpt2(where: str) -> dict[str, Tensor]:
     """The tensors of a GPT-2 safetensors file, by path or URL, under our names. Raises UserError."""
     try:
-        content = read_safetensors(where)
+        tensors = read_safetensors(where)
     except (CorruptSnapshot, UnreadableSnapshot) as error:
         raise UserError(f"snapshot.init_from={where} cannot be used: {error}") from None
-    return from_gpt2(tensor_views(content))
+    return from_gpt2(tensors)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -160,7 +161,14 @@ def last_step(run_dir: Path) -> int:
 
 
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
-    """SHA-256 of the tensor file of a step, of the newest by default; "none" if there is none."""
-    pattern = "step_*.safetensors" if step is None else f"step_{step:08d}.safetensors"
-    newest = max((run_dir / "snapshots").glob(pattern), default=None)
-    return hashlib.sha256(newest.read_bytes()).hexdigest() if newest else "none"
+    """`sha256` of the manifest of a step, of the newest by default, but from the tensor files themselves.
+
+    That is the SHA-256 of their own, weights first. "none" if there are none.
+    """
+    paths = list((run_dir / "snapshots").glob("step_*.safetensors"))
+    steps = {path: int(re.split("[.-]", path.name)[0].removeprefix("step_")) for path in paths}
+    newest = max(steps.values(), default=None) if step is None else step
+    files = [path for path in paths if steps[path] == newest]
+    files.sort(key=lambda path: (".optimizer" in path.name, path.name))
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else "none"

@@ -2,13 +2,16 @@
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext
-from mingpt.errors import UnreadableSnapshot, UserError
+from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.memory_search import Choice, assemble, find_in_memory
 from mingpt.run_folder import RunFolder, refuse_where_it_fails
-from mingpt.snapshot import Check, MemorySnapshots, Snapshot, SnapshotStore
-from mingpt.weights import check_model
+from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
+from mingpt.stored_state import StoredState
+from mingpt.weights import check_shard
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class StoreView:
 class LatestSnapshot:
     """The newest valid snapshot that any rank can see, and what this rank found to be corrupt."""
 
-    snapshot: Snapshot | None
+    snapshot: StoredState | None
     durable_step: int  # of the newest one that is not in memory only
     corrupt: dict[int, str]  # step -> reason
     where: str
@@ -46,9 +49,9 @@ def find_latest(
     memory: MemorySnapshots,
     context: DistributedContext,
     is_restart: bool,
-    check: Check = check_model,
+    check: Check = check_shard,
 ) -> LatestSnapshot:
-    """Find the newest valid snapshot and hand it to all ranks. One worker per node reads the store.
+    """Find the newest valid snapshot, for all ranks. One worker per node reads the store and its memory.
 
     In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user
     who deletes snapshots wants to go back. In a restart, they may have been lost with their node.
@@ -59,28 +62,30 @@ def find_latest(
     )
     views = context.all_gather_object(view)
     saved_after = None if is_restart else max(0, *(view.newest for view in views))
-    in_memory = context.run_with_heartbeat(
-        lambda: memory.find_newest(view.step, saved_after, check) if reads_store else None
-    )
-    found = in_memory or found
     durable_step = max(0, *(view.step for view in views))
     unreadable = {step for view in views for step in view.unreadable}  # their files are left as they are
     corrupt = {step: reason for step, reason in view.corrupt.items() if step not in unreadable}
-    steps = context.all_gather_object(found.manifest["step"] if found else -1)
+    steps = [view.step for view in views]
+    in_memory = find_in_memory(memory, context, max(steps), saved_after, check)
+    if in_memory:
+        return LatestSnapshot(in_memory, durable_step, corrupt, str(memory.root), views)
     if max(steps) < 0:
         return LatestSnapshot(None, durable_step, corrupt, store.url, views)
     source = steps.index(max(steps))
-    found = found if context.rank == source else None
-    manifest = context.broadcast_object(found.manifest if found else None, source)
-    content = context.broadcast_bytes(found.content if found else None, source)
-    where = store.url if manifest["step"] == durable_step else str(memory.root)
-    return LatestSnapshot(Snapshot(manifest, content), durable_step, corrupt, where, views)
+    stored = assemble([found] if found else [], Choice([(source, 0)], whole=(source, 0)), context)
+    return LatestSnapshot(stored, durable_step, corrupt, store.url, views)
 
 
 def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:
-    """The newest valid snapshot that this rank can read, and what it sees."""
+    """The newest valid snapshot that this rank can read, and what it sees. A part of a state is none."""
+
+    def check_whole(manifest: dict[str, Any], entries: Entries) -> None:
+        if manifest.get("shard"):
+            raise CorruptSnapshot("it is a part of a sharded state")
+        check(manifest, entries)
+
     try:
-        found, corrupt = store.find_newest(check)
+        found, corrupt = store.find_newest(check_whole)
         step = found.manifest["step"] if found else -1
         return found, StoreView(step, corrupt, store.unreadable, None, *store.completed_steps())
     except UnreadableSnapshot as error:

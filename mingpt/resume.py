@@ -15,8 +15,9 @@ from mingpt.latest import LatestSnapshot, find_latest, prepare_store, report_ski
 from mingpt.report import GenerationStart, read_durable_step, read_job_start
 from mingpt.run_folder import RunFolder
 from mingpt.settings import differences, to_dict
-from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore, this_process
-from mingpt.weights import check_model
+from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this_process
+from mingpt.stored_state import StoredState
+from mingpt.weights import check_shard
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class StartPoint:
     is_restart: bool  # false in a job's first generation
     store: SnapshotStore
     memory: MemorySnapshots
-    snapshot: Snapshot | None
+    snapshot: StoredState | None
     durable_step: int
     changes: list[str]  # settings that differ from the snapshot's on purpose
     folder: RunFolder
@@ -90,7 +91,7 @@ def make_check(config: Config, data: Data, job_start: int | None) -> Check:
     """
 
     def check(manifest: dict[str, Any], entries: Entries) -> None:
-        check_model(manifest, entries)
+        check_shard(manifest, entries)
         if job_start is None or manifest["step"] <= job_start:
             return
         changes = differences(manifest["config"], to_dict(config))
@@ -170,7 +171,7 @@ def shorten(reasons: list[str]) -> str:
 
 
 def check_snapshot(
-    snapshot: Snapshot | None, config: Config, url: str, data: Data, is_restart: bool
+    snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
 ) -> list[str]:
     """Raises UserError unless a generation may start from this snapshot; a restart checks the data alone.
 
@@ -258,6 +259,7 @@ def device_type_of(software: dict[str, Any]) -> str:
 
 def compare_environment(then: dict[str, Any], now: dict[str, Any]) -> None:
     """One line on what besides the configuration could change the bits."""
+    then = {"numerics": 1} | then  # at first it was not recorded
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(

@@ -30,17 +30,33 @@ class RunFolder:
     keeps_snapshots: bool  # likewise for the folder of the snapshots
     is_shared: bool  # all ranks see the same run folder
     snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its own are those of the job
+    snapshots_are_shared: bool = True  # all ranks see the same folder of snapshots
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
     """Raises UserError if the workers were started with settings that compute something else. Collective."""
     path = config.snapshot.path
     kind = "null" if path is None else ("a URL" if "://" in path else "a folder")
-    told = (to_dict(config), config.trainer.eval_only, kind, platform.node())
+    trainer = config.trainer
+    told = (
+        to_dict(config),
+        trainer.eval_only,
+        kind,
+        trainer.parallel,
+        trainer.shard_optimizer,
+        trainer.fsdp_reshard,
+        platform.node(),
+    )
     (first, *first_rest, first_host), *others = context.all_gather_object(told)
     for settings, *rest, host in others:
         changed = differences(first, settings)
-        names = ("trainer.eval_only", "snapshot.path")
+        names = (
+            "trainer.eval_only",
+            "snapshot.path",
+            "trainer.parallel",
+            "trainer.shard_optimizer",
+            "trainer.fsdp_reshard",
+        )
         changed += [
             f"{name}: {one} -> {other}"
             for name, one, other in zip(names, first_rest, rest, strict=True)
@@ -71,6 +87,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
         keeps_snapshots=snapshots_keeper == context.rank,
         is_shared=len({one for one, _ in keepers}) == 1,
         snapshots_rank=min(other for _, other in keepers),
+        snapshots_are_shared=len({other for _, other in keepers}) == 1,
     )
 
 

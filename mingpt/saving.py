@@ -11,13 +11,16 @@ from mingpt import events
 from mingpt.audit import Audit
 from mingpt.config import Config
 from mingpt.data import Corpus
-from mingpt.distributed import DistributedContext, is_lost_peer
-from mingpt.errors import ClaimLost, NonRetryableError, SaveAborted, UserError
+from mingpt.distributed import DistributedContext
+from mingpt.errors import ClaimLost, NonRetryableError, UserError
+from mingpt.gathering import BackgroundGroup, save_needs_peers
 from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint
 from mingpt.settings import to_dict
-from mingpt.snapshot import SnapshotSaver
+from mingpt.sharded_memory import ShardedMemory
+from mingpt.sharded_saver import ShardedSaver
+from mingpt.snapshot import MemorySnapshots, SnapshotSaver, TensorSpec, specs_of
 from mingpt.state import TrainState
 from mingpt.weights import manifest_tokenizer
 
@@ -29,8 +32,8 @@ MAX_FILES = 10_000  # token shards that a manifest lists, since its size is limi
 class Saving:
     """The snapshots of this generation. Methods are collective unless they say otherwise.
 
-    The ranks with `folder.keeps_snapshots` write to disk, the first worker of each node to its memory. What
-    `folder.snapshots_rank` has written counts as durable.
+    The ranks with `folder.keeps_snapshots` write to disk, the first worker of each node to its memory; all
+    ranks write what is sharded. What `folder.snapshots_rank` has written counts as durable.
     """
 
     def __init__(
@@ -48,17 +51,56 @@ class Saving:
         self.tokenizer_fields, self.tokenizer_tensors = manifest_tokenizer(
             corpus.tokenizer, corpus.vocab_size
         )
-        self.memory, self.store, self.is_resumed = start.memory, start.store, start.snapshot is not None
-        self.writes_to_disk = start.folder.keeps_snapshots
+        self.store, self.is_resumed = start.store, start.snapshot is not None
         self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
+        self.is_sharded = state.strategy.updates_are_sharded
+        self.shapes = state.shapes()
+        self.rows_by_rank = {name: state.rows_by_rank(name, shape) for name, shape in self.shapes.items()}
+        # All ranks take part in writing what is sharded.
+        self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
         self.local_every = config.snapshot.every if local_every is None else local_every
-        self.saver = SnapshotSaver(start.store, config.snapshot.keep_last, config.snapshot.keep_best)
+        self.specs = {
+            name: TensorSpec(part.dtype, self.shapes[name]) for name, part in self.state.tensors().items()
+        }
+        self.saver = self.make_saver(start)
+        self.memory = self.make_memory(start.memory)
         self.last_save_step = start.durable_step  # of the last save to disk that was begun
-        self.own_step = start.own_step  # of the last save of this rank that was begun
+        # Of the last save of this rank that was begun.
+        self.own_step = start.own_step
+        if self.is_sharded:  # all save together: it is that of the main rank
+            self.own_step = context.broadcast_object(start.own_step, self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
+
+    def make_saver(self, start: StartPoint) -> SnapshotSaver:
+        keep_last, keep_best = self.config.snapshot.keep_last, self.config.snapshot.keep_best
+        if not self.is_sharded:
+            return SnapshotSaver(start.store, keep_last, keep_best)
+        ranks = range(self.context.world_size)
+        return ShardedSaver(
+            start.store,
+            keep_last,
+            keep_best,
+            BackgroundGroup(self.context.rank, self.context.world_size),
+            self.main_rank,
+            ranks if start.folder.snapshots_are_shared else [self.main_rank],
+            specs_of(self.tokenizer_tensors) | self.specs,
+            self.rows_by_rank.get,
+        )
+
+    def make_memory(self, memory: MemorySnapshots) -> MemorySnapshots | ShardedMemory:
+        if not self.is_sharded:
+            return memory
+        specs = {name: spec for name, spec in self.specs.items() if self.rows_by_rank[name]}
+        shards_weights = self.state.strategy.weights_are_sharded
+        return ShardedMemory(memory, self.context, specs, self.rows_by_rank.get, shards_weights)
+
+    @property
+    def writes_to_memory(self) -> bool:
+        """Whether this rank does: of a state that is not sharded, the first worker of each node alone."""
+        return self.is_sharded or self.context.launch.local_rank == 0
 
     @property
     def newest_written(self) -> int:
@@ -67,11 +109,10 @@ class Saving:
 
     def allocate(self) -> None:
         """Allocate staging buffers before the first step, so that no save has to."""
-        tensors = self.tensors()
         if self.writes_to_disk:
-            self.saver.allocate(tensors)
-        if self.config.snapshot.memory_every and self.context.launch.local_rank == 0:
-            self.memory.allocate(tensors)
+            self.saver.allocate(self.tensors(self.is_main))
+        if self.config.snapshot.memory_every and self.writes_to_memory:
+            self.memory.allocate(self.tensors(self.context.launch.local_rank == 0), self.state.step)
 
     def note_written(self, step: int, run_logger: RunLogger | None) -> None:
         """All ranks have learned that the snapshot of this step is on disk."""
@@ -93,6 +134,8 @@ class Saving:
         """Whether this rank, which keeps snapshots, writes the one that is due. Not collective."""
         if is_last:
             return self.own_step < self.state.step or self.state.step == 0
+        if self.is_sharded:
+            return True
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
         # A node's own copy is left out while the one before is being written: no other node waits for it.
         return self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
@@ -106,7 +149,7 @@ class Saving:
             self.wait_for_previous_save()
         self.last_save_step = self.state.step
         chain = self.audit.gather_chain(self.context)
-        tensors = self.tensors()
+        tensors = self.tensors(self.is_main)
         if self.writes_to_disk and self.is_due_here(is_last):
             metrics = dict(run_logger.last) if run_logger else {}
             manifest = self.manifest() | {"metrics": metrics}
@@ -125,15 +168,22 @@ class Saving:
         """Copy the state to memory that outlives this process."""
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
-        tensors = self.tensors()
-        if self.context.launch.local_rank == 0:
+        if self.writes_to_memory:
+            tensors = self.tensors(self.context.launch.local_rank == 0)
             manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}
             self.memory.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
         events.emit("save_end", kind="memory", step=self.state.step)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What a snapshot holds: the state, and a tokenizer that is too large for its manifest."""
-        return self.state.full_state() | self.tokenizer_tensors
+    def tensors(self, with_whole: bool) -> dict[str, Tensor]:
+        """What this rank gives to a snapshot: its part of the state.
+
+        And, if it is not sharded or `with_whole`, the tensors that all ranks have and a tokenizer that is too
+        large for the manifest.
+        """
+        tensors = self.state.tensors()
+        if self.is_sharded and not with_whole:
+            return {name: part for name, part in tensors.items() if self.rows_by_rank[name]}
+        return tensors | self.tokenizer_tensors
 
     def manifest(self) -> dict[str, Any]:
         """The fields that are known now; the audit chain and the checksums are added in the background."""
@@ -208,7 +258,7 @@ class Saving:
 
     def remove_memory_snapshots(self) -> None:
         """The run ends here. Not collective."""
-        if self.context.launch.local_rank == 0:
+        if self.writes_to_memory:
             self.memory.remove()
 
 
@@ -219,9 +269,5 @@ def late_fields(chain: Callable[[], str], run_logger: RunLogger | None, step: in
     """
     unwritten = run_logger.unwritten(step) if run_logger else []
     fields: dict[str, Any] = {"unwritten": unwritten} if unwritten else {}
-    try:
+    with save_needs_peers():
         return fields | {"audit": chain()}
-    except RuntimeError as error:
-        if is_lost_peer(error):
-            raise SaveAborted from error
-        raise

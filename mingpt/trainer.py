@@ -61,7 +61,7 @@ class Trainer:
         self.lr = 0.0
         self.timer = StepTimer(self.state.step)
         self.dtype = getattr(torch, self.environment["dtype"])
-        self.evaluator = Evaluator(config, context, self.state.model, corpus, self.dtype)
+        self.evaluator = Evaluator(config, context, self.state, corpus, self.dtype)
         steps = max(0, config.trainer.max_steps - self.state.step)
         self.batches = Batches(config, context, corpus, self.sampler, self.audit, self.timer, steps)
         self.saving = Saving(config, context, self.state, start, corpus, self.environment, self.audit)
@@ -141,8 +141,8 @@ class Trainer:
             status = self.context.reduce_step_status(self.losses, self.saving.newest_written)
             grad_norm_tensor = strategy.clip_grad_norm_(config.optimizer.grad_clip)
             self.lr = learning_rate(step + 1, config.optimizer, config.trainer.max_steps)
-            state.optimizer.step(self.lr)
-            state.optimizer.zero_grad()
+            state.optimizer.step(self.lr, strategy.gradients())
+            strategy.finish_update()
             events.emit("optimizer_end", step=step)
             # A GPU is waited for only here, after it has been given all the work of the step.
             self.step_losses, newest_written, stop = status()
@@ -201,7 +201,7 @@ class Trainer:
             self.saving.remove_memory_snapshots()
             raise NonRetryableError(failure)
         if self.run_logger:
-            parameters = sum(weight.numel() for weight in state.model.parameters())
+            parameters = sum(map(math.prod, self.strategy.shapes.values()))
             assignment = self.sampler.micro_batches_by_rank()
             self.run_logger.plan(
                 state.step, parameters, self.sampler.windows_per_epoch, assignment, self.saving.store.url
@@ -243,8 +243,8 @@ class Trainer:
         data_error = self.batches.find_error()
         if data_error:
             raise UserError(data_error)
+        self.saving.saver.wait()  # all ranks write what is sharded
         if self.run_logger:
-            self.saving.saver.wait()
             self.run_logger.failed(self.state.step, sentence)
         self.saving.remove_memory_snapshots()
         raise NonFiniteError(sentence)
@@ -275,7 +275,7 @@ class Trainer:
         losses, context = self.evaluator.evaluate(self.state.step), self.context
         if losses is None:
             return context.agreed_stop
-        sample = context.run_with_heartbeat(lambda: self.evaluator.sample() if self.run_logger else "")
+        sample = context.run_with_heartbeat(lambda: self.evaluator.sample(self.run_logger is not None))
         if context.should_stop():
             return context.agreed_stop
         if self.run_logger:

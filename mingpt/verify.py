@@ -1,11 +1,11 @@
 """Prove the promise on this machine: python -m mingpt.verify [--kills 10] [--workers 1,2,3,4] [--seed 1]
 
 Trains a small model undisturbed, then again while its workers are killed at seeded moments (start-up,
-forward, inside the reduction, evaluation, in the middle of a save) and their number changes, all under
-torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of the tokens that
-the workers were fed with those that configuration and text alone determine. Exit code 0 if all is identical,
-1 with the seed that broke it otherwise. `--break` sabotages the disturbed run on purpose, to show that verify
-notices.
+forward, inside the reduction, evaluation, in the middle of a save) and their number and the strategy
+change, all under torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of
+the tokens that the workers were fed with those that configuration and text alone determine. Exit code 0 if
+all is identical, 1 with the seed that broke it otherwise. `--break` sabotages the disturbed run on purpose,
+to show that verify notices.
 """
 
 import argparse
@@ -38,6 +38,12 @@ SETTINGS = {
     "trainer.eval_every": 8, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.device": "cpu",
     "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
 }  # fmt: skip
+# What a job may change whenever it starts, besides the number of its workers.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"trainer.parallel": "ddp", "trainer.shard_optimizer": False},
+    "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},
+    "fsdp": {"trainer.parallel": "fsdp"},
+}
 TIMINGS = ("step_s", "data_s", "tokens_per_s")
 
 
@@ -54,24 +60,33 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
     """Seeded kills in the order of their steps; between two of them a snapshot can be written."""
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))
-    return [Kill(rng.choice(PHASES), step, rng.randrange(8), rng.choice(workers)) for step in steps]
+    return [
+        Kill(rng.choice(PHASES), step, rng.randrange(8), rng.choice(workers), rng.choice(list(STRATEGIES)))
+        for step in steps
+    ]
 
 
 def train(
     folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], sabotage: str = ""
 ) -> None:
-    """A whole run, killed as planned; torchrun is started again for each change of the number of workers.
+    """A whole run, killed as planned, at first under ddp.
 
-    Raises RuntimeError if torchrun fails.
+    torchrun is started again for each change of the number of workers or of the strategy. Raises RuntimeError
+    if it fails.
     """
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(
         json.dumps({"kills": [asdict(kill) for kill in kills], "sabotage": sabotage})
     )
-    given = [f"{key}={value}" for key, value in (settings | {"run_dir": folder / "run"}).items()]
-    done = 0
+    done, strategy = 0, "ddp"
     while True:
-        changes = [number for number in range(done, len(kills)) if kills[number].workers != workers]
+        own = STRATEGIES[strategy] | {"run_dir": folder / "run"}
+        given = [f"{key}={value}" for key, value in (settings | own).items()]
+        changes = [
+            number
+            for number in range(done, len(kills))
+            if (kills[number].workers, kills[number].strategy) != (workers, strategy)
+        ]
         change = changes[0] if changes else None
         command = [*torchrun(workers, len(kills) + 1), "-m", "mingpt.fault_injection", str(folder), *given]
         job = Job(command, folder / "job")
@@ -83,7 +98,7 @@ def train(
             job.wait()
             while any(is_alive(pid) for pid in orphans):  # they notice that their agent is gone
                 time.sleep(0.02)
-            done, workers = change + 1, kills[change].workers
+            done, workers, strategy = change + 1, kills[change].workers, kills[change].strategy
         elif job.process.returncode == 0:
             return
         else:
@@ -113,7 +128,9 @@ def describe_generations(folder: Path, kills: list[Kill]) -> Iterator[str]:
         steps = f"steps {entry['from_step']} to {entry['to_step']}"
         yield f"  generation {number}: {entry['workers']} workers, {steps}, {entry['end']}"
     hit = [
-        f"{kill.phase} ({kill.step})" for number, kill in enumerate(kills) if marker(folder, number).exists()
+        f"{kill.phase} ({kill.step}, then {kill.strategy})"
+        for number, kill in enumerate(kills)
+        if marker(folder, number).exists()
     ]
     yield f"  {len(hit)} of {len(kills)} kills hit: {', '.join(hit)}"
 

@@ -37,6 +37,11 @@ SMALL: dict[str, Any] = {
 }
 
 
+def pytest_configure() -> None:
+    """One thread each: the processes of `pytest -n` share the cores, and waiting threads of torch spin."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+
+
 def pytest_sessionfinish() -> None:
     shutil.rmtree(SMALL["snapshot.memory_path"], ignore_errors=True)
 

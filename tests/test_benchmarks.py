@@ -1,4 +1,4 @@
-"""The programs that enumerate crash points, damage and hostile snapshots, on a part of these."""
+"""The programs that enumerate crash points, damage and hostile snapshots, and count bytes: a part of each."""
 
 import json
 import shutil
@@ -12,20 +12,31 @@ from conftest import ROOT
 from mingpt.jobs import clean_environment
 
 
-def last_row(*words: str) -> dict[str, Any]:
-    """The last line that a program prints; it must exit with 0."""
+def all_rows(*words: str) -> list[dict[str, Any]]:
+    """The lines that a program prints; it must exit with 0."""
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def last_row(*words: str) -> dict[str, Any]:
+    return all_rows(*words)[-1]
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace injects the faults")
 def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
-    row = last_row("benchmarks/crash_points.py", "--stride", "4")
+    row = last_row("benchmarks/crash_points.py", "--stride", "11")
     assert row["bad"] == 0
-    assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "store tears"}
+    assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "order", "store tears"}
+
+
+@pytest.mark.slow
+def test_a_snapshot_in_parts_is_read_back_in_little_memory_and_each_flipped_bit_is_found() -> None:
+    sizes = ["--bytes", "20e6", "--part_bytes", "4000000", "--s3_bytes", "0", "--tensors", "12"]
+    row = last_row("benchmarks/snapshot_parts.py", *sizes, "--max_memory_mb", "80")
+    assert (row["files"], row["flips_found"], row["equal"]) == (6, 6, True)
+    assert row["largest_file"] <= 4_000_000
 
 
 @pytest.mark.slow
@@ -48,3 +59,22 @@ def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
     programs = ["--programs", "train", "sample", "init", "--older", "yes"]
     row = last_row("benchmarks/hostile.py", "--slack_mb", "16", *programs, "--kinds", *kinds)
     assert row["bad"] == 0 and row["kinds"] >= len(kinds)
+
+
+@pytest.mark.slow
+def test_the_bytes_and_collectives_of_a_step_are_those_that_plan_asks_for() -> None:
+    """Two rounds of two workers, two blocks: fsdp gathers each block twice a round, and the root once."""
+    strategies = ["ddp exact", "fsdp exact", "fsdp fast"]
+    words = ["--workers", "2", "--micro_batches", "4", "--optimizers", "adamw", "--strategies", *strategies]
+    ddp, exact, fast, xl = all_rows("benchmarks/traffic.py", *words)
+    assert ddp["step"]["calls"] == {"all_to_all": 1, "all_gather": 1, "all_reduce": 1}
+    # And once more for the norms of rows.
+    assert exact["step"]["calls"] == {"all_gather": 2 * (2 * 2 + 1) + 1, "all_to_all": 2 * 3, "all_reduce": 1}
+    for counted in (ddp, exact):
+        assert counted["over_asked"] == pytest.approx(1.0, abs=0.01)
+    assert fast["over_asked"] > 1.2  # gloo reduces all and scatters nothing
+    for counted in (ddp, exact, fast):
+        step = counted["step"]
+        assert step["sent"] < step["wire"] < 1.05 * step["sent"] + 1000 * step["messages"]
+    assert ddp["asked"] == ddp["ring"]
+    assert xl["collectives"] == 290 and xl["smallest_bytes"] > 25 << 20

@@ -112,8 +112,9 @@ def test_a_killed_node_returns_with_its_disk_or_an_empty_one_and_with_empty_memo
     listen(first, 5000)
     job = first.start(["sh", "-c", "sleep 60 & sleep 60"])
     first.run("touch", "/dev/shm/mine", str(made.disk / "mine"))
+    wait_until(lambda: len(first.pids()) >= 4, 5)  # the shell has started both
     pids = first.pids()
-    assert job.pid in pids and len(pids) >= 4
+    assert job.pid in pids
     first.kill()
     assert all_gone(pids) and not first.is_up() and job.wait(1) == -signal.SIGKILL
     assert connect(second, first) == "TimeoutError"

@@ -90,6 +90,14 @@ def test_the_costs_of_the_presets_are_the_ones_computed_from_them() -> None:
     assert done.stdout in (ROOT / "configs" / "README.md").read_text()
 
 
+def test_the_tables_of_the_page_on_scale_are_the_ones_made_from_counts_and_formulas() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/scale.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("**Table ") == 9
+    assert done.stdout.rstrip("\n") in (ROOT / "docs" / "scale.md").read_text()
+
+
 def requirements(name: str) -> list[str]:
     return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
 

@@ -182,7 +182,7 @@ SHARDED: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: write_index(at, lambda names: names.update(x=7)), "lists 7"),
     (
         lambda at: write_index(at, lambda names: names.update(x="gone.safetensors")),
-        "gone.safetensors: it is",
+        "gone.safetensors: the file is",
     ),
     (lambda at: write_index(at, lambda names: names.pop(first(names))), "which is not listed for it"),
     (lambda at: write_tensors(at, lambda one: one.pop(first(one))), "lacks '"),
@@ -267,7 +267,7 @@ def test_a_server_is_read_as_a_folder_is_and_large_files_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, handler = server
-    monkeypatch.setattr("mingpt.hf_folder.PIECE_BYTES", 5000)
+    monkeypatch.setattr("mingpt.snapshot.reading.PIECE_BYTES", 5000)
     handler.folder = saved("gpt2", tmp_path, is_sharded=True)
     found, expected = read_folder(url), read_folder(str(handler.folder))
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import SMALL
 from support.single_process import SingleProcess
-from support.snapshots import CONTENT, make_manifest
+from support.snapshots import make_manifest, write
 
 from mingpt.cli import build
 from mingpt.config import Config, SnapshotConfig, TrainerConfig
@@ -111,7 +111,7 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=())
     store.prepare()
     for step in (5, 10):
-        store.write(make_manifest(step), CONTENT)  # another model's: corrupt
+        write(store, make_manifest(step))  # another model's: corrupt
     memory = MemorySnapshots(str(tmp_path), "id", tmp_path, 0)
     context = SingleProcess()
     found = find_latest(store, memory, context, is_restart=False)
@@ -153,7 +153,7 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     changed: str, step: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that joins may have one. That of step 100, from which the job began, may have other settings."""
-    monkeypatch.setattr("mingpt.resume.check_model", lambda manifest, entries: None)
+    monkeypatch.setattr("mingpt.resume.check_shard", lambda manifest, entries: None)
     config = build(SMALL)
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
     manifest = make_manifest(step) | {"config": to_dict(config)}

@@ -21,9 +21,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Ou
     ("sabotage", "sentence"),
     [
         ("", ""),
-        ("window", "were fed other tokens"),
         ("sum", "the final tensors differ"),
-        ("byte", "its manifest says"),
+        pytest.param("window", "were fed other tokens", marks=pytest.mark.slow),
+        pytest.param("byte", "its manifest says", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_sabotaged_on_purpose_is_noticed(

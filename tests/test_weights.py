@@ -5,14 +5,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
+from torch import Tensor
 
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.data import CharTokenizer
 from mingpt.errors import CorruptSnapshot, UserError
-from mingpt.initial_weights import InitialWeights, init_from, match_rows, open_weights
+from mingpt.initial_weights import InitialWeights, match_rows, match_weights, open_weights
 from mingpt.settings import to_dict
 from mingpt.snapshot import Snapshot, to_safetensors
-from mingpt.snapshot.tensors import TensorEntry, read_entries
+from mingpt.snapshot.tensors import TensorEntry
 from mingpt.weights import (
     check_model,
     load_weights,
@@ -33,7 +34,9 @@ def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, Ten
     )
     tensors = {f"model.{key}": weight.detach() for key, weight in model.named_parameters()}
     tensors |= {f"optimizer.{key}": tensor for key, tensor in optimizer.state_dict().items()}
-    return {"config": to_dict(config), "vocabulary": VOCABULARY}, read_entries(bytes(to_safetensors(tensors)))
+    return {"config": to_dict(config), "vocabulary": VOCABULARY}, Snapshot.from_content(
+        {}, to_safetensors(tensors)
+    ).entries
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,15 +113,14 @@ def test_a_model_for_fewer_tokens_takes_the_first_positions() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04\x95" + bytes(100), b"PK\x03\x04" + bytes(100)])
 def test_a_gpt2_file_that_is_none_is_one_sentence(content: bytes, tmp_path: Any) -> None:
-    model, _ = make_model("adamw", "gpt2")
     path = tmp_path / "gpt2.safetensors"
     path.write_bytes(content)
     for where in (path, tmp_path / "missing.safetensors"):
         with pytest.raises(UserError, match=f"snapshot.init_from={where} cannot be used"):
-            init_from(model, open_weights(str(where)), CharTokenizer(VOCABULARY))
+            open_weights(str(where))
     save_file({"wte.weight": torch.full((11, 16), float("nan"))}, path)
     with pytest.raises(UserError, match="not finite"):
-        init_from(model, open_weights(str(path)), CharTokenizer(VOCABULARY))
+        open_weights(str(path))
 
 
 def json_snapshot(**fields: Any) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
@@ -151,15 +153,15 @@ def test_a_tokenizer_among_the_tensors_belongs_to_a_manifest_that_says_so() -> N
 
 def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_is_one_sentence() -> None:
     manifest, _ = json_snapshot()
-    content = bytes(to_safetensors({"tokenizer": torch.arange(7, dtype=torch.uint8)}))
+    content = to_safetensors({"tokenizer": torch.arange(7, dtype=torch.uint8)})
     with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
-        snapshot_tokenizer(Snapshot(manifest, content))
+        snapshot_tokenizer(Snapshot.from_content(manifest, content))
 
 
 @pytest.mark.parametrize("tokenizer", [None, CharTokenizer(VOCABULARY)])
 def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokenizer | None) -> None:
     fields, tensors = manifest_tokenizer(tokenizer, 12)
-    copy = snapshot_tokenizer(Snapshot(fields, bytes(to_safetensors(tensors))))
+    copy = snapshot_tokenizer(Snapshot.from_content(fields, to_safetensors(tensors)))
     assert (copy and copy.fingerprint()) == (tokenizer and tokenizer.fingerprint())
     assert fields["tokenizer"]["vocab_size"] == 12
 
@@ -176,8 +178,30 @@ def test_rows_of_an_embedding_follow_their_tokens() -> None:
 
 
 def test_weights_of_a_model_of_another_shape_name_the_settings() -> None:
-    model, _ = make_model("adamw", "gpt2")
-    shape = replace(model.config, n_layer=5, n_head=4)
-    initial = InitialWeights({}, None, shape, "there")
+    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=16)
+    initial = InitialWeights({}, None, replace(config, n_layer=5, n_head=4), "there")
     with pytest.raises(UserError, match=r"set model\.n_layer=5 model\.n_head=4"):
-        init_from(model, initial, None)
+        match_weights(initial, config, {}, draw_zeros, None)
+
+
+def draw_zeros(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape)
+
+
+def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
+    """Positions are cut, rows follow their tokens, and everything else is as it was."""
+    model, _ = make_model("adamw", "gpt2")
+    config, shapes = model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    given["wpe.weight"] = torch.randn(20, 16)
+    initial = InitialWeights(given, CharTokenizer(VOCABULARY), config, "there")
+    found = match_weights(initial, config, shapes, draw_zeros, CharTokenizer("abcdefghijz"))
+    assert {name: tuple(weight.shape) for name, weight in found.items()} == shapes
+    assert (
+        torch.equal(found["wte.weight"][:10], given["wte.weight"][:10]) and not found["wte.weight"][10].any()
+    )
+    assert torch.equal(found["wpe.weight"], given["wpe.weight"][:8])
+    assert torch.equal(found["h.1.mlp.c_fc.weight"], given["h.1.mlp.c_fc.weight"])
+    del given["ln_f.bias"]
+    with pytest.raises(UserError, match=r"init_from=there holds .* another model \(ln_f\.bias: missing"):
+        match_weights(initial, config, shapes, draw_zeros, None)

@@ -69,11 +69,13 @@ class ElasticSampler(DistributedSampler[int]):
         seed: int,
         num_replicas: int = 1,
         rank: int = 0,
+        takes_turns: bool = False,
     ) -> None:
         super().__init__(
             dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=False
         )
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+        self.takes_turns = takes_turns
         self.block_size = dataset.block_size
         self.windows_per_epoch = (len(dataset.tokens) - 1) // dataset.block_size
         self.offsets = (len(dataset.tokens) - 1) % dataset.block_size + 1
@@ -86,9 +88,11 @@ class ElasticSampler(DistributedSampler[int]):
     def micro_batches_by_rank(self) -> list[range]:
         """Which of a step's m micro-batches each rank r of n reads: r * m // n to (r + 1) * m // n.
 
-        Contiguous and as even as can be; empty for surplus workers.
+        Contiguous and as even as can be; if `takes_turns`, r, r + n, r + 2 n, ... Empty for surplus workers.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
+        if self.takes_turns:
+            return [range(rank, count, workers) for rank in range(workers)]
         return [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
 
     def my_micro_batches(self) -> range:
@@ -110,7 +114,7 @@ class ElasticSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         next_window, micro_batches = self.windows_seen, self.my_micro_batches()
         size = self.micro_batch_size
-        columns = slice(micro_batches.start * size, micro_batches.stop * size)
+        columns = np.add.outer(np.array(micro_batches, dtype=np.int64) * size, np.arange(size)).ravel()
         while micro_batches:
             starts = self.window_starts(next_window, PREFETCH_STEPS * self.batch_size)
             yield from starts.reshape(PREFETCH_STEPS, self.batch_size)[:, columns].ravel().tolist()

@@ -8,12 +8,12 @@ it.
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mingpt.distributed import heartbeat
-from mingpt.distributed.device import check_device_types, find_device, tune_malloc
+from mingpt.distributed.device import check_device_types, find_device, keeps_freed_memory, tune_malloc
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.generation import GenerationEnd
 from mingpt.distributed.launch import Launch
@@ -79,7 +79,7 @@ class DistributedContext:
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
         if self.device.type == "cpu":
-            tune_malloc()
+            tune_malloc(keeps_freed_memory(config))
 
     def _patience_s(self, timeout_s: float) -> float:
         """How long to wait for the other workers to come to the rendezvous."""
@@ -146,22 +146,29 @@ class DistributedContext:
             buffer = torch.empty(size, dtype=torch.uint8)
         else:
             buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        for piece in buffer.split(BROADCAST_BYTES) if size else ():
-            torch.distributed.broadcast(piece, src=source)
+        if size:
+            self.broadcast(buffer, source)
         return buffer.numpy().tobytes()
 
-    def broadcast_parameters(self, parameters: "Iterable[torch.nn.Parameter]") -> None:
-        """Give all ranks rank 0's values: those drawn from one seed may differ between kinds of machines."""
+    def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
+        """Give all ranks the source's elements, in place; at most BROADCAST_BYTES or so at a time."""
+        if self.world_size > 1:
+            import torch
+
+            for piece in tensor.view(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
+                torch.distributed.broadcast(piece, src=source)
+
+    def all_to_all(
+        self, tensor: "torch.Tensor", send: Sequence[int], receive: Sequence[int]
+    ) -> "torch.Tensor":
+        """(sum(send),) elements for the ranks in their order, to the (sum(receive),) that come from them."""
         if self.world_size == 1:
-            return
+            return tensor
         import torch
 
-        parameters = list(parameters)
-        vector = torch.nn.utils.parameters_to_vector(parameters).detach()
-        torch.distributed.broadcast(vector, src=0)
-        sizes = [parameter.numel() for parameter in parameters]
-        for parameter, values in zip(parameters, vector.split(sizes), strict=True):
-            parameter.detach().copy_(values.view_as(parameter))
+        received = tensor.new_empty(sum(receive))
+        torch.distributed.all_to_all_single(received, tensor, list(receive), list(send))
+        return received
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """The sum over the ranks, in place; independent of order where all but one rank contribute zeros."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from mingpt.distributed.signals import REASONS
-from mingpt.errors import StopRequested
+from mingpt.errors import StopRequested, UserError
 
 if TYPE_CHECKING:
     from mingpt.distributed.context import DistributedContext
@@ -52,6 +52,8 @@ def run_with_heartbeat(context: "DistributedContext", work: Callable[[], T]) -> 
     thread.join(HEARTBEAT_S / 50)  # most often that is enough
     is_busy = True
     while is_busy:
+        if outcome.done() and not isinstance(outcome.exception(), UserError | None):
+            outcome.result()  # other ranks may wait for this one in their work, so they have to lose a peer
         is_busy = exchange_heartbeat(context, thread.is_alive())
         thread.join(HEARTBEAT_S)
     return context.raise_on_all_ranks(outcome.result)

@@ -4,17 +4,21 @@ Exports the model, the module that is trained (`LossModule`), generation and com
 ranks.
 """
 
-from mingpt.model.compile import compile_model, import_compiler
+from mingpt.model.compile import can_compile_block, compile_blocks, compile_model, import_compiler
 from mingpt.model.generate import generate
 from mingpt.model.gpt import GPT, LossModule
 from mingpt.model.hf import HFModel, from_gpt2, from_hf, hf_config, hf_model_of, hf_shapes, to_hf
+from mingpt.model.initial import draw_weight
 from mingpt.model.shapes import parameter_shapes
 
 __all__ = [
     "GPT",
     "HFModel",
     "LossModule",
+    "can_compile_block",
+    "compile_blocks",
     "compile_model",
+    "draw_weight",
     "from_gpt2",
     "from_hf",
     "generate",

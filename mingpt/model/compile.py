@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt.model.gpt import LossModule
+from mingpt.model.gpt import GPT, Block, LossModule
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,34 @@ def compile_model(
             reason = (str(error).splitlines() or [""])[0]
             log.warning("%s failed (%s: %s); going on without it", name, type(error).__name__, reason)
     return None, False
+
+
+def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
+    """Whether a block like the model's can be compiled for (B, T, C) activations; fills the compiler's cache.
+
+    `dtype` is that of its weights.
+    """
+    try:
+        import torch._inductor.config as inductor
+
+        inductor.deterministic = torch.are_deterministic_algorithms_enabled()
+        block = Block(model.config).to(x.device, dtype)
+        x = x.to(dtype).requires_grad_()
+        with autocast():
+            y = torch.compile(block.compute, dynamic=False)(x, 0, model.positions)
+        y.sum().backward()
+    except Exception as error:  # any stage of the compiler may fail; training does without it
+        reason = (str(error).splitlines() or [""])[0]
+        log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, reason)
+        return False
+    return True
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile each block by itself, since sharded weights come and go between the blocks."""
+    for block in model.h:
+        assert isinstance(block, Block)
+        block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:

@@ -133,54 +133,51 @@ class _Attention(torch.autograd.Function):
         seen = stored.permute(1, 3, 0, 2, 4)
         if cos is None or sin is None:
             seen.copy_(parts)
-            ctx.normed = ctx.scale = None
+            normed = scale = None
         else:
-            ctx.scale = inverse_rms(parts[:, :, :2])
-            ctx.normed = torch.mul(
-                parts[:, :, :2], ctx.scale, out=qkv.new_empty(batch, length, 2, heads, size)
-            )
-            rotate(ctx.normed, cos, sin, seen[:, :, :2])
+            scale = inverse_rms(parts[:, :, :2])
+            normed = torch.mul(parts[:, :, :2], scale, out=qkv.new_empty(batch, length, 2, heads, size))
+            rotate(normed, cos, sin, seen[:, :, :2])
             seen[:, :, 2].copy_(parts[:, :, 2])
         stored[0].mul_(1.0 / math.sqrt(size))
         query, key, value = stored.flatten(1, 2).unbind(0)  # (B H, T, D)
         y = torch.empty_like(query)
-        ctx.rows, ctx.weights, ctx.masks, ctx.factor = [], [], [], 1.0
-        for first in range(0, length, ROWS):
-            last = min(first + ROWS, length)
+        ctx.factor, all_weights, masks = 1.0, [], []
+        for first, last in row_ranges(length):
             # (B H, rows, last)
             scores = torch.baddbmm(mask[first:last, :last], query[:, first:last], key[:, :last].mT)
             weights = torch.softmax(scores, -1)
             if dropout:
                 keep, ctx.factor = dropout_mask(weights.shape, dropout, weights.dtype)
-                ctx.masks.append(keep)
+                masks.append(keep)
                 y[:, first:last] = torch.bmm(weights * keep, value[:, :last])
             else:
                 y[:, first:last] = torch.bmm(weights, value[:, :last])
-            ctx.rows.append((first, last))
-            ctx.weights.append(weights)
+            all_weights.append(weights)
         if dropout:
             y.mul_(ctx.factor)
-        ctx.save_for_backward(query, key, value)
-        ctx.rotation = (cos, sin)
+        ctx.save_for_backward(query, key, value, cos, sin, normed, scale, *all_weights, *masks)
         return y.view(batch, heads, length, size).transpose(1, 2).reshape(batch, length, width)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, cos, sin, normed, scale, *others = ctx.saved_tensors
         batch, length, width = grad.shape
         size = query.size(-1)
         heads = width // size
         grad = grad.view(batch, length, heads, size).transpose(1, 2).reshape(batch * heads, length, size)
-        if ctx.masks:
+        ranges = row_ranges(length)
+        all_weights, masks = others[: len(ranges)], others[len(ranges) :]
+        if masks:
             grad = grad * ctx.factor
         stored = grad.new_zeros(3, batch * heads, length, size)
         d_query, d_key, d_value = stored.unbind(0)
-        for number, (first, last) in enumerate(ctx.rows):
-            weights, part = ctx.weights[number], grad[:, first:last]
+        for number, (first, last) in enumerate(ranges):
+            weights, part = all_weights[number], grad[:, first:last]
             d_weights = torch.bmm(part, value[:, :last].mT)
-            if ctx.masks:
-                d_weights.mul_(ctx.masks[number])
-                d_value[:, :last] += torch.bmm((weights * ctx.masks[number]).mT, part)
+            if masks:
+                d_weights.mul_(masks[number])
+                d_value[:, :last] += torch.bmm((weights * masks[number]).mT, part)
             else:
                 d_value[:, :last] += torch.bmm(weights.mT, part)
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
@@ -189,14 +186,18 @@ class _Attention(torch.autograd.Function):
         d_query.mul_(1.0 / math.sqrt(size))
         seen = stored.view(3, batch, heads, length, size).permute(1, 3, 0, 2, 4)  # (B, T, 3, H, D)
         d_qkv = grad.new_empty(batch, length, 3, heads, size)
-        cos, sin = ctx.rotation
         if cos is None:
             d_qkv.copy_(seen)
         else:
             turned = rotate(seen[:, :, :2], cos, -sin, grad.new_empty(batch, length, 2, heads, size))
-            d_qkv[:, :, :2] = norm_backward(turned, ctx.normed, ctx.scale)
+            d_qkv[:, :, :2] = norm_backward(turned, normed, scale)
             d_qkv[:, :, 2] = seen[:, :, 2]
         return d_qkv.view(batch, length, 3 * width), None, None, None, None, None
+
+
+def row_ranges(length: int) -> list[tuple[int, int]]:
+    """First and last + 1 of the queries in each product."""
+    return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 
 def attention(

@@ -40,7 +40,7 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: FSDP2 goes on to train with tensors that it makes here
 def generate(
     model: GPT,
     prompt: Sequence[int],

@@ -19,11 +19,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from mingpt.config import ModelConfig
 from mingpt.model import cpu_ops, loss
+from mingpt.model.initial import draw_weight
 from mingpt.model.layers import (
     Dropout,
+    Embedding,
+    Linear,
     RMSNorm,
     compiled_dropout,
     compiling_for_cpu,
@@ -32,8 +36,8 @@ from mingpt.model.layers import (
     squared_relu,
     use_torch_ops,
 )
+from mingpt.model.positions import Positions, Rotary
 
-ROTARY_BASE = 10_000.0
 # Tokens up to which plain products are faster than the CPU's flash-attention kernel, whose backward pass is
 # slow.
 MAX_MATH_ATTENTION = 512
@@ -48,65 +52,43 @@ class KeyValueCache(Protocol):
         """Store (B, H, T, D) keys and values of the new positions; returns those of all positions so far."""
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding: rotate pairs of features by angles proportional to the position."""
-
-    def __init__(self, head_size: int, block_size: int) -> None:
-        super().__init__()
-        frequencies = ROTARY_BASE ** (-torch.arange(0, head_size, 2) / head_size)
-        angles = torch.outer(torch.arange(block_size).float(), frequencies)  # (T, D / 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        self.cos: Tensor
-        self.sin: Tensor
-
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        """(B, H, T, D) features of positions start, start + 1, ..., rotated."""
-        end = start + x.size(2)
-        cos, sin = (table[start:end].to(x.dtype) for table in (self.cos, self.sin))  # (T, D / 2)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
 class CausalSelfAttention(nn.Module):
     """Each position attends to itself and to those before it."""
 
-    def __init__(self, config: ModelConfig, block_size: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         bias = config.arch == "gpt2"
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=bias)
         self.resid_dropout = Dropout(config.dropout)
-        self.rotary = Rotary(config.n_embd // config.n_head, block_size) if config.arch == "modern" else None
-        mask = torch.full((block_size, block_size), float("-inf")).triu(1)
-        self.register_buffer("mask", mask, persistent=False)
-        self.mask: Tensor
 
-    def forward(self, x: Tensor, block: int, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """(B, T, C) to (B, T, C); `block` is this block's number in the cache."""
         batch, length, width = x.shape
         qkv = self.c_attn(x)  # (B, T, 3 C)
         if cache or use_torch_ops(x) or length > MAX_MATH_ATTENTION:
-            y = self.attend(qkv.view(batch, length, 3, self.n_head, -1), block, cache).reshape(
-                batch, length, width
-            )
+            heads = qkv.view(batch, length, 3, self.n_head, -1)
+            y = self.attend(heads, block, positions, cache).reshape(batch, length, width)
         else:
-            cos, sin = (self.rotary.cos, self.rotary.sin) if self.rotary else (None, None)
+            rotary = positions.rotary
+            cos, sin = (rotary.cos, rotary.sin) if rotary else (None, None)
             dropout = self.dropout if self.training else 0.0
-            y = cpu_ops.attention(qkv, self.n_head, self.mask, cos, sin, dropout)
+            y = cpu_ops.attention(qkv, self.n_head, positions.mask, cos, sin, dropout)
         return self.resid_dropout(self.c_proj(y))
 
-    def attend(self, qkv: Tensor, block: int, cache: KeyValueCache | None) -> Tensor:
+    def attend(self, qkv: Tensor, block: int, positions: Positions, cache: KeyValueCache | None) -> Tensor:
         """(B, T, 3, H, D) to (B, T, H, D)."""
         start = cache.length if cache else 0
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
-        if self.rotary:
-            query, key = (self.rotary(rms_norm(part), start) for part in (query, key))
+        if positions.rotary:
+            query, key = (positions.rotary(rms_norm(part), start) for part in (query, key))
         if cache:
             key, value = cache.extend(block, key, value)
         end = start + query.size(2)
-        mask = self.mask[start:end, : key.size(2)].to(query.dtype)  # (T, positions so far)
+        mask = positions.mask[start:end, : key.size(2)].to(query.dtype)  # (T, positions so far)
         dropout = self.dropout if self.training else 0.0
         if compiling_for_cpu(query) and query.size(2) <= MAX_MATH_ATTENTION:
             scores = (query / math.sqrt(query.size(3))) @ key.mT + mask
@@ -123,8 +105,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         bias = config.arch == "gpt2"
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=bias)
         self.dropout = Dropout(config.dropout)
         self.activation = gelu if config.arch == "gpt2" else squared_relu
 
@@ -134,15 +116,29 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, block_size: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.ln_1 = make_norm(config)
-        self.attn = CausalSelfAttention(config, block_size)
+        self.attn = CausalSelfAttention(config)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.recompute = False
 
-    def forward(self, x: Tensor, block: int, cache: KeyValueCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), block, cache)
+    def forward(
+        self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """(B, T, C) to (B, T, C); with `recompute`, the backward pass computes all but the input again."""
+        if cache is not None:  # never compiled: each token would be another shape
+            return Block.compute(self, x, block, positions, cache)
+        if not (self.recompute and self.training and torch.is_grad_enabled()):
+            return self.compute(x, block, positions)
+        y: Tensor = checkpoint.checkpoint(self.compute, x, block, positions, use_reentrant=False)
+        return y
+
+    def compute(
+        self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), block, positions, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -151,37 +147,42 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer over `vocab_size` tokens and up to `block_size` positions."""
+    """A decoder-only transformer over `vocab_size` tokens and up to `block_size` positions.
+
+    Its weights follow torch's global generator. On the meta device nothing is drawn or computed: call
+    `to_empty`, then `init_weights` and `init_buffers`.
+    """
 
     def __init__(self, config: ModelConfig, *, vocab_size: int, block_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size, self.block_size = config, vocab_size, block_size
-        self.wte = nn.Embedding(vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(block_size, config.n_embd) if config.arch == "gpt2" else None
+        self.wte = Embedding(vocab_size, config.n_embd)
+        self.wpe = Embedding(block_size, config.n_embd) if config.arch == "gpt2" else None
         self.drop = Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config, block_size) for _ in range(config.n_layer))
+        rotary = Rotary(config.n_embd // config.n_head, block_size) if config.arch == "modern" else None
+        self.positions = Positions(rotary, block_size)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config)
-        self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
-        if config.arch == "gpt2":
-            self.lm_head.weight = self.wte.weight
-        self.init_weights()
+        tied = config.arch == "gpt2"
+        self.lm_head = None if tied else Linear(config.n_embd, vocab_size, bias=False)
+        if not self.wte.weight.is_meta:
+            self.init_weights(int(torch.randint(2**63 - 1, (), device="cpu")))
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """The last two rows of the table at the top, from torch's global generator."""
-        gpt2 = self.config.arch == "gpt2"
+    def init_weights(self, seed: int) -> None:
+        """The last two rows of the table at the top: every parameter by `draw_weight`."""
         for name, weight in self.named_parameters():
-            is_projection = name.endswith("c_proj.weight")
-            if name.endswith("bias"):
-                weight.zero_()
-            elif "ln_" in name:
-                weight.fill_(1.0)
-            elif gpt2:
-                weight.normal_(std=0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02)
-            elif is_projection or name == "lm_head.weight":
-                weight.zero_()
-            else:
-                weight.normal_(std=1.0 if name == "wte.weight" else weight.size(1) ** -0.5)
+            weight.copy_(draw_weight(name, tuple(weight.shape), self.config, seed))
+
+    def set_recompute(self, recompute: bool) -> None:
+        """Whether a block's activations are computed again in the backward pass instead of kept."""
+        for block in self.h:
+            assert isinstance(block, Block)
+            block.recompute = recompute
+
+    def init_buffers(self) -> None:
+        """Compute masks and rotary tables again, after Module.to_empty."""
+        self.positions.init_buffers()
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
@@ -199,8 +200,8 @@ class GPT(nn.Module):
         x = x + self.wpe.weight[start : start + tokens.size(1)] if self.wpe else rms_norm(x)
         x = self.drop(x)
         for number, block in enumerate(self.h):
-            x = block(x, number, cache)
-        x, weight = self.ln_f(x), self.lm_head.weight
+            x = block(x, number, self.positions, cache)
+        x, weight = self.ln_f(x), (self.lm_head or self.wte).weight
         if targets is not None and loss.needs_chunking(x, weight):
             return None, loss.chunked_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
         logits = loss.logits(x, weight)  # (B, T, V)

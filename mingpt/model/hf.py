@@ -18,7 +18,7 @@ from torch import Tensor
 from mingpt.config import Config, ModelConfig, check
 from mingpt.errors import UserError
 from mingpt.model.cpu_ops import EPSILON
-from mingpt.model.gpt import ROTARY_BASE
+from mingpt.model.positions import ROTARY_BASE
 from mingpt.model.shapes import Shape, parameter_shapes
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

@@ -1,4 +1,4 @@
-"""Norm, dropout and activation, each written three ways.
+"""Norm, dropout and activation, each written three ways, and layers whose weights are drawn elsewhere.
 
 On the CPU they are the functions of cpu_ops.py. For every other device and for a compiler they are torch's
 own operations, except where the CPU's compiler generates slow code for those.
@@ -31,6 +31,20 @@ def rms_norm(x: Tensor) -> Tensor:
 class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x) if use_torch_ops(x) else cpu_ops.rms_norm(x)
+
+
+class Linear(nn.Linear):
+    """nn.Linear with weights that are still to be drawn."""
+
+    def reset_parameters(self) -> None:
+        """Draws nothing: on the meta device nn.Linear would import torch._dynamo for it."""
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding with weights that are still to be drawn."""
+
+    def reset_parameters(self) -> None:
+        """Draws nothing, as Linear."""
 
 
 class Dropout(nn.Module):

@@ -1,79 +1,135 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
 Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. A batch is
-computed by one worker and broadcast, so the bits do not depend on which one it is.
+computed by one worker, whole, so the bits do not depend on which one it is. Workers that hold whole matrices
+broadcast the updates that they have computed. Workers that hold rows send them to the worker of each batch,
+and get the same rows of the update back.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim.adamw import gradients_of
+from mingpt.optim.exchange import Exchange
 
 # Matrices per batched product; independent of the number of workers. On a GPU launches are the bottleneck.
 BATCH_SIZE = {"cpu": 3, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
-AllGather = Callable[[Tensor], Tensor]  # (n,) of each worker to (workers, n), the same on all
+Shape = tuple[int, ...]
 
 
 class Muon:
-    """Updates have the root mean square of AdamW's (Liu et al. 2025). All workers call `step` together."""
+    """Updates have the root mean square of AdamW's (Liu et al. 2025). All workers call `step` together.
+
+    `weights` are this worker's rows of matrices of these shapes, contiguous, updated in place.
+    """
 
     def __init__(
         self,
-        weights: dict[str, nn.Parameter],
+        weights: Mapping[str, Tensor],
+        shapes: Mapping[str, Shape],
         config: OptimizerConfig,
-        rank: int,
-        workers: int,
-        all_gather: AllGather,
+        exchange: Exchange,
     ) -> None:
-        self.weights, self.config, self.rank, self.all_gather = weights, config, rank, all_gather
-        self.state = {name: {"momentum_buffer": torch.zeros_like(weight)} for name, weight in weights.items()}
-        self.batches_by_rank = assign_batches(weights, workers)
-        # Elements that a worker contributes to the all-gather: those of the largest part.
-        self.gathered_size = max(
-            sum(weights[name].numel() for batch in part for name in batch) for part in self.batches_by_rank
-        )
+        self.config, self.exchange = config, exchange
+        self.weights = {name: weight.detach() for name, weight in weights.items()}
+        assert all(weight.is_contiguous() for weight in self.weights.values())
+        self.shapes = {name: shapes[name] for name in weights}
+        self.state = {
+            name: {"momentum_buffer": torch.zeros_like(weight)} for name, weight in self.weights.items()
+        }
+        self.device = next(iter(self.weights.values())).device
+        self.batches_by_rank = assign_batches(self.shapes, exchange.workers, self.device.type)
+        self.names_by_rank = [[name for batch in part for name in batch] for part in self.batches_by_rank]
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every matrix in place from its gradient."""
-        gradients = dict(zip(self.weights, gradients_of(self.weights), strict=True))
+    def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
+        """Update every weight in place from its gradient of the same shape, which is left as it is."""
+        assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
         buffers = {name: state["momentum_buffer"] for name, state in self.state.items()}
-        torch._foreach_lerp_(list(buffers.values()), list(gradients.values()), 1 - self.config.momentum)
-        computed = []
-        for batch in self.batches_by_rank[self.rank]:
-            nesterov = [wide(gradients[name].lerp(buffers[name], self.config.momentum)) for name in batch]
-            computed.append(newton_schulz(torch.stack(nesterov)).flatten())
-        padding = self.gathered_size - sum(map(len, computed))
-        device = next(iter(buffers.values())).device
-        computed_here = torch.cat([*computed, torch.zeros(padding, dtype=torch.bfloat16, device=device)])
-        updates = self.all_gather(computed_here)  # (workers, gathered_size)
+        momentum = self.config.momentum
+        torch._foreach_lerp_(list(buffers.values()), [gradients[name] for name in buffers], 1 - momentum)
         torch._foreach_mul_(list(self.weights.values()), 1 - lr * self.config.weight_decay)
-        for row, part in zip(updates, self.batches_by_rank, strict=True):
-            names = [name for batch in part for name in batch]
+        step = self.step_on_rows if self.exchange.is_sharded else self.step_on_matrices
+        step(lr, gradients, buffers)
+
+    def step_on_matrices(
+        self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Each worker computes its part of the updates and broadcasts it."""
+        for rank, names in enumerate(self.names_by_rank):
+            if not names:
+                continue
             sizes = [self.weights[name].numel() for name in names]
-            for name, update in zip(names, row[: sum(sizes)].split(sizes), strict=True):
-                weight = self.weights[name]
-                is_wide = weight.size(0) <= weight.size(1)
-                update = update.view_as(weight) if is_wide else update.view(weight.shape[::-1]).T
-                weight.add_(update, alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
+            if rank == self.exchange.rank:
+                nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in names}
+                updates = self.join(list(self.orthogonal(nesterov).values()))
+            else:
+                updates = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
+            self.exchange.broadcast(updates, rank)
+            self.apply(names, updates.split(sizes), lr)
+
+    def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """The rows of each matrix go to the worker that computes its update; the update's rows come back."""
+        mine, ranks = self.names_by_rank[self.exchange.rank], range(self.exchange.workers)
+        names = [name for part in self.names_by_rank for name in part]
+        sizes = [self.weights[name].numel() for name in names]
+        by_owner = [sum(self.weights[name].numel() for name in part) for part in self.names_by_rank]
+        rows = {name: self.exchange.rows(self.shapes[name][0]) for name in mine}
+        pieces = [
+            (rank, name, len(rows[name][rank]) * self.shapes[name][1]) for rank in ranks for name in mine
+        ]
+        by_holder = [sum(size for holder, _, size in pieces if holder == rank) for rank in ranks]
+
+        sent = self.join([self.nesterov(gradients[name], buffers[name]) for name in names])
+        received = self.exchange.all_to_all(sent, by_owner, by_holder).split([size for *_, size in pieces])
+        matrices = {
+            name: torch.cat(received[number :: len(mine)]).view(self.shapes[name])
+            for number, name in enumerate(mine)
+        }
+        updates = self.orthogonal(matrices)
+        returned = [updates[name][rows[name][rank].start : rows[name][rank].stop] for rank, name, _ in pieces]
+        flat = self.join(returned)
+        self.apply(names, self.exchange.all_to_all(flat, by_holder, by_owner).split(sizes), lr)
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """(n,) elements of bfloat16 tensors; there may be no tensors."""
+        empty = torch.empty(0, dtype=torch.bfloat16, device=self.device)
+        return torch.cat([empty, *(tensor.flatten() for tensor in tensors)])
+
+    def nesterov(self, gradient: Tensor, buffer: Tensor) -> Tensor:
+        return gradient.lerp(buffer, self.config.momentum).bfloat16()
+
+    def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The updates of this worker's batches from their Nesterov momentum, in the order of its names."""
+        updates = {}
+        for batch in self.batches_by_rank[self.exchange.rank]:
+            computed = newton_schulz(torch.stack([wide(matrices[name]) for name in batch]))
+            for name, update in zip(batch, computed, strict=True):
+                updates[name] = update if is_wide(self.shapes[name]) else update.T
+        return updates
+
+    def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
+        """Subtract updates of weights, each flat, scaled for the whole matrix."""
+        for name, update in zip(names, updates, strict=True):
+            weight = self.weights[name]
+            weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
 
 
-def assign_batches(weights: dict[str, nn.Parameter], workers: int) -> list[list[list[str]]]:
+def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
     """Batches of names of equally shaped matrices per worker; the largest first, to the least loaded."""
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    for name, weight in weights.items():
-        by_shape.setdefault(tuple(sorted(weight.shape)), []).append(name)
-    size = BATCH_SIZE.get(next(iter(weights.values())).device.type, BATCH_SIZE["cpu"])
+    by_shape: dict[Shape, list[str]] = {}
+    for name, shape in shapes.items():
+        by_shape.setdefault(tuple(sorted(shape)), []).append(name)
+    size = BATCH_SIZE.get(device_type, BATCH_SIZE["cpu"])
     batches = [
         names[first : first + size] for names in by_shape.values() for first in range(0, len(names), size)
     ]
-    costs = [sum(min(weights[name].shape) * weights[name].numel() for name in batch) for batch in batches]
+    costs = [sum(min(shapes[name]) * math.prod(shapes[name]) for name in batch) for batch in batches]
     assigned: list[list[list[str]]] = [[] for _ in range(workers)]
     load = [0] * workers
     for cost, batch in sorted(zip(costs, batches, strict=True), reverse=True):
@@ -83,9 +139,13 @@ def assign_batches(weights: dict[str, nn.Parameter], workers: int) -> list[list[
     return assigned
 
 
+def is_wide(shape: Shape) -> bool:
+    return shape[0] <= shape[1]
+
+
 def wide(matrix: Tensor) -> Tensor:
     """The matrix, or its transpose, so that it has no more rows than columns."""
-    return matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+    return matrix if is_wide(tuple(matrix.shape)) else matrix.T
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:

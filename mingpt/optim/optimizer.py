@@ -2,51 +2,41 @@
 
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mingpt.config import OptimizerConfig
 from mingpt.optim.adamw import AdamW
-from mingpt.optim.muon import AllGather, Muon
+from mingpt.optim.exchange import Exchange
+from mingpt.optim.muon import Muon
 
-
-def add_dimension(row: Tensor) -> Tensor:
-    """The all-gather of a single worker."""
-    return row.unsqueeze(0)
+ALONE = Exchange()
 
 
 class Optimizer:
     """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest.
 
-    All workers call `step` together; `all_gather` exchanges what each has computed.
+    `weights` are this worker's rows of each parameter (all of them, unless `exchange.is_sharded`),
+    contiguous, updated in place; there may be no rows. `shapes` are those of the whole parameters, in one
+    order on all workers. All workers call `step` together.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        weights: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
         config: OptimizerConfig,
-        rank: int = 0,
-        workers: int = 1,
-        all_gather: AllGather = add_dimension,
+        exchange: Exchange = ALONE,
     ) -> None:
-        self.named = dict(model.named_parameters())
-        hidden = {
-            name: weight
-            for name, weight in self.named.items()
-            if uses_muon(name, tuple(weight.shape), config)
-        }
-        rest = {name: weight for name, weight in self.named.items() if name not in hidden}
-        self.parts: list[AdamW | Muon] = [AdamW(rest, config)]
+        hidden = {name: weight for name, weight in weights.items() if uses_muon(name, shapes[name], config)}
+        rest = {name: weight for name, weight in weights.items() if name not in hidden}
+        self.parts: list[AdamW | Muon] = [AdamW(rest, shapes, config)]
         if hidden:
-            self.parts.append(Muon(hidden, config, rank, workers, all_gather))
+            self.parts.append(Muon(hidden, shapes, config, exchange))
 
-    def step(self, lr: float) -> None:
-        """Update every parameter from its gradient at this learning rate."""
+    def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
+        """Update every weight at this learning rate from its gradient, which is left as it is."""
         for part in self.parts:
-            part.step(lr)
-
-    def zero_grad(self) -> None:
-        for weight in self.named.values():
-            weight.grad = None
+            part.step(lr, gradients)
 
     def state_dict(self) -> dict[str, Tensor]:
         """{"<parameter>.<state>": tensor}; the tensors themselves, not copies."""

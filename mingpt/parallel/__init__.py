@@ -6,6 +6,7 @@ The trainer calls `loss.backward()` inside a strategy's `micro_batch` context an
 from mingpt.parallel.ddp import DDPReduction
 from mingpt.parallel.exact import ExactReduction
 from mingpt.parallel.registry import STRATEGIES
+from mingpt.parallel.shards import split_rows
 from mingpt.parallel.strategy import Strategy, StrategySetup
 
-__all__ = ["STRATEGIES", "DDPReduction", "ExactReduction", "Strategy", "StrategySetup"]
+__all__ = ["STRATEGIES", "DDPReduction", "ExactReduction", "Strategy", "StrategySetup", "split_rows"]

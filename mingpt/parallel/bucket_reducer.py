@@ -31,27 +31,33 @@ class BucketReducer:
         self.stream: torch.cuda.Stream | None = None
         self.thread: threading.Thread | None = None
 
-    def reduce(self, buffer: Tensor, parts: list[Tensor]) -> Future[None]:
-        """Begin to write the sum to `buffer`; `parts` are this rank's nodes, (buffer.numel(),) each."""
-        future: Future[None] = Future()
-        if buffer.is_cuda:
-            self.reduce_on_stream(buffer, parts)
-            future.set_result(None)
+    def reduce(self, parts: list[Tensor], sizes: list[int], like: Tensor, gathers: bool) -> Future[Tensor]:
+        """Begin to add: the result is the whole sum if `gathers`, else the chunk that this rank adds.
+
+        `parts` are this rank's nodes, (sum(sizes),) each; `sizes` those of the ranks' chunks. A rank may have
+        no parts, so an empty tensor `like` them says their type and device.
+        """
+        future: Future[Tensor] = Future()
+        if like.is_cuda:
+            future.set_result(self.reduce_on_stream(parts, sizes, like, gathers))
             return future
         if self.thread is None:
             self.thread = threading.Thread(target=self.serve, daemon=True)
             self.thread.start()
-        self.jobs.put((buffer, parts, future))
+        self.jobs.put((parts, sizes, like, gathers, future))
         return future
 
-    def reduce_on_stream(self, buffer: Tensor, parts: list[Tensor]) -> None:
+    def reduce_on_stream(self, parts: list[Tensor], sizes: list[int], like: Tensor, gathers: bool) -> Tensor:
         """On a stream of their own, NCCL's collectives run beside the backward pass."""
-        self.stream = self.stream or torch.cuda.Stream(buffer.device)
-        self.stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        self.stream = self.stream or torch.cuda.Stream(like.device)
+        current = torch.cuda.current_stream(like.device)
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            for tensor in (buffer, *parts):
+            for tensor in parts:
                 tensor.record_stream(self.stream)
-            self.sum_along_tree(buffer, parts)
+            total = self.sum_along_tree(parts, sizes, like, gathers)
+        total.record_stream(current)
+        return total
 
     def synchronize(self) -> None:
         """Make the current stream wait for what was queued."""
@@ -60,37 +66,36 @@ class BucketReducer:
 
     def serve(self) -> None:
         while True:
-            buffer, parts, future = self.jobs.get()
+            *job, future = self.jobs.get()
             try:
-                self.sum_along_tree(buffer, parts)
-                future.set_result(None)
+                future.set_result(self.sum_along_tree(*job))
             except Exception as error:  # most often a lost peer: ExactReduction.finish_step raises it
                 future.set_exception(error)
+            del job
 
-    def sum_along_tree(self, buffer: Tensor, parts: list[Tensor]) -> None:
-        """Each rank adds one chunk of all parts along the tree; then all ranks gather all chunks."""
+    def sum_along_tree(self, parts: list[Tensor], sizes: list[int], like: Tensor, gathers: bool) -> Tensor:
+        """Each rank adds one chunk of all parts along the tree; if `gathers`, all then get all chunks."""
         events.emit("reduction_start")
-        size, workers = buffer.numel(), len(self.covers)
-        chunk = -(-size // workers)
-        sizes = [max(0, min(chunk, size - chunk * rank)) for rank in range(workers)]
         my_size = sizes[self.rank]
-        incoming = buffer.new_empty(sum(map(len, self.covers)) * my_size)
+        incoming = like.new_empty(sum(map(len, self.covers)) * my_size)
         received = [len(nodes) * my_size for nodes in self.covers]
         dist.all_to_all_single(
-            incoming, by_rank(parts, sizes, buffer), received, [len(parts) * other for other in sizes]
+            incoming, by_rank(parts, sizes, like), received, [len(parts) * other for other in sizes]
         )
         stack: PartialSums[Tensor] = []
         nodes = [node for nodes in self.covers for node in nodes]
         for (level, index), part in zip(nodes, incoming.view(len(nodes), my_size), strict=True):
             push(stack, level, index, part, self.leaves, lambda left, right: left.add_(right))
         ((_, _, total),) = stack
-        total = (
+        if not gathers:
+            return total if len(nodes) == 1 else total.clone()  # without the memory of all parts
+        size, chunk = sum(sizes), max(sizes)
+        padded = (
             total.contiguous() if my_size == chunk else torch.cat([total, total.new_zeros(chunk - my_size)])
         )
-        gathered = buffer if chunk * workers == size else buffer.new_empty(chunk * workers)
-        all_gather_single(gathered, total)
-        if gathered is not buffer:
-            buffer.copy_(gathered[:size])
+        gathered = like.new_empty(chunk * len(sizes))
+        all_gather_single(gathered, padded)
+        return gathered[:size]
 
 
 def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:

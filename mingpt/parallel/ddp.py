@@ -3,26 +3,29 @@
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from mingpt import events
-from mingpt.parallel.strategy import Strategy, StrategySetup
+from mingpt.parallel.strategy import Forward
+from mingpt.parallel.whole_weights import WholeWeights
 
 
-class DDPReduction(Strategy):
+class DDPReduction(WholeWeights):
     """Without a process group gradients accumulate in the model itself."""
 
-    def __init__(self, setup: StrategySetup) -> None:
-        super().__init__(setup)
-        self.ddp: DistributedDataParallel | None = None
-        if setup.context.launch.is_distributed:
+    ddp: DistributedDataParallel | None = None
+
+    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+        self.forward = forward
+        if self.context.launch.is_distributed:
             # The buffers are constants: they need no broadcast.
             self.ddp = DistributedDataParallel(
-                setup.forward, gradient_as_bucket_view=True, broadcast_buffers=False
+                forward,  # type: ignore[arg-type]
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
             )
             self.forward = self.ddp
-            self.loss_scale *= setup.context.world_size  # DDP takes the mean over the ranks
+            self.loss_scale *= self.world_size  # DDP takes the mean over the ranks
 
     def start_step(self) -> None:
         pass  # gradients were freed after the last step
@@ -38,9 +41,3 @@ class DDPReduction(Strategy):
     def finish_step(self) -> None:
         if not self.my_micro_batches and self.ddp is not None:
             self.dummy_backward()
-
-    def dummy_backward(self) -> None:
-        """A rank without micro-batches takes part in DDP's all-reduce with zeros."""
-        device = self.setup.context.device
-        tokens, targets = torch.zeros(2, *self.setup.batch_shape, dtype=torch.long, device=device)
-        self.forward(tokens, targets).mul(0.0).backward()  # type: ignore[no-untyped-call]

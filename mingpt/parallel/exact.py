@@ -10,19 +10,18 @@ it, which takes as long as torch itself at every start and restart.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mingpt import events
 from mingpt.parallel.bucket_reducer import BucketReducer
-from mingpt.parallel.strategy import Strategy, StrategySetup
+from mingpt.parallel.shards import numel_by_rank, split_rows
+from mingpt.parallel.strategy import Forward, StrategySetup
 from mingpt.parallel.tree import PartialSums, cover, push
-
-# Large enough for a collective to be efficient, small enough for the first to start early.
-BUCKET_BYTES = 8 << 20
+from mingpt.parallel.whole_weights import WholeWeights
 
 
 def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
@@ -31,25 +30,27 @@ def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     return right
 
 
-class ExactReduction(Strategy):
+class ExactReduction(WholeWeights):
     """With several workers, the backward pass of a rank's last micro-batch sends each full bucket."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
-        self.parameters = list(setup.parameters)
-        self.world_size = setup.context.world_size
         self.partial_sums: PartialSums[list[Tensor]] = []
         covers = [cover(numbers, setup.micro_batches) for numbers in setup.micro_batches_by_rank]
-        self.reducer = BucketReducer(covers, setup.context.rank, setup.micro_batches)
-        self.buckets = make_buckets(self.parameters)
+        self.reducer = BucketReducer(covers, self.rank, setup.micro_batches)
+        self.grads_are_static = False
         self.is_last = False  # whether the micro-batch under way is this worker's last
         self.missing: list[set[int]] = []  # per bucket, the parameters whose gradient is still to come
-        self.sent: list[tuple[Tensor, Future[None]]] = []
+        self.sent: list[Future[Tensor]] = []
+        self.sums: dict[str, Tensor] = {}  # of the rows that this rank updates, if it updates not all
         if self.world_size > 1:
             for number, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(
                     lambda _, number=number: self.on_grad_ready(number)  # type: ignore[misc]
                 )
+
+    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+        self.forward, self.grads_are_static = forward, grads_are_static
 
     def start_step(self) -> None:
         self.partial_sums, self.sent = [], []
@@ -63,7 +64,7 @@ class ExactReduction(Strategy):
             events.emit("reduction_start")
         if self.world_size == 1 or not self.is_last:
             gradients = [self.take_gradient(place) for place in range(len(self.parameters))]
-            if self.setup.grads_are_static:
+            if self.grads_are_static:
                 gradients = list(torch._foreach_mul(gradients, 1.0))  # copies, by a kernel or two
             push(self.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
             events.emit("partial_sums", micro_batch=number, sums=self.partial_sums)
@@ -94,39 +95,75 @@ class ExactReduction(Strategy):
             ]
             gradients = [self.take_gradient(number) for number in bucket]
             push(sums, 0, self.my_micro_batches[-1], gradients, self.setup.micro_batches, add_lists)
-            parts = [torch.cat([tensor.flatten() for tensor in value]) for _, _, value in sums]
-        first = self.parameters[bucket[0]]
-        size = sum(self.parameters[number].numel() for number in bucket)
-        total = parts[-1] if parts else torch.empty(size, dtype=first.dtype, device=first.device)
-        done = self.reducer.reduce(total, parts)
-        self.sent.append((total, done))
+            parts = [self.flatten(value) for _, _, value in sums]
+            self.forget_partial_sums(bucket)
+        empty = self.parameters[bucket[0]].new_empty(0)
+        self.sent.append(
+            self.reducer.reduce(parts, self.chunk_sizes(bucket), empty, not self.updates_are_sharded)
+        )
+
+    def forget_partial_sums(self, bucket: list[int]) -> None:
+        """Free what has been copied into a bucket."""
+        for _, _, tensors in self.partial_sums:
+            for number in bucket:
+                tensors[number] = tensors[number].new_empty(0)
+
+    def flatten(self, gradients: list[Tensor]) -> Tensor:
+        """One vector, in the order of the ranks that add its chunks."""
+        if not self.updates_are_sharded:
+            return torch.cat([gradient.flatten() for gradient in gradients])
+        rows = [split_rows(len(gradient), self.world_size) for gradient in gradients]
+        return torch.cat(
+            [
+                gradient[part[rank].start : part[rank].stop].flatten()
+                for rank in range(self.world_size)
+                for gradient, part in zip(gradients, rows, strict=True)
+            ]
+        )
+
+    def chunk_sizes(self, bucket: list[int]) -> list[int]:
+        """Elements of a bucket that each rank adds: equal chunks, or the rows that it updates."""
+        shapes = [self.parameters[number].shape for number in bucket]
+        if self.updates_are_sharded:
+            counts = [numel_by_rank(shape, self.world_size) for shape in shapes]
+            return [sum(count[rank] for count in counts) for rank in range(self.world_size)]
+        size = sum(shape.numel() for shape in shapes)
+        chunk = -(-size // self.world_size)
+        return [max(0, min(chunk, size - chunk * rank)) for rank in range(self.world_size)]
 
     def finish_step(self) -> None:
         if self.world_size == 1:
             ((_, _, root),) = self.partial_sums
             for parameter, gradient in zip(self.parameters, root, strict=True):
                 parameter.grad = gradient
+            self.partial_sums = []
             return
         if not self.my_micro_batches:
             for bucket in self.buckets:
                 self.send(bucket)
         self.reducer.synchronize()
-        for bucket, (total, done) in zip(self.buckets, self.sent, strict=True):
-            done.result()
-            parameters = [self.parameters[number] for number in bucket]
-            sizes = [parameter.numel() for parameter in parameters]
-            for parameter, gradient in zip(parameters, total.split(sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter)
+        for bucket, done in zip(self.buckets, self.sent, strict=True):
+            self.take_sum(bucket, done.result())
+        self.sent = []
 
+    def take_sum(self, bucket: list[int], total: Tensor) -> None:
+        """Hand out a bucket's sum: all of it, or this rank's rows."""
+        for number in bucket:
+            name, parameter = self.names[number], self.parameters[number]
+            if self.updates_are_sharded:
+                shape = parameter[self.my_rows(name)].shape
+                self.sums[name], total = total[: shape.numel()].view(shape), total[shape.numel() :]
+            else:
+                parameter.grad, total = (
+                    total[: parameter.numel()].view_as(parameter),
+                    total[parameter.numel() :],
+                )
 
-def make_buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Numbers of parameters in the likely order of a backward pass, in runs of about BUCKET_BYTES."""
-    buckets: list[list[int]] = [[]]
-    size = 0
-    for number in reversed(range(len(parameters))):
-        if size and size + parameters[number].nbytes > BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(number)
-        size += parameters[number].nbytes
-    return buckets
+    def gradients(self) -> dict[str, Tensor]:
+        if self.updates_are_sharded:
+            return {name: self.sums[name] for name in self.names}
+        return super().gradients()
+
+    def finish_update(self) -> None:
+        self.sums = {}
+        super().finish_update()

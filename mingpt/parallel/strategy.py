@@ -1,8 +1,8 @@
 """The interface between the trainer and a way of training in parallel."""
 
-import math
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mingpt.distributed import DistributedContext
+from mingpt.parallel.norm import RowGatherer, clip, row_norms, total_norm
+from mingpt.parallel.shards import split_rows
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 
@@ -19,12 +21,16 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 class StrategySetup:
     """What a strategy is built from."""
 
-    forward: Any  # (B, T) tokens and targets to the loss: a module, compiled perhaps
-    parameters: Sequence[nn.Parameter]
-    micro_batches_by_rank: Sequence[Sequence[int]]
+    model: nn.Module  # on the meta device, or where it is to stay
+    blocks: Sequence[nn.Module]  # parts of it that are gathered one at a time, where weights are sharded
+    micro_batches_by_rank: Sequence[range]  # of a step
     batch_shape: tuple[int, int]  # (B, T) of a micro-batch
     context: DistributedContext
-    grads_are_static: bool  # the next backward pass overwrites the memory of these gradients (CUDA graphs)
+    shard_optimizer: bool = False
+    reshard: bool = True  # whether sharded weights are freed after a block's forward pass
+    param_dtype: torch.dtype | None = None  # of gathered weights, None for their own
+    timeout_s: float = 60.0  # of a collective
+    autocasts: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around a forward pass
 
     @property
     def micro_batches(self) -> int:
@@ -33,25 +39,51 @@ class StrategySetup:
 
 
 class Strategy(ABC):
-    """One step is
+    """Constructing it allocates the model's weights; then they are filled, and `prepare` is called once.
+
+    One step is
 
         strategy.start_step()
         for micro_batch in strategy.my_micro_batches:
             with strategy.micro_batch(micro_batch):
                 (strategy.forward(inputs, targets) * strategy.loss_scale).backward()
         strategy.finish_step()
+        strategy.clip_grad_norm_(max_norm)
+        ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
+        strategy.finish_update()
 
-    and then every `grad` is the mean over all micro-batches of the step, on all ranks. All ranks call
-    everything.
+    All ranks call everything. A piece is this rank's rows of a parameter: all of them, unless weights (or the
+    updates alone) are sharded.
     """
 
+    takes_turns = False  # at micro-batches: number r, r + workers, ... for rank r, instead of neighbours
+    weights_are_sharded = False  # then every forward pass is collective
+    updates_are_sharded = False  # gradients and the optimizer's state
     loss_scale: float
+    forward: Forward
 
     def __init__(self, setup: StrategySetup) -> None:
-        self.setup = setup
-        self.forward: Forward = setup.forward
-        self.my_micro_batches = setup.micro_batches_by_rank[setup.context.rank]
+        self.setup, self.context = setup, setup.context
+        self.rank, self.world_size = setup.context.rank, setup.context.world_size
+        self.shapes = {name: tuple(weight.shape) for name, weight in setup.model.named_parameters()}
+        self.my_micro_batches = setup.micro_batches_by_rank[self.rank]
         self.loss_scale = 1.0 / setup.micro_batches
+        self.row_gatherer: RowGatherer | None = None
+
+    @abstractmethod
+    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+        """`forward` computes the loss of (B, T) tokens and targets: a module, compiled perhaps.
+
+        `grads_are_static`: the next backward pass overwrites the memory of its gradients (CUDA graphs).
+        """
+
+    @abstractmethod
+    def pieces(self) -> dict[str, Tensor]:
+        """This rank's rows of each parameter that it updates: the parameters' own memory."""
+
+    @abstractmethod
+    def held_weights(self) -> dict[str, Tensor]:
+        """Of each parameter, all that this rank holds: the parameters' own memory."""
 
     @abstractmethod
     def start_step(self) -> None:
@@ -65,16 +97,47 @@ class Strategy(ABC):
     def finish_step(self) -> None:
         """After the last micro-batch. Raises what kept ranks from exchanging gradients, often a lost peer."""
 
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the pieces, after finish_step."""
+
+    @abstractmethod
+    def finish_update(self) -> None:
+        """After the pieces were updated: all ranks have the new weights, gradients are freed."""
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to at most this norm (0: leave them); returns the norm before, a scalar."""
-        return torch.nn.utils.clip_grad_norm_(self.setup.parameters, max_norm or math.inf)
+        """Scale the gradients to at most this norm (0: leave them); returns the norm before, a scalar.
 
-    def full_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The full (unsharded) tensors of which this rank holds its part, valid until the next step."""
-        return dict(tensors)
+        Its bits do not depend on the number of workers. Collective.
+        """
+        gradients = self.gradients()
+        norms = torch.cat([row_norms(gradient) for gradient in gradients.values()])
+        if self.updates_are_sharded:
+            if self.row_gatherer is None:
+                shapes = [self.shapes[name] for name in gradients]
+                self.row_gatherer = RowGatherer(shapes, self.world_size, self.context.all_gather)
+            norms = self.row_gatherer.gather(norms)
+        norm = total_norm(norms)
+        clip(gradients, norm, max_norm)
+        return norm
 
-    @torch.no_grad()
-    def load_full_state(self, tensors: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of the full tensors into its own. Raises KeyError if one is missing."""
-        for name, tensor in tensors.items():
-            tensor.copy_(full[name])
+    def any(self, flag: bool) -> bool:
+        """Whether work that all ranks do together is to end: on all of them if on any of them.
+
+        Where ranks work on their own it is this rank's answer. Collective, in any thread.
+        """
+        return flag
+
+    def my_rows(self, name: str) -> slice:
+        """This rank's rows of a parameter, where they are sharded."""
+        rows = split_rows(self.shapes[name][0], self.world_size)[self.rank]
+        return slice(rows.start, rows.stop)
+
+    def dummy_backward(self) -> None:
+        """A forward and backward pass that counts for nothing, since the other ranks' are collective."""
+        tokens, targets = torch.zeros(
+            2, *self.setup.batch_shape, dtype=torch.long, device=self.context.device
+        )
+        with self.setup.autocasts():
+            loss = self.forward(tokens, targets)
+        loss.mul(0.0).backward()  # type: ignore[no-untyped-call]

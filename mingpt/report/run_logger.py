@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mingpt.config import Config
+from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
 from mingpt.distributed.device import usable_cores
 from mingpt.report.console import ConsoleSink
@@ -118,11 +118,12 @@ class RunLogger:
             return
         config, environment, threads = self.config, self.environment, self.environment["threads"]
         log.info(
-            "%s with %s parameters, %s; %s on %s, %s each",
+            "%s with %s parameters, %s; %s%s on %s, %s each",
             config.model.arch,
             f"{parameters:,}",
             environment["dtype"],
             plural(self.start.workers, "worker"),
+            describe_strategy(config.trainer),
             environment["device"],
             plural(threads, "CPU thread"),
         )
@@ -238,5 +239,18 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def describe_strategy(trainer: TrainerConfig) -> str:
+    """What is sharded, if anything is."""
+    if trainer.parallel == "fsdp":
+        return " (fsdp)"
+    return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""
+
+
 def describe_range(numbers: Sequence[int]) -> str:
-    return f"reads {numbers[0]}-{numbers[-1]}" if numbers else "idles"
+    """Neighbours as 4-7, every other one as 1, 3, ..., 7."""
+    if not numbers:
+        return "idles"
+    first, last = numbers[0], numbers[-1]
+    if last - first == len(numbers) - 1:
+        return f"reads {first}-{last}"
+    return f"reads {first}, {numbers[1]}, ..., {last}" if len(numbers) > 2 else f"reads {first}, {last}"

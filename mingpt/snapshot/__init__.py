@@ -5,32 +5,43 @@ tensors by name; knows no model and no ranks.
 """
 
 from mingpt.snapshot.claim import Claim
+from mingpt.snapshot.handle import Snapshot
 from mingpt.snapshot.holder import Holder
+from mingpt.snapshot.layout import PART_BYTES, FileLayout, TensorSpec, make_layout, specs_of
 from mingpt.snapshot.lookup import names_a_snapshot, open_snapshot, read_safetensors
-from mingpt.snapshot.manifest import Snapshot, read_config
+from mingpt.snapshot.manifest import FileRecord, read_config
 from mingpt.snapshot.memory import MemorySnapshots
 from mingpt.snapshot.process import Process, this_process
-from mingpt.snapshot.saver import SnapshotSaver
-from mingpt.snapshot.staging import StagingBuffer, to_safetensors
+from mingpt.snapshot.saver import LocalTransfer, SnapshotSaver, Transfer, write_snapshot
+from mingpt.snapshot.staging import LocalChunks, StagingBuffer, to_safetensors
 from mingpt.snapshot.store import SnapshotStore
-from mingpt.snapshot.tensors import Check, Entries, tensor_views
+from mingpt.snapshot.tensors import Check, Entries
 
 __all__ = [
+    "PART_BYTES",
     "Check",
     "Claim",
     "Entries",
+    "FileLayout",
+    "FileRecord",
     "Holder",
+    "LocalChunks",
+    "LocalTransfer",
     "MemorySnapshots",
     "Process",
     "Snapshot",
     "SnapshotSaver",
     "SnapshotStore",
     "StagingBuffer",
+    "TensorSpec",
+    "Transfer",
+    "make_layout",
     "names_a_snapshot",
     "open_snapshot",
     "read_config",
     "read_safetensors",
-    "tensor_views",
+    "specs_of",
     "this_process",
     "to_safetensors",
+    "write_snapshot",
 ]

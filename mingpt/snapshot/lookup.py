@@ -8,12 +8,15 @@ from pathlib import Path
 
 import fsspec
 import yaml
+from torch import Tensor
 
 from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.snapshot.manifest import Snapshot, step_of
+from mingpt.snapshot.files import RETRIES_S
+from mingpt.snapshot.handle import Snapshot
+from mingpt.snapshot.names import step_of, steps_in
 from mingpt.snapshot.reading import SourceFile
-from mingpt.snapshot.store import RETRIES_S, SnapshotStore, steps_in
-from mingpt.snapshot.tensors import Check, accept_all, check_finite, read_checked
+from mingpt.snapshot.store import SnapshotStore
+from mingpt.snapshot.tensors import Check, TensorFile, accept_all, check_finite
 
 MAX_CONFIG_BYTES = 1 << 16  # of config.yaml; a real one has 2,000
 HF_CONFIG = "config.json"  # in each folder of Hugging Face's format, and in no run or snapshot folder
@@ -21,20 +24,21 @@ log = logging.getLogger(__name__)
 
 
 def names_a_snapshot(where: str) -> bool:
-    """Whether this is a path or URL of one of a snapshot's two files."""
+    """Whether this is a path or URL of one of a snapshot's files."""
     return step_of(where.rstrip("/").rpartition("/")[2]) is not None
 
 
-def open_snapshot(where: str, check: Check = accept_all) -> Snapshot:
+def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
     """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError.
 
-    A bad one in a folder is passed over, and one line says so.
+    With `weights_only`, files of optimizer state are not read beyond their headers. A bad one in a folder is
+    passed over, and one line says so.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
     if named is not None:
         try:
-            return SnapshotStore(folder or ".").read(named, check)
+            return SnapshotStore(folder or ".").read(named, check, weights_only)
         except (CorruptSnapshot, UnreadableSnapshot) as error:
             raise UserError(f"the snapshot {where} cannot be used: {error}") from None
     problems: list[str] = []
@@ -49,7 +53,7 @@ def open_snapshot(where: str, check: Check = accept_all) -> Snapshot:
         is_hf_folder = is_hf_folder or (place == where and HF_CONFIG in names)
         for step in steps_in(names, "json"):
             try:
-                return store.read(step, check)
+                return store.read(step, check, weights_only)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
                 log.warning("snapshot of step %d in %s skipped: %s", step, place, error)
                 problems.append(f"step {step}: {error}")
@@ -86,8 +90,8 @@ def possible_places(where: str) -> list[str]:
     return [configured, *places] if configured else places
 
 
-def read_safetensors(where: str) -> bytes:
-    """The content of another program's safetensors file, at a path or URL, whose header is in order.
+def read_safetensors(where: str) -> dict[str, Tensor]:
+    """The tensors of another program's safetensors file, at a path or URL.
 
     Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
     """
@@ -95,7 +99,7 @@ def read_safetensors(where: str) -> bytes:
         files, path = fsspec.core.url_to_fs(where)
     except (ImportError, ValueError) as error:
         raise UnreadableSnapshot(f"it needs a driver that is not installed: {error}") from None
-    file = SourceFile(files, path, "it", RETRIES_S)
-    content = read_checked(file, file.size(), lambda entries: None)
-    check_finite(content)
-    return content
+    tensors = TensorFile(SourceFile(files, path, "the file", RETRIES_S)).tensors()
+    for name, tensor in tensors.items():
+        check_finite(name, tensor)
+    return tensors

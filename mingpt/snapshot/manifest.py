@@ -1,6 +1,7 @@
-"""The manifest: what a tensor file holds, with its size and SHA-256 and a checksum of the manifest itself.
+"""The manifest: the tensor files of a snapshot with their sizes and SHA-256, and a checksum of itself.
 
-A checksum protects against accidents, not against a file from elsewhere. So every field is checked as well
+Schema 2 lists `files`, and its `bytes` and `sha256` are of all of them. Schema 1 had one file, and its own. A
+checksum protects against accidents, not against a file from elsewhere. So every field is checked as well
 before it is used.
 """
 
@@ -8,23 +9,21 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import pydantic
-from torch import Tensor
 
 from mingpt.config import Config, check
 from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.snapshot.names import are_tensor_files, file_name
 from mingpt.snapshot.strict_json import parse_object
-from mingpt.snapshot.tensors import tensor_views
 
-SCHEMA = 1
+SCHEMA = 2
+OLDEST_SCHEMA = 1
 MAX_BYTES = 4 << 20  # of a manifest, which is held three times while it is checked
 PIECE = 1 << 16  # characters
-FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors)")
-QUARANTINED = re.compile(r"damaged-[0-9]+-step_([0-9]{8,19})\.json")
 CONFIG = pydantic.TypeAdapter(Config)
 
 Count = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
@@ -70,8 +69,33 @@ class RecordFields(pydantic.BaseModel):
     step: Count
 
 
+class FileFields(pydantic.BaseModel):
+    """A tensor file."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    name: Name
+    sha256: Sha256
+    bytes: Count
+
+
+class ShardFields(pydantic.BaseModel):
+    """Which part of a sharded state the file is: the rows that one rank held, and perhaps whole tensors."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    rank: Count
+    workers: int = pydantic.Field(ge=1, lt=2**31)
+    weights: bool  # whether weights are sharded; else the optimizer's state alone
+    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, of the workers that wrote all parts
+
+    @pydantic.model_validator(mode="after")
+    def check_rank(self) -> "ShardFields":
+        if self.rank >= self.workers:
+            raise ValueError(f"there is no rank {self.rank} of {self.workers} workers")
+        return self
+
+
 class Fields(pydantic.BaseModel):
-    """Types and ranges of a manifest's fields; others may be there. Neither `true` nor "1" is 1."""
+    """Types and ranges of the fields of schema 1; others may be there. Neither `true` nor "1" is 1."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
     step: Count
@@ -87,42 +111,46 @@ class Fields(pydantic.BaseModel):
     bytes: Count
     unwritten: list[RecordFields] = []  # that metrics.jsonl had no room for
     after: Count = 0  # of a snapshot in memory: the newest step on disk at its time
+    shard: ShardFields | None = None  # of a part in memory
+
+
+class PartedFields(Fields):
+    """Those of schema 2."""
+
+    files: list[FileFields]
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A manifest and the bytes of the tensor file, whose checksums hold."""
+class FileRecord:
+    """A tensor file as the manifest lists it."""
 
-    manifest: dict[str, Any]
-    content: bytes
-
-    @property
-    def config(self) -> Config:
-        """The configuration of the run that wrote it."""
-        return read_config(self.manifest)
-
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, without it; they share the memory of `content`."""
-        return tensor_views(self.content, prefix)
+    name: str
+    sha256: str
+    bytes: int
 
 
-def file_name(step: int, kind: str) -> str:
-    """kind is "json" for the manifest and "safetensors" for the tensors."""
-    return f"step_{step:08d}.{kind}"
+def file_records(manifest: dict[str, Any]) -> list[FileRecord]:
+    """The tensor files of a manifest that is in order, those of the weights first."""
+    if manifest["schema"] == OLDEST_SCHEMA:
+        name = file_name(manifest["step"], "safetensors")
+        return [FileRecord(name, manifest["sha256"], manifest["bytes"])]
+    return [FileRecord(file["name"], file["sha256"], file["bytes"]) for file in manifest["files"]]
 
 
-def step_of(name: str, kind: str | None = None) -> int | None:
-    """The step whose file (of this kind, or of either) has this name; None if it is another name."""
-    match = FILE_NAME.fullmatch(name)
-    if not match or kind not in (None, match[2]):
-        return None
-    step = int(match[1])
-    return step if name == file_name(step, match[2]) else None
+def joint_sha256(records: Sequence[FileRecord]) -> str:
+    """The SHA-256 of the files' own, as hex digits one after the other."""
+    return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
-def encode_manifest(fields: dict[str, Any], sha256: str, size: int) -> bytes:
-    """The manifest's bytes for a tensor file with this SHA-256 and size. Raises UserError if too large."""
-    body = {"schema": SCHEMA, **fields, "sha256": sha256, "bytes": size}
+def encode_manifest(fields: dict[str, Any], records: Sequence[FileRecord]) -> bytes:
+    """The manifest's bytes for these tensor files. Raises UserError if there would be too many."""
+    body = {
+        "schema": SCHEMA,
+        **fields,
+        "files": [asdict(record) for record in records],
+        "sha256": joint_sha256(records),
+        "bytes": sum(record.bytes for record in records),
+    }
     if "metrics" in body:
         body["metrics"] = {kind: record for kind, record in body["metrics"].items() if is_finite(record)}
     content = add_checksum(body)
@@ -151,7 +179,7 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
     check_schema(manifest)
     try:
-        Fields.model_validate(manifest)
+        (Fields if manifest["schema"] == OLDEST_SCHEMA else PartedFields).model_validate(manifest)
     except pydantic.ValidationError as error:
         raise CorruptSnapshot(f"its manifest is damaged: {first_error(error)}") from None
     if manifest["windows"] < manifest["step"]:
@@ -159,8 +187,22 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
         raise CorruptSnapshot(f"its manifest is damaged: {windows} windows are fewer than {step} steps")
     if re.search("[\ud800-\udfff]", manifest["vocabulary"]):
         raise CorruptSnapshot("its manifest is damaged: vocabulary: half a character")
+    check_files(manifest)
     read_config(manifest)
     return manifest
+
+
+def check_files(manifest: dict[str, Any]) -> None:
+    """Raises CorruptSnapshot unless the files are those of one snapshot and fit its size and SHA-256."""
+    if manifest["schema"] == OLDEST_SCHEMA:
+        return
+    records = file_records(manifest)
+    if not are_tensor_files([record.name for record in records], manifest["step"]):
+        raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
+    if sum(record.bytes for record in records) != manifest["bytes"]:
+        raise CorruptSnapshot("its manifest is damaged: bytes: the files have another size")
+    if joint_sha256(records) != manifest["sha256"]:
+        raise CorruptSnapshot("its manifest is damaged: sha256: the files have others")
 
 
 def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
@@ -191,12 +233,12 @@ def check_schema(manifest: dict[str, Any]) -> None:
     schema, step = manifest.get("schema"), manifest.get("step")
     if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
-    if schema != SCHEMA and type(step) is int and step >= 0:
+    if schema > SCHEMA and type(step) is int and step >= 0:
         raise UserError(
             f"the snapshot of step {step} has schema version {schema}, "
-            f"and this program reads version {SCHEMA}"
+            f"and this program reads versions {OLDEST_SCHEMA} to {SCHEMA}"
         )
-    if schema != SCHEMA:
+    if schema > SCHEMA:
         raise CorruptSnapshot(f"its manifest is damaged: schema is {schema} and step is not a number")
 
 

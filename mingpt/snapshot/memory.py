@@ -1,36 +1,35 @@
 """Frequent snapshots in a node's memory, so that a killed worker costs a few steps at most.
 
 They lie in a folder such as /dev/shm, which outlives the workers but not the node, named after the random id
-that run.json gives the run. The first worker of the node writes two files alternately, in place: one copy
-between two steps, then a checksum in the background. An orderly end removes them. If the folder is absent or
-too small, one line says so, and the run goes on with its snapshots on disk alone.
+that run.json gives the run. Where each rank holds the whole state, the first worker of the node writes it;
+sharded states are written in parts, see `shard` in the manifest. One copy is made between two steps, then a
+checksum in the background. An orderly end removes them. If the folder is absent or too small, one line says
+so, and the run goes on with its snapshots on disk alone.
 
 A job that dies as a whole leaves its folder, and so does a node whose rank changes. A file beside it names
 the agent that it belongs to, so that a later start can tell what nobody needs any more.
 """
 
-import errno
 import hashlib
-import json
 import logging
-import mmap
 import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mingpt import events
 from mingpt.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot
-from mingpt.snapshot.manifest import Snapshot, encode_manifest, file_name
-from mingpt.snapshot.process import Process, parse_process, this_process
+from mingpt.snapshot.handle import Snapshot
+from mingpt.snapshot.layout import specs_of
+from mingpt.snapshot.names import step_of
+from mingpt.snapshot.process import Process, this_process
 from mingpt.snapshot.saver import LateFields
-from mingpt.snapshot.staging import StagingBuffer
+from mingpt.snapshot.slots import Slots, owner_file, read_owner
 from mingpt.snapshot.store import SnapshotStore
 from mingpt.snapshot.tensors import Check, accept_all
 
@@ -39,7 +38,7 @@ LEFTOVER_S = 24 * 3600.0
 
 
 class MemorySnapshots:
-    """The snapshots of one run in this machine's memory. A node writes to its own folder and reads all."""
+    """The snapshots of one run in this machine's memory. A node writes to its own folders and reads all."""
 
     def __init__(
         self, path: str, run_id: str, run_dir: Path, node_rank: int, owner: Process | None = None
@@ -47,34 +46,37 @@ class MemorySnapshots:
         # A copy of a run folder is another run with the same id.
         place = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]
         self.root = Path(path) / f"mingpt-{run_id}-{place}"
-        self.own = SnapshotStore(str(self.root / f"node-{node_rank}"))
+        self.node_rank = node_rank
         self.owner = owner or this_process()  # the agent on this node
-        self.buffers: list[StagingBuffer] = []
-        self.names = ["slot-0", "slot-1"]
-        self.next_slot = 0
+        self.slots = self.make_slots("")
         self.thread: threading.Thread | None = None
         self.disabled = False
 
-    def find_newest(
+    def make_slots(self, suffix: str) -> Slots:
+        """Room for two snapshots in this node's folder with this suffix; opened by its `open`."""
+        return Slots(self.root / f"node-{self.node_rank}{suffix}", self.owner)
+
+    def find(
         self, newer_than: int, saved_after: int | None, check: Check = accept_all
-    ) -> Snapshot | None:
-        """The newest valid one past the step `newer_than`; None if there is none.
+    ) -> list[tuple[SnapshotStore, Snapshot]]:
+        """Those past the step `newer_than` that fulfil `check`, newest first; what they hold is not read yet.
 
         Each names the newest snapshot on disk at its time. If that is newer than `saved_after`, it does not
-        count.
+        count. `verify` of its store tells whether one is valid.
         """
         found = []
-        for path in self.root.glob("node-*"):
+        for path in sorted(self.root.glob("node-*")):
             store = SnapshotStore(str(path))
             found += [(step, store) for step in store.steps() if step > newer_than]
+        snapshots = []
         for step, store in sorted(found, key=lambda one: -one[0]):
             try:
-                newest_on_disk = store.read_manifest(step).get("after", 0)
-                if saved_after is None or newest_on_disk <= saved_after:
-                    return store.read(step, check)
+                snapshot = store.open(step, check)
             except (CorruptSnapshot, UnreadableSnapshot):
-                pass  # it was being written when its worker died; the other one is valid
-        return None
+                continue  # it was being written when its worker died; the other one is valid
+            if saved_after is None or snapshot.manifest.get("after", 0) <= saved_after:
+                snapshots.append((store, snapshot))
+        return snapshots
 
     def remove_newer(self, step: int) -> None:
         """Remove those past the step that a job starts from: the user has turned back to that step."""
@@ -92,90 +94,47 @@ class MemorySnapshots:
         if self.disabled or (self.thread and self.thread.is_alive()):
             return
         try:
-            self.invalidate_next_slot()
+            self.slots.begin()
         except OSError as error:
             self.disable(error)
             return
-        self.buffers[self.next_slot].fill(tensors)
+        self.slots.fill(tensors)
         self.thread = threading.Thread(target=self.finish, args=(manifest, late_fields))
         self.thread.start()
 
-    def allocate(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate room for two such states, if that is not done yet; then saving is only a copy."""
-        if self.disabled or self.buffers:
+    def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
+        """Allocate room for two such states, if that is not done yet; then saving is only a copy.
+
+        `start_step`: from which this generation starts; none past it is kept.
+        """
+        if self.disabled or self.slots.buffers:
             return
         try:
-            self.open_slots(tensors)
+            if start_step is not None:
+                self.trim(start_step)
+            self.slots.open(specs_of(tensors), start_step)
         except OSError as error:
             size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
             self.disable(error, f" for 2 x {size_mb:.1f} MB")
 
-    def open_slots(self, tensors: Mapping[str, Tensor]) -> None:
-        """Map two files; what an earlier generation left is reused, its newest last. Raises OSError."""
-        self.root.mkdir(mode=0o700, exist_ok=True)
-        folder = Path(self.own.root)
-        self.adopt_folder()
-        folder.mkdir(exist_ok=True)
-        owner_file(folder).write_text(json.dumps(self.owner.to_dict()))
-        newest = max(self.own.steps(), default=None)  # kept until there is a newer one
-        for name in self.own.names():
-            if newest is None or not name.startswith(f"step_{newest:08d}."):
-                (folder / name).unlink()
-        first = StagingBuffer(tensors, lambda size: map_file(folder / "slot-0", size))
-        if newest is not None:
-            path = folder / file_name(newest, "safetensors")
-            if path.exists() and path.stat().st_size == len(first.buffer):
-                self.names[1] = path.name
-            else:
-                self.own.remove(newest)
-        second = StagingBuffer(tensors, lambda size: map_file(folder / self.names[1], size))
-        self.buffers = [first, second]
-
-    def adopt_folder(self) -> None:
-        """Go on with the folder that this agent had when its node had another rank. Raises OSError."""
-        for path in self.root.glob("node-*"):
-            if not Path(self.own.root).exists() and read_owner(path) == self.owner:
-                path.rename(self.own.root)
-                owner_file(path).unlink()
-
-    def invalidate_next_slot(self) -> None:
-        """Remove the older snapshot's manifest before its file is overwritten."""
-        folder, name, free = Path(self.own.root), self.names[self.next_slot], f"slot-{self.next_slot}"
-        if name != free:
-            (folder / name).with_suffix(".json").unlink()
-            (folder / name).rename(folder / free)
-            self.names[self.next_slot] = free
-
     def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
-        """In the background: rename the file, then write its manifest."""
-        folder, step = Path(self.own.root), manifest["step"]
-        name = file_name(step, "safetensors")
-        content = self.buffers[self.next_slot].content
+        """In the background: checksum and manifest."""
+        step = manifest["step"]
         events.emit("write_start", kind="memory", step=step)
         try:
-            (folder / f"slot-{self.next_slot}").rename(folder / name)
-            digest = hashlib.sha256(content).hexdigest()
-            encoded = encode_manifest(manifest | late_fields(), digest, len(content))
-            self.own.write_atomic(file_name(step, "json"), encoded)
+            self.slots.commit(manifest | late_fields())
         except SaveAborted:
             return  # the main thread loses the same peer, and reports it
         except OSError as error:
             self.disable(error)
             return
-        self.names[self.next_slot] = name
-        self.next_slot = 1 - self.next_slot
         events.emit("write_end", kind="memory", step=step)
 
     def disable(self, error: OSError, need: str = "") -> None:
         """Say once that there are no snapshots in memory, and free what is there."""
-        self.disabled, self.buffers = True, []
-        log.warning(
-            "no snapshots in memory: %s cannot be used%s (%s); after a kill the run resumes from disk",
-            self.root.parent,
-            need,
-            error.strerror,
-        )
-        shutil.rmtree(self.own.root, ignore_errors=True)  # it may be gone, or unreachable
+        self.disabled = True
+        log.warning("%s", no_memory(self.root.parent, str(error.strerror), need))
+        self.slots.remove()
 
     def remove_leftovers(self) -> None:
         """Remove what other runs of this user left a day ago, unless a process of their jobs may be alive."""
@@ -183,17 +142,38 @@ class MemorySnapshots:
             if root != self.root and is_leftover(root):
                 remove_folder(root, "what another run left more than a day ago")
 
-    def remove_outdated(self, durable_step: int) -> None:
-        """Remove this run's folders that belong to no agent any more once a newer snapshot is durable."""
+    def remove_outdated(self, step: int, used: Container[str] | None = None) -> None:
+        """Remove this run's folders that nobody writes to, once a newer snapshot, that of `step`, is there.
+
+        `used`: the names of those that workers of this generation write to, by default that of `slots`.
+        """
+        for path in self.unused_folders(used):
+            newest = max(SnapshotStore(str(path)).steps(), default=0)
+            if newest <= step:
+                remove_folder(path, f"older than the snapshot of step {step}")
+                owner_file(path).unlink(missing_ok=True)
+
+    def trim(self, step: int, used: Container[str] | None = None) -> None:
+        """Make room at a start from `step`: of what `remove_outdated` may remove, keep the newest up to that.
+
+        Raises OSError.
+        """
+        for path in self.unused_folders(used):
+            store = SnapshotStore(str(path))
+            kept = max((older for older in store.steps() if older <= step), default=None)
+            for name in store.names():
+                if kept is None or step_of(name) != kept:
+                    store.remove_file(name)
+
+    def unused_folders(self, used: Container[str] | None) -> list[Path]:
+        used = {self.slots.folder.name} if used is None else used
+        found = []
         for path in self.root.glob("node-*"):
             owner = read_owner(path)
             is_ours = owner is None or owner == self.owner or owner.is_alive() is False
-            if path == Path(self.own.root) or not is_ours:
-                continue
-            newest = max(SnapshotStore(str(path)).steps(), default=0)
-            if newest <= durable_step:
-                remove_folder(path, f"older than the durable snapshot of step {durable_step}")
-                owner_file(path).unlink(missing_ok=True)
+            if is_ours and path.name not in used:
+                found.append(path)
+        return found
 
     def remove(self) -> None:
         """Remove all of this run's snapshots from memory."""
@@ -203,17 +183,12 @@ class MemorySnapshots:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
-def owner_file(folder: Path) -> Path:
-    """Where the agent that a node's folder belongs to is written down."""
-    return folder.with_name(f"owner-of-{folder.name}.json")
-
-
-def read_owner(folder: Path) -> Process | None:
-    """None if it is not known."""
-    try:
-        return parse_process(json.loads(owner_file(folder).read_text()))
-    except (OSError, ValueError):
-        return None  # an earlier version of this program wrote none
+def no_memory(path: Path, reason: str, need: str = "") -> str:
+    """The line that says why there are no snapshots in memory."""
+    return (
+        f"no snapshots in memory: {path} cannot be used{need} ({reason}); after a kill the run resumes "
+        "from disk"
+    )
 
 
 def is_leftover(root: Path) -> bool:
@@ -237,14 +212,3 @@ def remove_folder(path: Path, why: str) -> None:
         pass  # another start on this node was faster
     except OSError as error:
         log.warning("%s cannot be removed from memory (%s), though it is %s", path, error.strerror, why)
-
-
-def map_file(path: Path, size: int) -> Tensor:
-    """(size,) uint8 backed by a file. Raises OSError if there is no room; a sparse file would SIGBUS."""
-    if not hasattr(os, "posix_fallocate"):
-        raise OSError(errno.ENOSYS, "this system has no posix_fallocate")
-    with open(path, "a+b") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        pages = mmap.mmap(file.fileno(), size, flags=flags)
-    return torch.frombuffer(pages, dtype=torch.uint8)

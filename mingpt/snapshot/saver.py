@@ -3,20 +3,39 @@
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from mingpt import events
 from mingpt.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
-from mingpt.snapshot.staging import StagingBuffer
-from mingpt.snapshot.store import NO_ROOM, Content, SnapshotStore
+from mingpt.snapshot.layout import PART_BYTES, FileLayout, make_layout, specs_of
+from mingpt.snapshot.manifest import FileRecord
+from mingpt.snapshot.staging import LocalChunks, StagingBuffer
+from mingpt.snapshot.store import NO_ROOM, SnapshotStore
 
 log = logging.getLogger(__name__)
 
 # Manifest fields that are computed in the background; may raise SaveAborted.
 LateFields = Callable[[], dict[str, Any]]
+
+
+class Transfer(Protocol):
+    """Brings the tensor files of a snapshot into the store, once or, where there was no room, again."""
+
+    def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
+        """In the background thread. Returns the files as the manifest lists them, all of them durable."""
+
+
+class LocalTransfer:
+    """The transfer of a process that holds all tensors, in `staging`."""
+
+    def __init__(self, layouts: Sequence[FileLayout], staging: StagingBuffer) -> None:
+        self.layouts, self.staging = layouts, staging
+
+    def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
+        return [store.write_file(layout, LocalChunks(layout, self.staging)) for layout in self.layouts]
 
 
 class SnapshotSaver:
@@ -25,8 +44,11 @@ class SnapshotSaver:
     Where there is no room for a snapshot, older ones are removed for it, but not the newest that is valid.
     """
 
-    def __init__(self, store: SnapshotStore, keep_last: int, keep_best: bool) -> None:
+    def __init__(
+        self, store: SnapshotStore, keep_last: int, keep_best: bool, part_bytes: int = PART_BYTES
+    ) -> None:
         self.store, self.keep_last, self.keep_best = store, keep_last, keep_best
+        self.part_bytes = part_bytes  # of the largest file, unless a tensor is larger
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
         self.thread: threading.Thread | None = None
@@ -46,15 +68,21 @@ class SnapshotSaver:
         self.wait()
         staging = self.allocate(tensors)
         staging.fill(tensors)
-        self.thread = threading.Thread(target=self.write, args=(manifest, staging.content, late_fields))
+        layouts = make_layout(specs_of(tensors), manifest["step"], self.part_bytes)
+        self.start(manifest, LocalTransfer(layouts, staging), late_fields)
+
+    def start(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
+        """Begin to write what `transfer` brings; waits for the write before."""
+        self.wait()
+        self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields))
         self.thread.start()
 
-    def write(self, manifest: dict[str, Any], content: Content, late_fields: LateFields = dict) -> None:
+    def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
         """What the background thread does."""
         step = manifest["step"]
         events.emit("write_start", kind="disk", step=step)
         try:
-            self.write_making_room(manifest | late_fields(), content)
+            self.write_making_room(manifest | late_fields(), transfer)
             self.error, self.newest_written = None, step
         except (SaveAborted, ClaimLost) as error:
             self.error = error
@@ -69,12 +97,12 @@ class SnapshotSaver:
             log.warning("old snapshots could not be removed: %s: %s", type(error).__name__, error)
         events.emit("write_end", kind="disk", step=step)
 
-    def write_making_room(self, manifest: dict[str, Any], content: Content) -> None:
+    def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
         """Write a snapshot; while there is no room for it, remove an older one and try again."""
         is_written = False
         while not is_written:
             try:
-                self.store.write(manifest, content)
+                write_snapshot(self.store, manifest, transfer)
                 is_written = True
             except OSError as error:
                 if error.errno not in NO_ROOM:
@@ -105,7 +133,7 @@ class SnapshotSaver:
 
     def is_valid(self, step: int) -> bool:
         try:
-            self.store.verify(step)
+            self.store.read(step)
         except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:
             log.warning("snapshot of step %d is not valid: %s", step, error)
             return False
@@ -133,10 +161,17 @@ class SnapshotSaver:
         for step in steps[self.keep_last :]:
             if step != best:
                 self.store.remove(step)
-        oldest = min(self.store.steps(), default=0)
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """What removals that were cut short, and uploads of processes that were killed, have left."""
+        complete = self.store.steps()
         for step in self.store.steps("safetensors"):
-            if step < oldest:
-                self.store.remove(step)  # a removal that was cut short
+            if step < max(complete, default=0) and step not in complete:
+                has_manifest = self.store.has_manifest(step)  # a listing may be late
+                if not has_manifest:
+                    self.store.remove(step)
+        self.store.abort_unfinished_uploads()
 
     def wait(self, timeout_s: float = math.inf) -> bool:
         """Wait for the write under way, at most so long; returns whether it is over."""
@@ -149,6 +184,20 @@ class SnapshotSaver:
         self.wait()
         if self.error:
             raise self.error
+
+
+def write_snapshot(store: SnapshotStore, manifest: dict[str, Any], transfer: Transfer) -> None:
+    """Write a whole snapshot; durable on return. Nothing of it is left if that fails."""
+    step = manifest["step"]
+    try:
+        store.begin(step)
+        records = transfer.write_files(store, step)
+        store.commit(manifest, records)
+    except ClaimLost:
+        raise
+    except Exception:
+        store.discard(step)
+        raise
 
 
 def validation_loss(manifest: dict[str, Any]) -> float | None:

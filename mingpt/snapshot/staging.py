@@ -1,70 +1,53 @@
-"""A staging buffer that holds the bytes of a safetensors file and is overwritten for each snapshot.
+"""A staging buffer that holds a copy of tensors and is overwritten for each snapshot.
 
 Copying into it is the only part of a snapshot that training waits for, and it is nothing but a copy: the
-pages exist, the header is in place, and each tensor has its offset. What is hashed and written is the buffer
-itself.
+pages exist, and each tensor has its place. What is hashed and written is the buffer itself.
 """
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-}
+from mingpt.snapshot.layout import FileLayout, file_layout, file_order, specs_of
 
-
-def make_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a safetensors file, and the offset in the file at which each tensor begins.
-
-    Tensors are ordered by element size, largest first, so that all are aligned; then by name.
-    """
-    entries: dict[str, Any] = {}
-    offset = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        tensor = tensors[name]
-        data_offsets = [offset, offset + tensor.nbytes]
-        entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": data_offsets,
-        }
-        offset += tensor.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+CHUNK_BYTES = 16 << 20
 
 
 class StagingBuffer:
-    """Room for one state with names, shapes and types of `tensors`; `allocate` may provide the bytes."""
+    """Room for tensors with names, shapes and types of `tensors`, one after the other.
+
+    With `layout` the buffer is that safetensors file. `allocate` may provide the bytes.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], allocate: Callable[[int], Tensor] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        allocate: Callable[[int], Tensor] | None = None,
+        layout: FileLayout | None = None,
     ) -> None:
-        header, offsets = make_header(tensors)
-        size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+        specs = specs_of(tensors)
+        order = file_order(specs)
+        begins, size = {}, 0
+        for name in order:
+            begins[name] = size
+            size += specs[name].nbytes
+        if layout:
+            begins, size = layout.begins, layout.size
         if allocate:
             self.buffer = allocate(size)
         else:
             # A GPU writes to pinned pages directly; zeroing faults in every page.
             pinned = any(tensor.is_cuda for tensor in tensors.values())
             self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
-        self.buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self.slots = {}
-        for name, offset in offsets.items():
-            tensor = tensors[name]
-            self.slots[name] = (
-                self.buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            )
+        if layout:
+            header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            self.buffer[: len(header)] = header
+        self.ranges = {name: (begins[name], begins[name] + specs[name].nbytes) for name in order}
+        self.slots = {
+            name: self.buffer[begin:end].view(specs[name].dtype).view(specs[name].shape)
+            for name, (begin, end) in self.ranges.items()
+        }
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a state into the buffer; on return it may change again."""
@@ -74,14 +57,37 @@ class StagingBuffer:
         for device in devices:
             torch.cuda.synchronize(device)
 
+    def view(self, name: str) -> memoryview:
+        """The bytes of a tensor, which are not copied."""
+        begin, end = self.ranges[name]
+        return self.content[begin:end]
+
     @property
     def content(self) -> memoryview:
-        """The bytes of the safetensors file."""
+        """All bytes."""
         return memoryview(self.buffer.numpy())  # type: ignore[arg-type]
 
 
+class LocalChunks:
+    """A file whose tensors all lie in `staging`, in pieces of at most 16 MiB; can be read more than once."""
+
+    def __init__(self, layout: FileLayout, staging: StagingBuffer) -> None:
+        self.layout, self.staging = layout, staging
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self.layout.header)
+        for name in self.layout.begins:
+            yield from pieces_of(self.staging.view(name))
+
+
+def pieces_of(content: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """Consecutive pieces of at most `size` bytes."""
+    for begin in range(0, len(content), size):
+        yield content[begin : begin + size]
+
+
 def to_safetensors(tensors: Mapping[str, Tensor]) -> memoryview:
-    """The bytes of a safetensors file."""
-    staging = StagingBuffer(tensors)
+    """The bytes of one safetensors file."""
+    staging = StagingBuffer(tensors, layout=file_layout("", specs_of(tensors)))
     staging.fill(tensors)
     return staging.content

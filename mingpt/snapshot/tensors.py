@@ -1,11 +1,11 @@
 """The safetensors format, read strictly: 8 bytes with the header's length, the header as JSON, the tensors.
 
-The header is checked against the file's size before anything is allocated. No pickle, nothing is executed.
+`TensorFile` reads the header, and then the tensors or rows of them that it is asked for. The header is
+checked against the file's size before anything is allocated. No pickle, nothing is executed.
 https://huggingface.co/docs/safetensors
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,34 +53,59 @@ def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
     """The check of a reader to whom all tensors are alike."""
 
 
-def read_checked(file: SourceFile, size: int, check: Callable[[Entries], None]) -> bytes:
-    """The content of a safetensors file of so many bytes; its header is checked before the rest is read.
+class TensorFile:
+    """A safetensors file whose header is in order; nothing else is read until it is asked for.
 
-    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
+    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails or the file has changed meanwhile.
     """
-    first = file.read(0, min(size, LENGTH_BYTES))
-    end = LENGTH_BYTES + header_length(first, size)
-    header = file.read(LENGTH_BYTES, end)
-    check(parse_header(header, size))
-    content = file.read(0, size)
-    if content[LENGTH_BYTES:end] != header:
-        raise CorruptSnapshot("its tensor file has changed while it was read")
-    return content
+
+    def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
+        self.file, self.size = file, file.size()
+        if expected_size not in (None, self.size):
+            raise CorruptSnapshot(f"{file.what} has {self.size:,} bytes instead of {expected_size:,}")
+        first = file.read(0, min(self.size, LENGTH_BYTES))
+        end = LENGTH_BYTES + header_length(first, self.size, file.what)
+        self.entries = parse_header(file.read(LENGTH_BYTES, end), self.size, file.what)
+        self.header_end = end
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """A tensor, or its rows `begin` to before `end` (of dimension 0), in memory of its own."""
+        entry = self.entries[name]
+        dtype, shape, row_bytes = DTYPES[entry.dtype], entry.shape, 0
+        if shape:
+            stop = shape[0] if end is None else end
+            assert 0 <= begin <= stop <= shape[0], f"{name} has no rows {begin} to {stop}"
+            row_bytes = (entry.end - entry.begin) // max(1, shape[0])
+            shape = (stop - begin, *shape[1:])
+        tensor = torch.empty(shape, dtype=dtype)
+        self.file.read_into(entry.begin + begin * row_bytes, bytes_of(tensor))
+        return tensor
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, without it."""
+        return {
+            name.removeprefix(prefix): self.read(name) for name in self.entries if name.startswith(prefix)
+        }
 
 
-def header_length(first: bytes, file_size: int) -> int:
-    """In bytes, from the first 8 bytes of a file. Raises CorruptSnapshot."""
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which can be written to."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def header_length(first: bytes, file_size: int, what: str) -> int:
+    """In bytes, from the first 8 bytes of a file that messages call `what`. Raises CorruptSnapshot."""
     if len(first) < LENGTH_BYTES:
-        raise CorruptSnapshot(f"its tensor file has {file_size} bytes and no header")
+        raise CorruptSnapshot(f"{what} has {file_size} bytes and no header")
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if length > min(MAX_HEADER, file_size - LENGTH_BYTES):
-        raise CorruptSnapshot(f"the header of its tensor file cannot have {length:,} bytes")
+        raise CorruptSnapshot(f"the header of {what} cannot have {length:,} bytes")
     return length
 
 
-def parse_header(header: bytes, file_size: int) -> dict[str, TensorEntry]:
+def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEntry]:
     """The tensors of a file, by name. Raises CorruptSnapshot unless they fill the file without gaps."""
-    parsed = parse_object(header, "the header of its tensor file")
+    parsed = parse_object(header, f"the header of {what}")
     parsed.pop("__metadata__", None)
     start = LENGTH_BYTES + len(header)
     entries = {name: parse_entry(name, value, start) for name, value in parsed.items()}
@@ -90,7 +115,7 @@ def parse_header(header: bytes, file_size: int) -> dict[str, TensorEntry]:
             raise wrong(name, "its bytes do not begin where those before it end")
         position = entry.end
     if position != file_size:
-        raise CorruptSnapshot(f"its tensors end at byte {position:,} of {file_size:,}")
+        raise CorruptSnapshot(f"the tensors of {what} end at byte {position:,} of {file_size:,}")
     return entries
 
 
@@ -121,38 +146,9 @@ def wrong(name: str, reason: str) -> CorruptSnapshot:
     return CorruptSnapshot(f"its tensor {name[:100]!r}: {reason}")
 
 
-def read_entries(content: bytes) -> dict[str, TensorEntry]:
-    """The tensors of a whole file, by name. Raises CorruptSnapshot."""
-    length = header_length(content[:LENGTH_BYTES], len(content))
-    return parse_header(content[LENGTH_BYTES : LENGTH_BYTES + length], len(content))
-
-
-def tensor_views(content: bytes, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, without it; read only: they share memory."""
-    entries = read_entries(content)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that bytes are not writable
-        whole = torch.frombuffer(content, dtype=torch.uint8)
-    return {
-        name.removeprefix(prefix): view(whole, entry)
-        for name, entry in entries.items()
-        if name.startswith(prefix)
-    }
-
-
-def view(whole: Tensor, entry: TensorEntry) -> Tensor:
-    """A tensor of the file whose bytes are `whole`."""
-    dtype = DTYPES[entry.dtype]
-    piece = whole[entry.begin : entry.end]
-    if entry.begin % dtype.itemsize:  # other programs do not align them
-        piece = piece.clone()
-    return piece.view(dtype).view(entry.shape)
-
-
-def check_finite(content: bytes) -> None:
-    """Raises CorruptSnapshot if a tensor holds NaN or an infinite number. Allocates nothing."""
-    for name, tensor in tensor_views(content).items():
-        if tensor.is_floating_point() and tensor.numel():
-            low, high = tensor.aminmax()  # NaN if any element is
-            if not math.isfinite(low) or not math.isfinite(high):
-                raise wrong(name, "it holds numbers that are not finite")
+def check_finite(name: str, numbers: Tensor) -> None:
+    """Raises CorruptSnapshot if a tensor, or a piece of one, holds NaN or an infinite number."""
+    if numbers.is_floating_point() and numbers.numel():
+        low, high = numbers.aminmax()  # NaN if any element is
+        if not math.isfinite(low) or not math.isfinite(high):
+            raise wrong(name, "it holds numbers that are not finite")

@@ -8,7 +8,12 @@ DATASET = CharDataset(np.zeros(1000, dtype=np.uint8), 8)  # 124 windows an epoch
 
 
 def sampler(
-    rank: int = 0, workers: int = 1, seed: int = 3, batch_size: int = 12, micro: int = 2
+    rank: int = 0,
+    workers: int = 1,
+    seed: int = 3,
+    batch_size: int = 12,
+    micro: int = 2,
+    takes_turns: bool = False,
 ) -> ElasticSampler:
     return ElasticSampler(
         DATASET,
@@ -17,18 +22,22 @@ def sampler(
         seed=seed,
         num_replicas=workers,
         rank=rank,
+        takes_turns=takes_turns,
     )
 
 
-def steps(workers: int, count: int, windows_seen: int = 0) -> list[list[int]]:
+def steps(workers: int, count: int, windows_seen: int = 0, takes_turns: bool = False) -> list[list[int]]:
     """What all workers together read in each step, in the order of the micro-batches."""
-    tables = []
+    read: list[dict[int, list[int]]] = [{} for _ in range(count)]
     for rank in range(workers):
-        one = sampler(rank, workers)
+        one = sampler(rank, workers, takes_turns=takes_turns)
         one.seek(windows_seen)
-        windows, mine = iter(one), len(one.my_micro_batches()) * one.micro_batch_size
-        tables.append([[next(windows) for _ in range(mine)] for _ in range(count)])
-    return [[start for table in tables for start in table[step]] for step in range(count)]
+        windows = iter(one)
+        for step in read:
+            for number in one.my_micro_batches():
+                assert number not in step
+                step[number] = [next(windows) for _ in range(one.micro_batch_size)]
+    return [[start for number in sorted(step) for start in step[number]] for step in read]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
@@ -43,15 +52,18 @@ def test_the_order_is_the_one_it_has_always_been() -> None:
     assert mix(1, 2, 3) == 7702586659592502839
 
 
+@pytest.mark.parametrize("takes_turns", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 6, 7])
-def test_each_window_of_an_epoch_is_read_once_by_any_number_of_workers(workers: int) -> None:
-    """3 epochs of 124 windows in 31 steps of 12."""
-    read = [start for step in steps(workers, 31) for start in step]
+def test_each_window_of_an_epoch_is_read_once_by_any_number_of_workers(
+    workers: int, takes_turns: bool
+) -> None:
+    """3 epochs of 124 windows in 31 steps of 12, in micro-batches that do not depend on who reads them."""
+    read = [start for step in steps(workers, 31, takes_turns=takes_turns) for start in step]
     for epoch in range(3):
         windows = sorted(read[epoch * 124 : (epoch + 1) * 124])
         assert windows == list(range(windows[0], 1000 - 8, 8))
         assert windows[0] in range(8)
-    assert steps(workers, 31) == steps(1, 31)
+    assert steps(workers, 31, takes_turns=takes_turns) == steps(1, 31)
 
 
 def test_epochs_differ_in_order_and_offset_and_so_do_seeds() -> None:
@@ -84,3 +96,16 @@ def test_the_workers_micro_batches_are_neighbours_in_the_order_of_the_ranks(work
     parts = [sampler(rank, workers, batch_size=16).my_micro_batches() for rank in range(workers)]
     assert [number for part in parts for number in part] == list(range(8))
     assert sampler(0, workers, batch_size=16).micro_batches_by_rank() == parts
+
+
+@pytest.mark.parametrize("workers", range(1, 12))
+def test_workers_that_take_turns_pass_through_a_step_in_rounds(workers: int) -> None:
+    """Worker r has number r of each round, as the sum of parallel/fsdp.py counts on."""
+    parts = sampler(0, workers, batch_size=16, takes_turns=True).micro_batches_by_rank()
+    rounds = -(-8 // workers)
+    for number in range(rounds):
+        taken = [part[number] for part in parts if number < len(part)]
+        assert taken == list(range(number * workers, min((number + 1) * workers, 8)))
+    assert max(map(len, parts)) == rounds
+    for rank, part in enumerate(parts):
+        assert sampler(rank, workers, batch_size=16, takes_turns=True).my_micro_batches() == part

@@ -135,3 +135,10 @@ def test_workers_with_different_kinds_of_devices_are_refused() -> None:
     check_device_types(["cpu", "cpu"])
     with pytest.raises(UserError, match=r"cpu on ranks 1; cuda on ranks 0, 2"):
         check_device_types(["cuda", "cpu", "cuda"])
+
+
+def test_autocast_keeps_no_casts() -> None:
+    """They would be two bytes for each parameter of the model, until the end of a forward pass."""
+    with autocast(CPU, torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()

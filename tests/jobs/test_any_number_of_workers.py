@@ -20,7 +20,9 @@ def launchers() -> dict[str, Sequence[str]]:
     return {"no torchrun": [sys.executable], **under_torchrun}
 
 
-@pytest.mark.parametrize("workers", ["no torchrun", "1", "3", "4"])
+@pytest.mark.parametrize(
+    "workers", ["no torchrun", "3", *(pytest.param(workers, marks=pytest.mark.slow) for workers in "14")]
+)
 def test_curve_and_bits_are_the_same_for_any_number_of_workers(
     workers: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -50,13 +52,14 @@ def test_workers_without_micro_batches_idle_and_change_nothing(
     program = changed_program(tmp_path, ANY_NUMBER)
     for workers in (3, 1):
         words = command(
-            launcher=torchrun(workers),
+            launcher=torchrun(3) if workers == 3 else (sys.executable,),
             program=program,
             run_dir=tmp_path / str(workers),
             data__path=text,
             trainer__micro_batch_size=4,
             trainer__max_steps=4,
             trainer__reduction=reduction,
+            trainer__workers=1,  # of plain `python`
         )
         job = start(words)
         assert job.wait() == 0, job.err()

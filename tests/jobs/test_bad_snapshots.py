@@ -14,7 +14,7 @@ from mingpt.jobs import Job, read_metric
 def spoil(run_dir: Path, *steps: int) -> None:
     """Cut the tensor files of these steps, or of all."""
     for path in (run_dir / "snapshots").glob("step_*.safetensors"):
-        if not steps or int(path.stem[5:]) in steps:
+        if not steps or int(path.name[5:13]) in steps:
             path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -73,7 +73,7 @@ def test_a_restart_without_a_valid_snapshot_left_ends_the_job(
     settings |= {"trainer__workers": 2, "trainer__max_restarts": 3}
     job = start(command(program=program, **settings))
     assert "no valid snapshot is left" in error_of(job), job.err()
-    assert "step 10: its tensor file has 0 bytes" in job.err()
+    assert "step 10: its file step_00000010.safetensors has 0 bytes" in job.err()
     assert job.err().count("resumed from") == 0
     assert max(read_metric(run_dir)) < 30
 

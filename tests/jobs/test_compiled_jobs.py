@@ -57,3 +57,37 @@ def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
     assert three.wait(300) == 0, three.err()
     assert final_hash(tmp_path / "2", 4) == final_hash(tmp_path / "3", 4)
     assert manifest(tmp_path / "2", 4)["software"]["compiled"] is True
+
+
+ONE_RANK_WITHOUT_COMPILER = """
+import os, runpy, sys
+sys.path.insert(0, os.getcwd())
+if os.environ["RANK"] == "1":
+    os.environ["CXX"] = "/nowhere/c++"
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
+def test_compiled_blocks_train_to_the_same_bits_under_fsdp_or_not_at_all(
+    start: Start, text: Path, tmp_path: Path
+) -> None:
+    """A compiler that fails on one worker must not leave the others waiting in a forward pass."""
+    settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2}
+    settings |= {"trainer__max_steps": 2, "trainer__parallel": "fsdp"}
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        job = start(command(launcher=torchrun(workers), run_dir=folder, **settings), **env)
+        assert job.wait(300) == 0 and "torch.compile failed" not in job.err(), job.err()
+        assert manifest(folder, 2)["software"]["compiled"] == "blocks"
+    assert final_hash(tmp_path / "1", 2) == final_hash(tmp_path / "2", 2)
+    program = tmp_path / "program.py"
+    program.write_text(ONE_RANK_WITHOUT_COMPILER)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "other_cache")}
+    words = command(launcher=torchrun(2), program=str(program), run_dir=tmp_path / "one", **settings)
+    job = start(words, **env)
+    assert job.wait(300) == 0 and "torch.compile failed" in job.err(), job.err()
+    assert manifest(tmp_path / "one", 2)["software"]["compiled"] is False

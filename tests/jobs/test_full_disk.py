@@ -18,7 +18,7 @@ from mingpt.jobs import read_history, read_metric, torchrun
 # Writing a file of a snapshot of one of `steps` fails as long as the file `marker` is there.
 FAIL = """
 import os
-def fail(name, path, content):
+def fail(name, path, size):
     if os.path.exists({marker!r}) and name.startswith({names!r}):
         raise OSError({code}, os.strerror({code}))
 events.subscribe("file_write", fail)

@@ -1,7 +1,9 @@
 """Snapshots in the memory of a node, in whole jobs."""
 
+import itertools
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,64 @@ def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
     assert restarted % 2 == 0 and resumed % 2 == 0
     assert final_hash(run_dir) == final_hash(undisturbed)
     assert list(shm.iterdir()) == []
+
+
+FSDP = {"trainer__parallel": "fsdp"}
+DDP = {"trainer__parallel": "ddp"}
+SHARDED_OPTIMIZER = DDP | {"trainer__shard_optimizer": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [FSDP, SHARDED_OPTIMIZER], ids=["fsdp", "sharded optimizer"])
+def test_a_killed_worker_of_a_sharded_state_comes_back_from_memory(
+    strategy: dict[str, Any], start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Each worker has written its part; nothing is on disk before the end."""
+    shm, run_dir = tmp_path / "shm", tmp_path / "run"
+    shm.mkdir()
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__every": 1000} | strategy
+    settings |= {"snapshot__memory_every": 2, "snapshot__memory_path": shm}
+    job = start(command(launcher=torchrun(2, restarts=3), **settings))
+    job.wait_until(reached(run_dir, 9))
+    os.kill(job.workers()[1], signal.SIGKILL)
+    assert job.wait() == 0, job.err()
+    first, second = read_history(run_dir)["generations"]
+    assert second["restart"] and second["from_step"] >= 6 and second["from_step"] % 2 == 0
+    assert first["to_step"] - second["from_step"] <= 4
+    assert snapshot_steps(run_dir) == [30] and list(shm.iterdir()) == []
+    assert final_hash(run_dir) == final_hash(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [(2, FSDP), (3, FSDP), (1, DDP), (2, SHARDED_OPTIMIZER)],
+        [(2, SHARDED_OPTIMIZER), (1, FSDP), (3, FSDP), (2, DDP)],
+    ],
+    ids=["from fsdp", "from a sharded optimizer"],
+)
+def test_what_is_in_memory_is_for_any_number_of_workers_and_any_strategy(
+    stages: Sequence[tuple[int, dict[str, Any]]], start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The job is killed as a whole after each stage; nothing is on disk before the end."""
+    shm, run_dir = tmp_path / "shm", tmp_path / "run"
+    shm.mkdir()
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__every": 1000}
+    settings |= {"snapshot__memory_every": 2, "snapshot__memory_path": shm}
+    program = changed_program(tmp_path, SLOW_STEPS)
+    for number, (workers, strategy) in enumerate(stages[:-1]):
+        job = start(command(launcher=torchrun(workers), program=program, **settings | strategy))
+        job.wait_until(lambda at=number: len(read_history(run_dir)["generations"]) > at)  # type: ignore[misc]
+        job.wait_until(reached(run_dir, 8 * (number + 1)))
+        job.kill()
+        assert snapshot_steps(run_dir) == []
+    workers, strategy = stages[-1]
+    last = start(command(launcher=torchrun(workers), **settings | strategy))
+    assert last.wait() == 0, last.err()
+    generations = read_history(run_dir)["generations"]
+    assert [entry["workers"] for entry in generations] == [workers for workers, _ in stages]
+    for number, (before, after) in enumerate(itertools.pairwise(generations)):
+        assert 8 * (number + 1) - 3 <= after["from_step"] <= before["to_step"], generations
+    assert snapshot_steps(run_dir) == [30] and list(shm.iterdir()) == []
+    assert final_hash(run_dir) == final_hash(undisturbed)

@@ -39,14 +39,16 @@ def one_curve(run_dir: Path, steps: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
-    start: Start, text: Path, tmp_path: Path
+    parallel: str, start: Start, text: Path, tmp_path: Path
 ) -> None:
-    """Its disk is gone too."""
+    """Its disk is gone too, and under fsdp the half of the state that it held: the other node has a copy."""
     quiet = start(command(run_dir=tmp_path / "quiet", data__path=text, trainer__workers=1, **SLOW))
     assert quiet.wait() == 0, quiet.err()
     nodes = [Node(start, text, tmp_path, name) for name in "ab"]
-    settings = SLOW | {"snapshot__every": 20, "snapshot__memory_every": 5, "snapshot__local_every": 0}
+    settings = SLOW | {"snapshot__memory_every": 5, "snapshot__local_every": 0, "trainer__parallel": parallel}
+    settings["snapshot__every"] = 20 if parallel == "ddp" else 1000
     jobs = [node.start(**settings) for node in nodes]
     jobs[0].wait_until(lambda: all(reached(node.run_dir, 12)() for node in nodes))
     assert [read_history(node.run_dir)["generations"][0]["workers"] for node in nodes] == [2, 2]

@@ -29,7 +29,7 @@ TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
 
 
-@pytest.mark.parametrize("workers", [2, "auto"])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), "auto"])
 def test_plain_python_computes_the_bits_of_torchrun(
     workers: int | str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -42,7 +42,7 @@ def test_plain_python_computes_the_bits_of_torchrun(
     assert final_hash(tmp_path) == final_hash(undisturbed)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_worker_comes_back_and_costs_no_bit(
     victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +109,9 @@ def test_a_refused_resume_is_exit_code_2_and_leaves_the_run_alone(
     assert (run_dir / "run.json").read_text() == (undisturbed / "run.json").read_text()
 
 
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGUSR1", "STOP"])
+@pytest.mark.parametrize(
+    "kind", ["SIGINT", "SIGUSR1", "STOP", pytest.param("SIGTERM", marks=pytest.mark.slow)]
+)
 def test_a_stop_is_exit_code_0_and_one_snapshot(kind: str, start: Start, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"snapshot__every": 1000, "trainer__workers": 2, "trainer__max_steps": 10_000}
     job = start(command(run_dir=tmp_path, data__path=text, **settings))
@@ -129,7 +131,7 @@ def test_a_stop_is_exit_code_0_and_one_snapshot(kind: str, start: Start, text: P
     assert_quiet(job.err())
 
 
-@pytest.mark.parametrize("victims", ["one", "all"])
+@pytest.mark.parametrize("victims", ["one", pytest.param("all", marks=pytest.mark.slow)])
 def test_without_a_restart_left_a_killed_worker_is_exit_code_1(
     victims: str, start: Start, text: Path, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ def two_agents(start: Start, restarts: int, **settings: Any) -> list[Job]:
     return [start(words) for _ in range(2)]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_worker_costs_no_bit(
     victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_where_no_restart_is_left_a_lost_worker_is_named_once(
     assert read_history(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "python"])
 def test_no_worker_outlives_its_agent(launcher: str, start: Start, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__max_steps": 10_000}
     if launcher == "torchrun":
@@ -107,7 +107,7 @@ def test_no_worker_outlives_its_agent(launcher: str, start: Start, text: Path, t
     wait_until(lambda: all_gone(workers), timeout_s=10)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("python", marks=pytest.mark.slow)])
 def test_nothing_is_left_of_a_job_that_ended(launcher: str, start: Start, text: Path, tmp_path: Path) -> None:
     """No process and, in the node's memory, no snapshot."""
     memory = Path(SMALL["snapshot.memory_path"]) / tmp_path.name
@@ -144,7 +144,13 @@ REPEATED = "3 generations failed one after the other at step 13 (worker 1 failed
     ("event", "fault", "sentence", "generations"),
     [
         ("backward_end", BAD_GRADIENT, "step 13: the gradient of windows 96 to 103 is not finite", 1),
-        ("batch", BAD_WEIGHTS, "step 13: the loss of micro-batch 5 (windows at ", 1),
+        pytest.param(
+            "batch",
+            BAD_WEIGHTS,
+            "step 13: the loss of micro-batch 5 (windows at ",
+            1,
+            marks=pytest.mark.slow,
+        ),
         ("batch", "raise OSError('planted')", REPEATED, 4),
     ],
 )
@@ -184,6 +190,7 @@ events.subscribe("batch", on_batch)
 """
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_not_taken_for_the_one_that_was_killed(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

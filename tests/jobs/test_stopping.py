@@ -27,7 +27,8 @@ from mingpt.jobs import descendants, read_history, read_metric, torchrun
 
 
 @pytest.mark.parametrize(
-    "kind", ["SIGTERM", "SIGUSR1", "STOP", pytest.param("SIGINT", marks=pytest.mark.slow)]
+    "kind",
+    ["SIGTERM", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("SIGUSR1", "STOP", "SIGINT"))],
 )
 def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
     kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
@@ -74,8 +75,15 @@ events.subscribe("evaluation_start", lambda step: time.sleep({EVALUATION_S}))
 """
 
 
-@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("SIGINT", 1),
+        ("SIGTERM", 2),
+        pytest.param("SIGTERM", 1, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_signal_ends_the_job_at_once(
     kind: str, workers: int, start: Start, text: Path, tmp_path: Path
 ) -> None:

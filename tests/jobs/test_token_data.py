@@ -56,6 +56,7 @@ def error_of(job: Job) -> str:
     return lines[0].removeprefix("error: ")
 
 
+@pytest.mark.slow
 def test_shards_give_the_same_bits_on_three_workers_and_after_a_kill(
     start: Start, shards: Path, on_shards: Path, tmp_path: Path
 ) -> None:

@@ -1,15 +1,22 @@
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
-from support.training import ARCHITECTURES, Arch, compute_gradients, make_model
-from torch import nn
+from support.exchanges import FakeWorkers, pieces
+from support.training import ARCHITECTURES, Arch, compute_gradients, gradients_of, make_model
+from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim import AdamW
+from mingpt.optim import AdamW, Exchange
+
+STEPS = 4
+SHAPES = [(rows, *columns) for rows in range(1, 71) for columns in ((), (1,), (3,), (16,), (48,))]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_updates_are_those_of_torch_to_the_bit(arch: Arch) -> None:
-    """With decay for matrices alone."""
+    """With decay for matrices alone; all parameters have a multiple of 16 elements."""
     model, optimizer = make_model("adamw", arch)
     theirs, _ = make_model("adamw", arch)
     config = OptimizerConfig(name="adamw")
@@ -20,18 +27,108 @@ def test_the_updates_are_those_of_torch_to_the_bit(arch: Arch) -> None:
         {"params": others, "weight_decay": 0.0},
     ]
     reference = torch.optim.AdamW(groups, lr=0.01, betas=(config.beta1, config.beta2), fused=True)
-    for step in range(4):
+    for step in range(STEPS):
         compute_gradients(model, step)
         compute_gradients(theirs, step)
-        optimizer.step(0.01)
+        optimizer.step(0.01, gradients_of(model))
         reference.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         reference.zero_grad()
     for (key, mine), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0, msg=key)
 
 
+@cache
+def initial() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {str(shape): torch.randn(shape, generator=generator) for shape in SHAPES}
+
+
+@cache
+def gradient(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1 + step)
+    return {str(shape): torch.randn(shape, generator=generator) * 0.01 for shape in SHAPES}
+
+
+def trained(exchange: Exchange) -> dict[str, dict[str, Tensor]]:
+    """{parameter: {"weight" or name of state: this worker's rows}} after some steps."""
+    weights = pieces(initial(), exchange)
+    optimizer = AdamW(weights, {str(shape): shape for shape in SHAPES}, OptimizerConfig())
+    for step in range(STEPS):
+        optimizer.step(0.01, pieces(gradient(step), exchange))
+    return {name: optimizer.state[name] | {"weight": weight} for name, weight in weights.items()}
+
+
+@cache
+def trained_whole() -> dict[str, dict[str, Tensor]]:
+    return trained(Exchange())
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+def test_the_rows_of_several_workers_have_the_bits_of_whole_tensors(workers: int) -> None:
+    """A fused kernel rounds the last elements of a tensor differently from the others, without padding."""
+    whole = trained_whole()
+    parts = FakeWorkers(workers, is_sharded=True).run(trained)
+    for name, expected in whole.items():
+        for key in ("weight", "exp_avg", "exp_avg_sq"):
+            together = torch.cat([part[name][key] for part in parts])
+            assert torch.equal(together, expected[key]), f"{key} of {name}"
+        assert all(part[name]["step"] == STEPS for part in parts)
+
+
+def test_rows_that_another_update_would_have_rounded_differently_are_those_of_a_larger_tensor() -> None:
+    """A tensor of 5 elements is updated like the first 5 of one of 16."""
+    whole = trained_whole()
+    values = {"large": torch.cat([initial()["(5,)"], torch.ones(11)])}
+    optimizer = AdamW(values, {"large": (16,)}, OptimizerConfig())
+    for step in range(STEPS):
+        optimizer.step(0.01, {"large": torch.cat([gradient(step)["(5,)"], torch.ones(11)])})
+    assert torch.equal(values["large"][:5], whole["(5,)"]["weight"])
+    assert torch.equal(optimizer.state["large"]["exp_avg_sq"][:5], whole["(5,)"]["exp_avg_sq"])
+
+
+def test_gradients_are_left_as_they_are() -> None:
+    weights = {"even": torch.ones(16), "odd": torch.ones(5)}
+    gradients = {name: torch.full_like(weight, 0.5) for name, weight in weights.items()}
+    AdamW(weights, {"even": (16,), "odd": (5,)}, OptimizerConfig()).step(0.01, gradients)
+    assert all(bool((gradient == 0.5).all()) for gradient in gradients.values())
+    assert all(bool((weight != 1.0).all()) for weight in weights.values())
+
+
+def test_state_that_is_copied_in_is_what_the_next_step_uses() -> None:
+    weights, shapes = {"w": torch.ones(5)}, {"w": (5,)}
+    first = AdamW(weights, shapes, OptimizerConfig())
+    first.step(0.01, {"w": torch.full((5,), 0.5)})
+    again = {"w": weights["w"].clone()}
+    second = AdamW(again, shapes, OptimizerConfig())
+    for key, tensor in second.state["w"].items():
+        assert tensor.is_contiguous()
+        tensor.copy_(first.state["w"][key])
+    for optimizer in (first, second):
+        optimizer.step(0.01, {"w": torch.full((5,), 0.25)})
+    assert torch.equal(weights["w"], again["w"])
+
+
+def test_weights_that_are_multiples_of_16_are_updated_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without padding, and all in one call of the kernel."""
+    given: list[list[Tensor]] = []
+    kernel = torch._fused_adamw_
+
+    def recorded(weights: list[Tensor], *lists: list[Tensor], **options: Any) -> None:
+        given.append(weights)
+        kernel(weights, *lists, **options)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", recorded)
+    weights = {"a": torch.ones(2, 8), "b": torch.ones(3, 16)}
+    gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    AdamW(weights, {"a": (2, 8), "b": (3, 16)}, OptimizerConfig()).step(0.01, gradients)
+    (updated,) = given
+    assert [tensor.data_ptr() for tensor in updated] == [weight.data_ptr() for weight in weights.values()]
+
+
 def test_a_weight_without_a_gradient_is_an_error() -> None:
-    optimizer = AdamW({"w": nn.Parameter(torch.ones(3))}, OptimizerConfig())
+    optimizer = AdamW({"w": torch.ones(3)}, {"w": (3,)}, OptimizerConfig())
     with pytest.raises(AssertionError, match="every parameter takes part in every step"):
-        optimizer.step(0.01)
+        optimizer.step(0.01, {})

@@ -1,57 +1,79 @@
 import pytest
 import torch
-from torch import Tensor, nn
+from support.exchanges import FakeWorkers, pieces
+from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim import Muon
-from mingpt.optim.muon import AllGather, assign_batches, newton_schulz, wide
-from mingpt.optim.optimizer import add_dimension
+from mingpt.optim import Exchange, Muon
+from mingpt.optim.muon import assign_batches, newton_schulz, wide
 
-SHAPES = ((8, 24), (24, 8), (8, 8), (8, 24), (8, 24), (16, 8), (8, 24))
-
-
-def make_matrices() -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape) for shape in SHAPES]
-
-
-def updated(matrices: list[Tensor], rank: int, workers: int, all_gather: AllGather) -> list[Tensor]:
-    """The matrices after one update, by a worker whose gradients are the matrices' squares."""
-    weights = {f"h.{number}": nn.Parameter(matrix.clone()) for number, matrix in enumerate(matrices)}
-    for weight in weights.values():
-        weight.grad = weight.detach().square()
-    Muon(weights, OptimizerConfig(), rank, workers, all_gather).step(0.01)
-    return [weight.detach() for weight in weights.values()]
+SHAPES = {
+    f"h.{number}": shape
+    for number, shape in enumerate(
+        ((8, 24), (24, 8), (8, 8), (8, 24), (8, 24), (16, 8), (8, 24), (3, 17), (17, 3), (1, 5), (29, 13))
+    )
+}
+STEPS = 3
 
 
-@pytest.mark.parametrize("workers", [2, 3, 9])
-def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
+def make_matrices() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
+    """Weights and momentum, this worker's rows or all, after some steps."""
     matrices = make_matrices()
-    alone = updated(matrices, 0, 1, add_dimension)
-    rows: list[Tensor] = []
+    weights = pieces(matrices, exchange)
+    muon = Muon(weights, SHAPES, OptimizerConfig(), exchange)
+    for step in range(STEPS):
+        gradients = {name: (matrix + step).square() for name, matrix in matrices.items()}
+        given = pieces(gradients, exchange)
+        muon.step(0.01, given)
+        for name, gradient in pieces(gradients, exchange).items():
+            assert torch.equal(given[name], gradient)
+    return [weights, {name: state["momentum_buffer"] for name, state in muon.state.items()}]
 
-    def keep(row: Tensor) -> Tensor:
-        rows.append(row)
-        return torch.zeros(workers, len(row), dtype=row.dtype)
 
-    for rank in range(workers):
-        updated(matrices, rank, workers, keep)
-    assert len(rows) == workers
-    together = updated(matrices, 0, workers, lambda _: torch.stack(rows))
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
-    assert not any(torch.equal(one, other) for one, other in zip(alone, matrices, strict=True))
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
+def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
+    """Also where some have no batch to compute."""
+    alone = trained(Exchange())
+    for together in FakeWorkers(workers, is_sharded=False).run(trained):
+        for expected, found in zip(alone, together, strict=True):
+            assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+    assert not any(torch.equal(alone[0][name], matrix) for name, matrix in make_matrices().items())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
+def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -> None:
+    """Also where a matrix has fewer rows than there are workers."""
+    alone = trained(Exchange())
+    parts = FakeWorkers(workers, is_sharded=True).run(trained)
+    for number, expected in enumerate(alone):
+        for name in SHAPES:
+            together = torch.cat([part[number][name] for part in parts])
+            assert torch.equal(together, expected[name]), name
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_whole_matrices_are_broadcast_without_padding(workers: int) -> None:
+    """Two bytes for each element, once."""
+    together = FakeWorkers(workers, is_sharded=False)
+    together.run(trained)
+    elements = sum(matrix.numel() for matrix in make_matrices().values())
+    assert together.bytes_sent == STEPS * 2 * elements
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 9])
 def test_each_matrix_is_assigned_once_in_batches_of_one_shape(workers: int) -> None:
-    weights = {f"h.{number}": nn.Parameter(matrix) for number, matrix in enumerate(make_matrices())}
-    assigned = assign_batches(weights, workers)
+    assigned = assign_batches(SHAPES, workers, "cpu")
     assert len(assigned) == workers
     batches = [batch for part in assigned for batch in part]
-    assert sorted(name for batch in batches for name in batch) == sorted(weights)
+    assert sorted(name for batch in batches for name in batch) == sorted(SHAPES)
     for batch in batches:
-        assert len({wide(weights[name]).shape for name in batch}) == 1
-    in_alone = sorted(batch for part in assign_batches(weights, 1) for batch in part)
+        assert len({wide(torch.empty(SHAPES[name])).shape for name in batch}) == 1
+    in_alone = sorted(batch for part in assign_batches(SHAPES, 1, "cpu") for batch in part)
     assert sorted(batches) == in_alone
 
 

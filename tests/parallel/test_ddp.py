@@ -1,77 +1,51 @@
-import os
-import subprocess
-import sys
+"""Both reductions of ddp, with 1, 2 and 3 ranks."""
+
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import ROOT
-from support.reduce_program import MICRO_BATCHES, reduce_step
-from support.single_process import SingleProcess
-from torch import Tensor
-
-Gradients = dict[str, Tensor]
+from support.parallel_program import Results, assert_close, assert_equal, run_program
 
 
-def reduce_alone(reduction: str) -> Gradients:
-    return reduce_step(reduction, SingleProcess(), [range(MICRO_BATCHES)])
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run_program(Path(tmp_path_factory.mktemp("ddp") / "results"), "ddp")
 
 
-@pytest.fixture
-def of_two_ranks(tmp_path: Path) -> list[dict[str, Gradients]]:
-    """The gradients that each of two processes has after a step, by strategy and case."""
-    search_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    processes = []
-    for rank in range(2):
-        command = [
-            sys.executable,
-            "-m",
-            "support.reduce_program",
-            str(rank),
-            str(tmp_path / "store"),
-            str(tmp_path / f"{rank}.pt"),
-        ]
-        environment = os.environ | {"PYTHONPATH": search_path}
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", ["exact", "idle"])
+def test_exact_reduction_has_the_bits_of_one_rank(results: Results, case: str, ranks: int) -> None:
+    """In the case `idle` there are two micro-batches, so that with three ranks one has none."""
+    expected = results[1][0][case]
+    for outcomes in results[ranks]:
+        for part in ("gradients", "clipped", "held"):
+            assert_equal(getattr(outcomes[case], part), getattr(expected, part))
+        assert outcomes[case].norm == expected.norm and outcomes[case].eval_loss == expected.eval_loss
 
 
-def assert_close(mine: Gradients, expected: Gradients) -> None:
-    assert mine.keys() == expected.keys()
-    for name, gradient in mine.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("case", "exact"), [("fast", "exact"), ("idle fast", "idle")])
+def test_fast_reduction_differs_by_the_order_of_additions_alone(
+    results: Results, case: str, exact: str, ranks: int
+) -> None:
+    expected = results[1][0][exact]
+    for outcomes in results[ranks]:
+        assert_close(outcomes[case].gradients, expected.gradients)
+        assert_equal(outcomes[case].held, results[ranks][0][case].held)
+        assert outcomes[case].norm == pytest.approx(expected.norm, rel=1e-4)
 
 
-def assert_equal(mine: Gradients, expected: Gradients) -> None:
-    assert mine.keys() == expected.keys()
-    for name, gradient in mine.items():
-        assert torch.equal(gradient, expected[name]), name
+def test_gradients_are_large_enough_and_clipped(results: Results) -> None:
+    """Otherwise the comparisons above would show nothing."""
+    outcome = results[1][0]["exact"]
+    assert max(float(gradient.abs().max()) for gradient in outcome.gradients.values()) > 1e-3
+    assert outcome.norm > 0.05
+    name = "h.0.attn.c_attn.weight"
+    assert not outcome.clipped[name].equal(outcome.gradients[name])
 
 
-def test_without_a_process_group_the_gradient_is_that_of_exact_reduction() -> None:
-    """As far as another order of additions allows."""
-    exact = reduce_alone("exact")
-    assert max(float(gradient.abs().max()) for gradient in exact.values()) > 1e-3
-    assert_close(reduce_alone("fast"), exact)
-
-
-def test_two_ranks_have_the_gradient_of_one(of_two_ranks: list[dict[str, Gradients]]) -> None:
-    """Fast reduction as far as another order of additions allows, exact reduction to the bit.
-
-    In the case `idle` one of the ranks has no micro-batches.
-    """
-    exact = reduce_alone("exact")
-    first, second = of_two_ranks
-    for case in ("even", "idle"):
-        for gradients in of_two_ranks:
-            assert_close(gradients[f"fast {case}"], exact)
-            assert_equal(gradients[f"exact {case}"], exact)
-        assert_equal(first[f"fast {case}"], second[f"fast {case}"])
+def test_ranks_that_work_on_their_own_ask_themselves_alone(results: Results) -> None:
+    assert [outcomes["exact"].any_of_one for outcomes in results[3]] == [
+        (True, False),
+        (False, False),
+        (False, False),
+    ]

@@ -1,26 +1,41 @@
+import hashlib
 import json
 import tracemalloc
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-from support.snapshots import CONTENT, TENSORS, make_manifest
+from support.snapshots import TENSORS, make_manifest
 
 from mingpt.config import Config
 from mingpt.errors import CorruptSnapshot, UserError
 from mingpt.settings import to_dict
-from mingpt.snapshot import Snapshot
+from mingpt.snapshot import FileRecord, Snapshot, to_safetensors
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     SCHEMA,
     add_checksum,
     decode_manifest,
     encode_manifest,
-    file_name,
-    step_of,
+    file_records,
+    joint_sha256,
 )
+from mingpt.snapshot.names import file_name, step_of
 
-WHOLE = {"schema": SCHEMA, **make_manifest(4, loss=1.5), "sha256": "ab" * 32, "bytes": 17}
+RECORDS = [
+    FileRecord("step_00000004.safetensors", "ab" * 32, 17),
+    FileRecord("step_00000004.optimizer.safetensors", "cd" * 32, 30),
+]
+FILES = [asdict(record) for record in RECORDS]
+WHOLE = {
+    "schema": SCHEMA,
+    **make_manifest(4, loss=1.5),
+    "files": FILES,
+    "sha256": hashlib.sha256(b"ab" * 32 + b"cd" * 32).hexdigest(),
+    "bytes": 47,
+}
+OLD = {"schema": 1, **make_manifest(4, loss=1.5), "sha256": "ab" * 32, "bytes": 17}
 CONFIG = to_dict(Config())
 
 
@@ -34,11 +49,27 @@ def with_software(**values: object) -> dict[str, Any]:
     return {"software": software | values}
 
 
-def test_a_manifest_is_read_back_with_the_size_and_the_hash_of_the_tensors() -> None:
+def with_file(**values: object) -> dict[str, Any]:
+    """The second of the files with other values; `bytes` and `sha256` of the whole as they should be."""
+    files: list[dict[str, Any]] = [FILES[0], FILES[1] | values]
+    digest = hashlib.sha256("".join(str(file["sha256"]) for file in files).encode()).hexdigest()
+    sizes = [file["bytes"] for file in files]
+    is_sum = all(type(size) is int for size in sizes)
+    return {"files": files, "sha256": digest, "bytes": sum(sizes) if is_sum else 47}
+
+
+def test_a_manifest_is_read_back_with_the_sizes_and_the_hashes_of_the_files() -> None:
     fields = make_manifest(4) | {"config": CONFIG}
-    manifest = decode_manifest(encode_manifest(fields, "ab" * 32, 17))
-    assert (manifest["step"], manifest["config"]) == (4, CONFIG)
-    assert (manifest["sha256"], manifest["bytes"], manifest["schema"]) == ("ab" * 32, 17, SCHEMA)
+    manifest = decode_manifest(encode_manifest(fields, RECORDS))
+    assert (manifest["step"], manifest["config"], manifest["schema"]) == (4, CONFIG, SCHEMA)
+    assert file_records(manifest) == RECORDS
+    assert (manifest["sha256"], manifest["bytes"]) == (joint_sha256(RECORDS), 47)
+    assert manifest["sha256"] == WHOLE["sha256"]
+
+
+def test_a_manifest_of_schema_1_has_one_file() -> None:
+    manifest = decode_manifest(add_checksum(OLD | {"files": "a field of no meaning then"}))
+    assert file_records(manifest) == [FileRecord("step_00000004.safetensors", "ab" * 32, 17)]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +86,7 @@ def test_a_manifest_with_another_value_is_corrupt() -> None:
         decode_manifest((json.dumps(manifest, indent=1) + "\n").encode())
 
 
+SHARD = {"rank": 1, "workers": 2, "weights": True, "generation": "0" * 32}
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("step", {"step": -1}),
     ("step", {"step": True}),
@@ -99,13 +131,39 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("NaN is no number", {"metrics": {"val": {"val/loss": float("nan")}}}),
     ("Infinity is no number", {"metrics": {"val": {"val/loss": float("-inf")}}}),
     ("sha256", {"sha256": "AB" * 32}),
+    ("sha256: the files have others", {"sha256": "ab" * 32}),
+    ("bytes: the files have another size", {"bytes": 48}),
+    ("files", {"files": {}}),
+    ("files", {"files": []}),
+    ("files.1.name", with_file(name=3)),
+    ("files.1.sha256", with_file(sha256="AB" * 32)),
+    ("files.1.bytes", with_file(bytes=-1)),
+    ("files.1.bytes", with_file(bytes=True)),
+    ("files.1.bytes", with_file(bytes=2**63) | {"bytes": 47}),
+    ("files.1.bytes", with_file(bytes="30")),
+    ("files: they are not those", with_file(name="step_00000004.safetensors")),
+    ("files: they are not those", with_file(name="../step_00000004.optimizer.safetensors")),
+    ("files: they are not those", with_file(name="step_00000005.optimizer.safetensors")),
+    ("files: they are not those", with_file(name="step_00000004.optimizer-00001-of-00002.safetensors")),
+    ("files: they are not those", {"files": FILES[::-1]}),
+    ("files: they are not those", {"files": FILES[1:]}),
+    ("files: they are not those", {"files": FILES + FILES}),
     ("bytes", {"bytes": -1}),
     ("bytes", {"bytes": 2**70}),
     ("after", {"after": -1}),
+    ("shard", {"shard": 3}),
+    ("shard.rank", {"shard": SHARD | {"rank": -1}}),
+    ("shard.rank", {"shard": SHARD | {"rank": "1"}}),
+    ("there is no rank 2 of 2 workers", {"shard": SHARD | {"rank": 2}}),
+    ("shard.workers", {"shard": SHARD | {"rank": 0, "workers": 0}}),
+    ("shard.weights", {"shard": SHARD | {"weights": 1}}),
+    ("shard.generation", {"shard": SHARD | {"generation": "x"}}),
+    ("shard.more", {"shard": SHARD | {"more": 1}}),
+    ("shard.weights", {"shard": {"rank": 1, "workers": 2, "generation": "0" * 32}}),
     ("schema", {"schema": "1"}),
     ("schema", {"schema": -1}),
     ("schema", {"schema": True}),
-    ("schema", {"schema": 2, "step": "4"}),
+    ("schema", {"schema": 3, "step": "4"}),
 ]
 
 
@@ -119,9 +177,13 @@ def test_a_field_of_another_type_or_range_is_named(expected: str, change: dict[s
     assert len(str(error.value)) < 500
 
 
+@pytest.mark.parametrize("whole", [WHOLE, OLD], ids=["schema 2", "schema 1"])
 @pytest.mark.parametrize("field", [field for field in WHOLE if field != "schema"])
-def test_a_field_that_is_missing_is_named(field: str) -> None:
-    rest = {key: value for key, value in WHOLE.items() if key != field}
+def test_a_field_that_is_missing_is_named(field: str, whole: dict[str, Any]) -> None:
+    if field not in whole:
+        decode_manifest(add_checksum(whole))  # schema 1 has no files
+        return
+    rest = {key: value for key, value in whole.items() if key != field}
     with pytest.raises(CorruptSnapshot, match=f"{field}: Field required"):
         decode_manifest(add_checksum(rest))
 
@@ -131,7 +193,7 @@ def test_fields_and_settings_that_this_version_does_not_know_are_ignored() -> No
         {"more": {"x": 1}} | with_setting("model", future=3) | with_software(device_type="cpu", compiled=True)
     )
     manifest = decode_manifest(add_checksum(WHOLE | more))
-    assert Snapshot(manifest, b"").config == Config()
+    assert Snapshot(manifest, []).config == Config()
 
 
 def test_a_path_that_is_no_text_does_not_make_a_snapshot_corrupt() -> None:
@@ -171,14 +233,16 @@ def test_commas_in_a_text_are_not_counted_as_values() -> None:
 def test_a_record_that_json_cannot_hold_is_left_out() -> None:
     """A snapshot of a run whose validation loss is NaN can be read."""
     metrics = {"val": {"step": 4, "val/loss": float("nan")}, "train": {"step": 4, "lr": 0.1}}
-    manifest = decode_manifest(encode_manifest(make_manifest(4) | {"metrics": metrics}, "ab" * 32, 17))
+    manifest = decode_manifest(encode_manifest(make_manifest(4) | {"metrics": metrics}, RECORDS))
     assert manifest["metrics"] == {"train": {"step": 4, "lr": 0.1}}
 
 
 def test_a_format_of_the_future_is_named() -> None:
     """Its fields may be others; it is not called corrupt, so nothing renames it."""
-    with pytest.raises(UserError, match=r"the snapshot of step 4 has schema version 99, .* reads version 1"):
-        decode_manifest(add_checksum({"schema": 99, "step": 4}))
+    for schema in (3, 99):
+        expected = rf"the snapshot of step 4 has schema version {schema}, .* reads versions 1 to 2"
+        with pytest.raises(UserError, match=expected):
+            decode_manifest(add_checksum({"schema": schema, "step": 4}))
 
 
 def test_the_files_of_a_step_sort_by_their_step() -> None:
@@ -201,7 +265,7 @@ def test_only_the_name_that_a_step_is_given_counts() -> None:
 
 
 def test_the_tensors_of_a_part_have_names_without_its_prefix() -> None:
-    snapshot = Snapshot({}, bytes(CONTENT))
+    snapshot = Snapshot.from_content({}, to_safetensors(TENSORS))
     assert list(snapshot.tensors("optimizer.")) == ["wte.step"]
     tensors = snapshot.tensors()
     assert tensors.keys() == TENSORS.keys()
@@ -211,4 +275,4 @@ def test_the_tensors_of_a_part_have_names_without_its_prefix() -> None:
 def test_a_manifest_that_no_reader_would_accept_is_not_written() -> None:
     fields = make_manifest(4) | {"data": {"path": "x", "sha256": "0" * 64, "files": {"a" * MAX_BYTES: "b"}}}
     with pytest.raises(UserError, match="the manifest would have"):
-        encode_manifest(fields, "0" * 64, 10)
+        encode_manifest(fields, RECORDS)

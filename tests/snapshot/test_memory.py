@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.snapshots import make_manifest
 
+from mingpt.errors import CorruptSnapshot
 from mingpt.snapshot import MemorySnapshots, Process, this_process
 
 
@@ -37,13 +38,16 @@ def reopen(memory: MemorySnapshots, run_id: str = "abc", node_rank: int = 0) -> 
 
 def newest_step(memory: MemorySnapshots, newer_than: int = -1, saved_after: int | None = None) -> int | None:
     """Checks the values that are found, too."""
-    found = memory.find_newest(newer_than, saved_after)
-    if found is None:
-        return None
-    step = int(found.manifest["step"])
-    expected = make_state(step)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.tensors().items())
-    return step
+    for store, found in memory.find(newer_than, saved_after):
+        try:
+            store.verify(found)
+        except CorruptSnapshot:
+            continue
+        step = int(found.manifest["step"])
+        expected = make_state(step)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.tensors().items())
+        return step
+    return None
 
 
 def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them(
@@ -53,13 +57,15 @@ def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them
     for step in (5, 10, 15):
         save(memory, step)
     assert newest_step(memory) == 15
-    assert memory.own.steps() == [15, 10]
+    assert memory.slots.store.steps() == [15, 10]
     later = reopen(memory)
     save(later, 20)
-    assert later.own.steps() == [20, 15], "the earlier generation's stays until there are two newer ones"
+    assert later.slots.store.steps() == [20, 15], (
+        "the earlier generation's stays until there are two newer ones"
+    )
     save(later, 25)
-    assert later.own.steps() == [25, 20]
-    assert len(later.own.names()) == 4
+    assert later.slots.store.steps() == [25, 20]
+    assert len(later.slots.store.names()) == 4
 
 
 def test_one_that_is_older_than_a_durable_one_or_was_saved_after_a_later_one_does_not_count(
@@ -95,8 +101,8 @@ def test_another_run_and_a_copy_of_the_run_folder_see_nothing(
 def test_one_that_is_being_overwritten_is_none_and_the_other_is_valid(memory: MemorySnapshots) -> None:
     for step in (5, 10):
         save(memory, step)
-    memory.invalidate_next_slot()  # as if killed in the middle of the copy
-    memory.buffers[memory.next_slot].buffer[200:300] = 7
+    memory.slots.begin()  # as if killed in the middle of the copy
+    memory.slots.buffer.buffer[200:300] = 7
     assert newest_step(memory) == 10
     later = reopen(memory)
     save(later, 15)
@@ -110,15 +116,28 @@ def test_a_node_whose_rank_changes_goes_on_with_its_folder(memory: MemorySnapsho
     save(reopen(memory, node_rank=1), 10)
     later = MemorySnapshots(str(memory.root.parent), "abc", memory.root.parent, 2, this_process())
     save(later, 15)
-    assert later.own.steps() == [15, 10]
+    assert later.slots.store.steps() == [15, 10]
     assert sorted(path.name for path in memory.root.glob("node-*")) == ["node-1", "node-2"]
+
+
+def test_what_is_kept_for_a_later_generation_is_none_past_the_step_that_it_starts_from(
+    memory: MemorySnapshots,
+) -> None:
+    """Of the newest step another worker may lack its part, and then the one before is needed again."""
+    for step in (5, 10):
+        save(memory, step)
+    later = reopen(memory)
+    later.allocate(make_state(5), start_step=5)
+    assert later.slots.store.steps() == [5]
+    save(later, 10)
+    assert later.slots.store.steps() == [10, 5]
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
 def test_a_flipped_bit_is_noticed(memory: MemorySnapshots, kind: str) -> None:
     for step in (5, 10):
         save(memory, step)
-    path = Path(memory.own.path(f"step_00000010.{kind}"))
+    path = Path(memory.slots.store.path(f"step_00000010.{kind}"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -126,14 +145,16 @@ def test_a_flipped_bit_is_noticed(memory: MemorySnapshots, kind: str) -> None:
 
 
 def test_a_state_of_another_size_replaces_the_old_one(memory: MemorySnapshots) -> None:
+    """When there is a newer one, and not before: until then a kill would cost many steps."""
     save(memory, 5)
     later = reopen(memory)
-    for step in (10, 15):
+    for step, steps in ((10, [10, 5]), (15, [15, 10])):
         later.save(make_manifest(step) | {"after": 0}, {"model.c": torch.zeros(7)})
         assert later.thread
         later.thread.join()
-    assert later.own.steps() == [15, 10]
-    assert [len(tensor) for tensor in later.own.read(15).tensors().values()] == [7]
+        assert later.slots.store.steps() == steps
+    assert later.slots.store.steps() == [15, 10]
+    assert [len(tensor) for tensor in later.slots.store.read(15).tensors().values()] == [7]
 
 
 @pytest.mark.parametrize("why", ["absent", "too small"])
@@ -157,7 +178,7 @@ def test_where_there_is_no_room_it_says_so_once_and_is_off(
     assert len(caplog.records) == 1
     assert "no snapshots in memory" in caplog.text
     assert newest_step(memory) is None
-    assert not Path(memory.own.root).exists()
+    assert not memory.slots.folder.exists()
 
 
 def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySnapshots, tmp_path: Path) -> None:
@@ -223,8 +244,8 @@ def test_a_runs_own_outdated_folder_is_removed_once_a_newer_snapshot_is_durable(
         for rank, owner in ((1, gone), (2, this_process()), (3, neighbour))
     ]
     own.remove_outdated(4)
-    assert all(Path(other.own.root).exists() for other in others), "theirs may be the newest"
+    assert all(other.slots.folder.exists() for other in others), "theirs may be the newest"
     own.remove_outdated(5)
-    assert [Path(other.own.root).exists() for other in others] == [False, False, True]
+    assert [other.slots.folder.exists() for other in others] == [False, False, True]
     assert newest_step(own) == 5
     assert len(caplog.records) == 2

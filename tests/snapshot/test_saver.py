@@ -2,16 +2,18 @@ import errno
 import logging
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.faults import FaultyDisk
-from support.snapshots import CONTENT, TENSORS, make_manifest, make_store
+from support.snapshots import TENSORS, make_manifest, make_store, save, write
 
 from mingpt.errors import SaveAborted
-from mingpt.snapshot import SnapshotSaver, SnapshotStore
+from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore
+from mingpt.snapshot.names import step_of
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def test_the_newest_and_the_best_are_kept(store: SnapshotStore) -> None:
 
 def test_the_best_of_an_earlier_generation_is_kept(store: SnapshotStore) -> None:
     for step, loss in ((1, 1.0), (2, 2.0)):
-        store.write(make_manifest(step, loss), CONTENT)
+        write(store, make_manifest(step, loss))
     saver = SnapshotSaver(store, keep_last=1, keep_best=True)
     saver.save(make_manifest(3, 3.0), TENSORS)
     saver.finish()
@@ -59,7 +61,7 @@ def test_a_write_that_fails_is_reported_and_training_goes_on(
 
 def test_a_removal_that_was_cut_short_is_completed_later(store: SnapshotStore) -> None:
     for step in (1, 2):
-        store.write(make_manifest(step), CONTENT)
+        write(store, make_manifest(step))
     Path(store.path("step_00000001.json")).unlink()
     saver = SnapshotSaver(store, keep_last=1, keep_best=False)
     saver.save(make_manifest(3), TENSORS)
@@ -108,13 +110,14 @@ class FullDisk:
     """A store whose folder holds so many snapshots and no more; removing one makes room."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: SnapshotStore, room: int) -> None:
-        self.real, self.store, self.room, self.code = store.write_atomic, store, room, errno.ENOSPC
-        monkeypatch.setattr(store, "write_atomic", self.write_atomic)
+        self.real, self.store, self.room, self.code = store.write_file, store, room, errno.ENOSPC
+        monkeypatch.setattr(store, "write_file", self.write_file)
 
-    def write_atomic(self, name: str, content: bytes) -> None:
-        if name.endswith(".safetensors") and len(self.store.steps("safetensors")) >= self.room:
+    def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
+        steps = {*self.store.steps("safetensors"), step_of(layout.name)}
+        if len(steps) > self.room:
             raise OSError(self.code, "no room")
-        self.real(name, content)
+        return self.real(layout, chunks)
 
 
 def saver_with(
@@ -123,7 +126,7 @@ def saver_with(
     """After snapshots with these validation losses by step."""
     saver = SnapshotSaver(store, keep_last=100, keep_best=keep_best)
     for step, loss in losses.items():
-        saver.write(make_manifest(step, loss), CONTENT)
+        save(saver, make_manifest(step, loss))
     return saver
 
 
@@ -136,7 +139,7 @@ def test_where_there_is_no_room_older_ones_go_the_best_one_last(
     disk.code = code
     for room, step, kept in ((4, 5, [5, 4, 3, 1]), (3, 6, [6, 5, 1]), (2, 7, [7, 6])):
         disk.room = room
-        saver.write(make_manifest(step, 5.0), CONTENT)
+        save(saver, make_manifest(step, 5.0))
         assert (saver.error, store.steps()) == (None, kept)
     assert caplog.messages[0] == "snapshot of step 2 is removed: there was no room for that of step 5"
     assert len(caplog.messages) == 5
@@ -147,15 +150,15 @@ def test_the_only_one_is_not_removed_for_the_next(
 ) -> None:
     saver = saver_with(store, {1: 1.0, 2: 2.0})
     FullDisk(monkeypatch, store, room=0)
-    saver.write(make_manifest(3), CONTENT)
+    save(saver, make_manifest(3))
     assert isinstance(saver.error, OSError)
     assert store.steps() == [2]
     assert caplog.messages[-1] == "snapshot of step 3 could not be written: OSError: [Errno 28] no room"
-    saver.write(make_manifest(4), CONTENT)
+    save(saver, make_manifest(4))
     assert store.steps() == [2]
 
 
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("kind", ["json", "safetensors", "optimizer.safetensors"])
 def test_the_newest_that_is_valid_is_kept_and_not_a_damaged_one(
     kind: str, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,9 +166,9 @@ def test_the_newest_that_is_valid_is_kept_and_not_a_damaged_one(
     path = Path(store.path(f"step_00000003.{kind}"))
     path.write_bytes(path.read_bytes()[:-3] + b"???")
     FullDisk(monkeypatch, store, room=0)
-    saver.write(make_manifest(4), CONTENT)
+    save(saver, make_manifest(4))
     assert store.steps() == [3, 2]
-    store.verify(2)
+    store.read(2)
 
 
 def test_other_errors_than_a_full_disk_remove_nothing(
@@ -173,7 +176,7 @@ def test_other_errors_than_a_full_disk_remove_nothing(
 ) -> None:
     saver = saver_with(store, {1: 1.0, 2: 2.0})
     FullDisk(monkeypatch, store, room=0).code = errno.EIO
-    saver.write(make_manifest(3), CONTENT)
+    save(saver, make_manifest(3))
     assert store.steps() == [2, 1]
 
 
@@ -184,12 +187,12 @@ def test_tensors_whose_manifest_does_not_fit_are_removed(
     saver = saver_with(store, {1: 1.0})
     with monkeypatch.context() as patch:
         FaultyDisk(patch, function, "partial-step_00000002.json")
-        saver.write(make_manifest(2), CONTENT)
+        save(saver, make_manifest(2))
     assert (store.steps(), store.steps("safetensors")) == ([1], [1])
 
 
 def test_losses_of_snapshots_that_are_gone_are_forgotten(store: SnapshotStore) -> None:
     saver = SnapshotSaver(store, keep_last=2, keep_best=True)
     for step in range(1, 20):
-        saver.write(make_manifest(step, 1 / step), CONTENT)
+        save(saver, make_manifest(step, 1 / step))
     assert len(saver.losses) <= 4

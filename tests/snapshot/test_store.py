@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.faults import FaultyDisk
-from support.snapshots import CONTENT, TENSORS, file_names, make_manifest, make_store
+from support.snapshots import TENSORS, file_names, make_manifest, make_store, write
 
 from mingpt.errors import CorruptSnapshot, UserError
-from mingpt.snapshot import Entries, SnapshotStore, open_snapshot, to_safetensors
+from mingpt.snapshot import Entries, SnapshotStore, open_snapshot
+
+KINDS = ["json", "safetensors", "optimizer.safetensors"]  # of the three files of a snapshot
 
 
 @pytest.fixture
@@ -22,13 +24,14 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 
 def test_what_was_saved_is_read_back(store: SnapshotStore) -> None:
-    store.write(make_manifest(12), CONTENT)
-    assert file_names(store) == ["step_00000012.json", "step_00000012.safetensors"]
+    write(store, make_manifest(12))
+    assert file_names(store) == [f"step_00000012.{kind}" for kind in sorted(KINDS)]
     snapshot, corrupt = store.find_newest()
     assert snapshot is not None
     assert corrupt == {}
     assert snapshot.manifest["step"] == 12
-    assert snapshot.manifest["bytes"] == len(snapshot.content)
+    sizes = [os.path.getsize(store.path(f"step_00000012.{kind}")) for kind in KINDS[1:]]
+    assert snapshot.manifest["bytes"] == sum(sizes)
     tensors = snapshot.tensors()
     assert tensors.keys() == TENSORS.keys()
     for name, tensor in tensors.items():
@@ -37,21 +40,30 @@ def test_what_was_saved_is_read_back(store: SnapshotStore) -> None:
 
 
 def test_the_same_state_gives_the_same_bytes(store: SnapshotStore) -> None:
-    store.write(make_manifest(1), to_safetensors(TENSORS))
-    store.write(make_manifest(2), to_safetensors(dict(reversed(TENSORS.items()))))
-    assert store.read(1).content == store.read(2).content
+    write(store, make_manifest(1), TENSORS)
+    write(store, make_manifest(2), dict(reversed(TENSORS.items())))
+    assert store.read(1).manifest["sha256"] == store.read(2).manifest["sha256"]
 
 
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize(
+    ("kind", "stride"),
+    [
+        ("json", 11),
+        ("safetensors", 3),
+        ("optimizer.safetensors", 1),
+        pytest.param("json", 1, marks=pytest.mark.slow),
+        pytest.param("safetensors", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_every_flipped_bit_is_noticed_and_the_snapshot_before_is_used(
-    store: SnapshotStore, kind: str
+    store: SnapshotStore, kind: str, stride: int
 ) -> None:
-    """Every bit of both files, one at a time."""
-    store.write(make_manifest(1), CONTENT)
-    store.write(make_manifest(2), CONTENT)
+    """Every bit of all files, one at a time; or every third or eleventh, which are bits of all places."""
+    write(store, make_manifest(1))
+    write(store, make_manifest(2))
     path = Path(store.path(f"step_00000002.{kind}"))
     whole = path.read_bytes()
-    for bit in range(len(whole) * 8):
+    for bit in range(0, len(whole) * 8, stride):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
@@ -63,9 +75,9 @@ def test_every_flipped_bit_is_noticed_and_the_snapshot_before_is_used(
     assert list(corrupt) == [2]
 
 
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_truncation_is_noticed(store: SnapshotStore, kind: str) -> None:
-    store.write(make_manifest(2), CONTENT)
+    write(store, make_manifest(2))
     path = Path(store.path(f"step_00000002.{kind}"))
     whole = path.read_bytes()
     for length in range(len(whole)):
@@ -74,15 +86,15 @@ def test_every_truncation_is_noticed(store: SnapshotStore, kind: str) -> None:
             store.read(2)
 
 
-@pytest.mark.parametrize("missing", ["json", "safetensors"])
+@pytest.mark.parametrize("missing", KINDS)
 def test_half_a_snapshot_is_quarantined_by_name(
     store: SnapshotStore, missing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second corrupt snapshot of the same step does not overwrite the first."""
     caplog.set_level(logging.WARNING)
-    store.write(make_manifest(1), CONTENT)
+    write(store, make_manifest(1))
     for attempt in (1, 2):
-        store.write(make_manifest(2), CONTENT)
+        write(store, make_manifest(2))
         Path(store.path(f"step_00000002.{missing}")).unlink()
         snapshot, corrupt = store.find_newest()
         assert snapshot is not None
@@ -91,14 +103,15 @@ def test_half_a_snapshot_is_quarantined_by_name(
         store.quarantine(2, corrupt[2])
         target = store.path(f"damaged-{attempt}-step_00000002.")
         assert f"snapshot of step 2 set aside as {target}" in caplog.text
-    assert len([name for name in file_names(store) if name.startswith("damaged-")]) == 2
+    assert len([name for name in file_names(store) if name.startswith("damaged-")]) == 4
     assert store.steps() == store.steps("safetensors") == [1]
 
 
 def test_writing_a_step_again_replaces_it(store: SnapshotStore) -> None:
-    store.write(make_manifest(1), CONTENT)
-    store.write(make_manifest(1), to_safetensors({"model.a": torch.zeros(2)}))
+    write(store, make_manifest(1))
+    write(store, make_manifest(1), {"model.a": torch.zeros(2)})
     assert list(store.read(1).tensors()) == ["model.a"]
+    assert file_names(store) == ["step_00000001.json", "step_00000001.safetensors"]
 
 
 def test_what_an_unfinished_write_left_is_removed(store: SnapshotStore) -> None:
@@ -120,8 +133,8 @@ def test_snapshots_in_memory_work_like_those_at_any_other_url() -> None:
     store.prepare()
     assert store.is_process_private
     assert store.find_newest() == (None, {})
-    store.write(make_manifest(1), CONTENT)
-    store.write(make_manifest(2), CONTENT)
+    write(store, make_manifest(1))
+    write(store, make_manifest(2))
     store.files.pipe_file(store.path("step_00000002.json"), b"torn")
     snapshot, corrupt = store.find_newest()
     assert snapshot is not None
@@ -129,7 +142,7 @@ def test_snapshots_in_memory_work_like_those_at_any_other_url() -> None:
     store.quarantine(2, corrupt[2])
     store.remove(1)
     assert store.find_newest() == (None, {})
-    assert len(store.names()) == 2
+    assert len(store.names()) == 3
 
 
 @pytest.mark.parametrize(("function", "name"), [("mkdir", "snapshots"), ("fsync", "probe")])
@@ -145,10 +158,11 @@ def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first
     store.prepare()
     assert caplog.messages == [f"there is no room for snapshots in {store.url} (No space left on device)"]
     with pytest.raises(OSError, match="No space left on device"):
-        store.write(make_manifest(1), CONTENT)
+        write(store, make_manifest(1))
     disk.broken = False
-    store.write(make_manifest(2), CONTENT)
-    assert file_names(store) == ["step_00000002.json", "step_00000002.safetensors"]
+    write(store, make_manifest(2))
+    assert store.steps() == [2]
+    assert not [name for name in file_names(store) if "step_00000002" not in name]
 
 
 def test_unfinished_files_are_removed_before_a_full_disk_is_noticed(
@@ -168,19 +182,19 @@ def test_a_folder_that_cannot_be_written_for_other_reasons_is_refused(
         store.prepare()
 
 
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
-def test_a_snapshot_is_verified_without_loading_it(kind: str, store: SnapshotStore) -> None:
-    store.write(make_manifest(1), CONTENT)
-    store.verify(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_damaged_or_missing_is_noticed(kind: str, store: SnapshotStore) -> None:
+    write(store, make_manifest(1))
+    store.read(1)
     path = Path(store.path(f"step_00000001.{kind}"))
     content = path.read_bytes()
     for damaged in (content[:-1], content[:-1] + b"!"):
         path.write_bytes(damaged)
         with pytest.raises(CorruptSnapshot):
-            store.verify(1)
+            store.read(1)
     os.unlink(path)
     with pytest.raises(CorruptSnapshot, match="is missing"):
-        store.verify(1)
+        store.read(1)
 
 
 def test_an_upload_that_fails_is_tried_again(
@@ -213,7 +227,7 @@ def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: p
 def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -> None:
     store = SnapshotStore(str(tmp_path / "run" / "snapshots"))
     store.prepare()
-    store.write(make_manifest(7), CONTENT)
+    write(store, make_manifest(7))
     for where in (
         tmp_path / "run",
         store.root,
@@ -230,10 +244,10 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
 
 
 def test_a_snapshot_given_by_name_that_is_corrupt_is_refused(store: SnapshotStore) -> None:
-    store.write(make_manifest(7), CONTENT)
+    write(store, make_manifest(7))
     path = Path(store.path("step_00000007.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="cannot be used: its tensor file has"):
+    with pytest.raises(UserError, match=r"cannot be used: its file step_00000007\.safetensors has"):
         open_snapshot(str(path))
 
 
@@ -258,7 +272,7 @@ def make_folder(path: Path) -> None:
     (path / "file").write_text("")
 
 
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "make", [make_fifo, make_loop, make_link_to_nothing, make_link_to_a_device, make_folder]
 )
@@ -267,7 +281,7 @@ def test_what_is_no_file_is_quarantined_like_a_damaged_one(
 ) -> None:
     """And waited for by nobody."""
     for step in (1, 2):
-        store.write(make_manifest(step), CONTENT)
+        write(store, make_manifest(step))
     path = Path(store.path(f"step_00000002.{kind}"))
     path.unlink()
     make(path)
@@ -281,15 +295,15 @@ def test_what_is_no_file_is_quarantined_like_a_damaged_one(
 
 
 def test_a_snapshot_under_another_steps_name_is_corrupt(store: SnapshotStore) -> None:
-    store.write(make_manifest(1), CONTENT)
-    for kind in ("json", "safetensors"):
+    write(store, make_manifest(1))
+    for kind in KINDS:
         Path(store.path(f"step_00000001.{kind}")).rename(store.path(f"step_00000002.{kind}"))
     with pytest.raises(CorruptSnapshot, match="its manifest is that of step 1"):
         store.read(2)
 
 
 def test_the_check_sees_manifest_and_tensors_before_these_are_read(store: SnapshotStore) -> None:
-    store.write(make_manifest(1), CONTENT)
+    write(store, make_manifest(1))
     path = Path(store.path("step_00000001.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -305,13 +319,13 @@ def test_the_check_sees_manifest_and_tensors_before_these_are_read(store: Snapsh
 
 
 def test_weights_that_are_not_finite_are_corrupt(store: SnapshotStore) -> None:
-    store.write(make_manifest(1), to_safetensors({"model.a": torch.tensor([1.0, float("nan")])}))
+    write(store, make_manifest(1), {"model.a": torch.tensor([1.0, float("nan")])})
     with pytest.raises(CorruptSnapshot, match="not finite"):
         store.read(1)
 
 
 def test_a_manifest_of_any_size_is_not_read_past_a_limit(store: SnapshotStore) -> None:
-    store.write(make_manifest(1), CONTENT)
+    write(store, make_manifest(1))
     os.truncate(store.path("step_00000001.json"), 10**12)  # a sparse file
     with pytest.raises(CorruptSnapshot, match="its manifest has 1,000,000,000,000 bytes"):
         store.read(1)
@@ -320,7 +334,7 @@ def test_a_manifest_of_any_size_is_not_read_past_a_limit(store: SnapshotStore) -
 def test_what_was_set_aside_is_evidence_of_a_completed_snapshot(store: SnapshotStore) -> None:
     """A tensor file without a manifest is none: its save was not completed."""
     assert store.completed_steps() == (0, 0)
-    store.write(make_manifest(3), CONTENT)
+    write(store, make_manifest(3))
     assert store.completed_steps() == (3, 0)
     store.quarantine(3, "for a test")
     assert store.completed_steps() == (0, 3)
@@ -335,6 +349,6 @@ def test_what_was_set_aside_is_evidence_of_a_completed_snapshot(store: SnapshotS
 )
 def test_a_damaged_config_beside_the_snapshots_is_ignored(content: str, tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.write(make_manifest(1), CONTENT)
+    write(store, make_manifest(1))
     (tmp_path / "config.yaml").write_bytes(content.encode(errors="surrogatepass"))
     assert open_snapshot(str(tmp_path)).manifest["step"] == 1

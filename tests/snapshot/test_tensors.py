@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -5,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.snapshots import CONTENT, TENSORS
+from support.snapshots import TENSORS
 
 from mingpt.errors import CorruptSnapshot
-from mingpt.snapshot import read_safetensors, tensor_views, to_safetensors
-from mingpt.snapshot.tensors import MAX_HEADER, check_finite, read_entries
+from mingpt.snapshot import read_safetensors, to_safetensors
+from mingpt.snapshot.reading import ContentFile
+from mingpt.snapshot.tensors import MAX_HEADER, TensorFile
+from mingpt.snapshot.verifying import verify_file
 
 A = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 B = {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}
@@ -26,13 +29,21 @@ def changed(**values: Any) -> bytes:
     return make_file({"a": A, "b": B | values})
 
 
-def test_the_tensors_of_a_good_file_are_views_of_its_bytes() -> None:
-    content = bytes(CONTENT)
-    first, second = tensor_views(content), tensor_views(content)
+def open_file(content: bytes | memoryview) -> TensorFile:
+    return TensorFile(ContentFile(content))
+
+
+def test_the_tensors_of_a_good_file_are_read_whole_or_by_rows() -> None:
+    file = open_file(to_safetensors(TENSORS))
     for name, tensor in TENSORS.items():
-        assert torch.equal(first[name], tensor)
-        assert first[name].data_ptr() == second[name].data_ptr(), "nothing is copied"
-    assert read_entries(make_file({"a": A, "b": B})).keys() == {"a", "b"}
+        assert torch.equal(file.read(name), tensor)
+    wte = TENSORS["model.wte"]
+    for begin, end in ((0, 3), (1, 2), (2, 3), (1, 1), (3, 3)):
+        assert torch.equal(file.read("model.wte", begin, end), wte[begin:end])
+    assert torch.equal(file.read("model.half", 2), TENSORS["model.half"][2:])
+    with pytest.raises(AssertionError, match="has no rows 2 to 4"):
+        file.read("model.wte", 2, 4)
+    assert open_file(make_file({"a": A, "b": B})).entries.keys() == {"a", "b"}
 
 
 def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
@@ -45,13 +56,13 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
         "weight": torch.randn(3, 5),
     }
     save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
-    read = tensor_views(read_safetensors(str(tmp_path / "file")))
+    read = read_safetensors(str(tmp_path / "file"))
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     odd = {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
     odd["b"] = {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}
     numbers = bytes([7]) + torch.tensor([1.0, 2.0]).numpy().tobytes()
-    assert tensor_views(make_file(odd, numbers))["b"].tolist() == [1.0, 2.0]
+    assert open_file(make_file(odd, numbers)).read("b").tolist() == [1.0, 2.0]
 
 
 BAD: dict[str, bytes] = {
@@ -109,14 +120,45 @@ def test_a_header_that_does_not_describe_its_file_is_corrupt(content: bytes, tmp
         read_safetensors(str(path))
     assert len(str(error.value)) < 500
     with pytest.raises(CorruptSnapshot):
-        read_entries(content)
+        open_file(content)
+
+
+def verify(content: bytes) -> None:
+    verify_file(open_file(content), hashlib.sha256(content).hexdigest())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_a_single_number_that_is_not_finite_is_found(dtype: torch.dtype, number: float) -> None:
-    tensor = torch.randn(70, 11).to(dtype)
-    check_finite(bytes(to_safetensors({"model.a": tensor, "model.b": torch.arange(5)})))
-    tensor[69, 10] = number
-    with pytest.raises(CorruptSnapshot, match=r"model\.a.*not finite"):
-        check_finite(bytes(to_safetensors({"model.a": tensor})))
+@pytest.mark.parametrize("piece_bytes", [16, 100, 1 << 20])
+def test_a_single_number_that_is_not_finite_is_found(
+    dtype: torch.dtype, number: float, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever pieces the file is read in."""
+    monkeypatch.setattr("mingpt.snapshot.verifying.PIECE_BYTES", piece_bytes)
+    tensor = torch.randn(7, 11).to(dtype)
+    verify(bytes(to_safetensors({"model.a": tensor, "model.b": torch.arange(5)})))
+    for row, column in ((0, 0), (3, 5), (6, 10)):
+        damaged = tensor.clone()
+        damaged[row, column] = number
+        with pytest.raises(CorruptSnapshot, match=r"model\.a.*not finite"):
+            verify(bytes(to_safetensors({"model.a": damaged})))
+
+
+@pytest.mark.parametrize("piece_bytes", [16, 17, 40, 1 << 20])
+def test_pieces_cut_no_number_in_two_and_cover_the_file(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of these numbers are finite only in their right order; they are not aligned."""
+    monkeypatch.setattr("mingpt.snapshot.verifying.PIECE_BYTES", piece_bytes)
+    numbers = torch.tensor([0x80, 0xFF, 0x00, 0x01] * 9, dtype=torch.uint8)
+    header = {
+        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "b": {"dtype": "F32", "shape": [9], "data_offsets": [3, 39]},
+        "empty": {"dtype": "F32", "shape": [0, 4], "data_offsets": [39, 39]},
+        "c": {"dtype": "F64", "shape": [], "data_offsets": [39, 47]},
+    }
+    end = torch.tensor(2.5, dtype=torch.float64).numpy().tobytes()
+    content = make_file(header, b"abc" + numbers.numpy().tobytes() + end)
+    verify(content)
+    with pytest.raises(CorruptSnapshot, match="SHA-256"):
+        verify_file(open_file(content), hashlib.sha256(content + b"!").hexdigest())

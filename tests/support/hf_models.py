@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from mingpt.config import Config, ModelConfig
 from mingpt.model import GPT, hf_config
-from mingpt.optim import Optimizer
 from mingpt.settings import to_dict
-from mingpt.snapshot import SnapshotStore, to_safetensors
+from mingpt.snapshot import SnapshotStore
 from support.models import Arch
-from support.snapshots import make_manifest
+from support.snapshots import make_manifest, write
+from support.training import make_optimizer
 
 CONFIG = {
     "gpt2": ModelConfig(arch="gpt2", n_layer=2, n_head=3, n_embd=24),
@@ -58,12 +58,12 @@ def save_run(folder: Path | str, config: Config, characters: str, step: int = 30
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
-    optimizer = Optimizer(model, config.optimizer)
+    optimizer = make_optimizer(model, config.optimizer)
     tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
     fields = make_manifest(step, loss=0.5) | {"config": to_dict(config), "vocabulary": characters}
     fields["data"]["path"] = "https://name:secret@host/data.txt?signature=secret"
     store = SnapshotStore(f"{folder}/snapshots")
     store.prepare()
-    store.write(fields, to_safetensors(tensors))
+    write(store, fields, tensors)
     return model

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mingpt.jobs import ROOT, Job, children, clean_environment
-from support.switch import TIMEOUT_S, Switch, poll, send_to, state_of
+from support.switch import TIMEOUT_S, Switch, is_stopped, poll, send_to, state_of
 
 PROGRAMS = ("ip", "nft", "bindfs", "unshare", "nsenter", "setsid", "mount")
 # $1 name, $2 the cluster's folder, $3 size of memory, then folders that are read-only in the node. The last
@@ -131,6 +131,7 @@ class Node:
         )
         mounted = f" {target} rw"
         poll(lambda: any(mounted in line and "fuse" in line for line in self._mounts()))
+        self.run("ls", str(target))  # the daemon has begun to answer
 
     def _mounts(self) -> list[str]:
         return Path(f"/proc/{self.init}/mountinfo").read_text().splitlines()
@@ -179,7 +180,7 @@ class Node:
         if not self.process:
             return
         if self.is_up():
-            os.kill(self.init, signal.SIGKILL)  # the kernel kills the others of the namespace with it
+            send_to(signal.SIGKILL, [self.init])  # the kernel kills the others of the namespace with it
         # Each nsenter ends by itself, when it has reaped its command; it may be stopped.
         for outer in [self.daemon, *(job.process for job in self.jobs)]:
             if outer and outer.poll() is None:
@@ -215,7 +216,7 @@ class Node:
             self.daemon.wait(TIMEOUT_S)
         else:
             send_to(signal.SIGSTOP, daemon)
-            poll(lambda: all(state_of(pid) == "T" for pid in daemon))  # until then it may answer
+            poll(lambda: all(is_stopped(pid) for pid in daemon))  # until then it may answer
 
     def cut(self) -> None:
         """Network and storage; accesses to storage hang."""

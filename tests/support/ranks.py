@@ -5,18 +5,30 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from mingpt.distributed import DistributedContext, Launch
 
 T = TypeVar("T")
 
 
 class ThreadContext(DistributedContext):
-    """One rank of several; each is alone on its node."""
+    """One rank of several; each is alone on its node, unless they are all on one."""
 
     def __init__(
-        self, rank: int, world_size: int, barrier: threading.Barrier, board: list[Any], round: int | None
+        self,
+        rank: int,
+        world_size: int,
+        barrier: threading.Barrier,
+        board: list[Any],
+        round: int | None,
+        one_node: bool = False,
     ) -> None:
-        self.launch = Launch(rank=rank, world_size=world_size, node_rank=rank, round=round)
+        node_rank, local_rank = (0, rank) if one_node else (rank, 0)
+        self.launch = Launch(
+            rank=rank, world_size=world_size, node_rank=node_rank, local_rank=local_rank, round=round
+        )
         self.rank, self.world_size = rank, world_size
         self.barrier, self.board = barrier, board
 
@@ -34,12 +46,21 @@ class ThreadContext(DistributedContext):
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
         return self.broadcast_object(content, source) or b""
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        tensor.copy_(self.all_gather_object(tensor.clone())[source])
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(torch.stack(self.all_gather_object(tensor.clone())).sum(0))
+
     def run_with_heartbeat(self, work: Callable[[], T]) -> T:
         return self.raise_on_all_ranks(work)
 
 
 def run_ranks(
-    world_size: int, work: Callable[[DistributedContext], T], round: int | None = None
+    world_size: int,
+    work: Callable[[DistributedContext], T],
+    round: int | None = None,
+    one_node: bool = False,
 ) -> list[T | Exception]:
     """What `work` returns, or raises, on each rank."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
@@ -47,7 +68,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadContext(rank, world_size, barrier, board, round))
+            results[rank] = work(ThreadContext(rank, world_size, barrier, board, round, one_node))
         except Exception as error:
             results[rank] = error
 

@@ -1,18 +1,34 @@
-"""Tensors and manifests for tests."""
+"""Tensors, manifests and snapshots for tests."""
 
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mingpt.snapshot import SnapshotStore, to_safetensors
+from mingpt.snapshot import (
+    PART_BYTES,
+    LocalTransfer,
+    SnapshotSaver,
+    SnapshotStore,
+    StagingBuffer,
+    make_layout,
+    specs_of,
+    to_safetensors,
+    write_snapshot,
+)
+from mingpt.snapshot.manifest import add_checksum
 
 TENSORS = {
     "model.wte": torch.arange(12.0).view(3, 4),
     "optimizer.wte.step": torch.tensor(3.0),
     "model.half": torch.ones(5, dtype=torch.bfloat16),
 }
-CONTENT = to_safetensors(TENSORS)
+PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer") for letter in "abcde"}
+PART = 400  # bytes: three parts of weights, and three of optimizer state
 
 
 def make_manifest(step: int, loss: float | None = None) -> dict[str, Any]:
@@ -34,6 +50,60 @@ def make_store(tmp_path: Path) -> SnapshotStore:
     store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=(0.0, 0.0))
     store.prepare()
     return store
+
+
+def transfer(
+    step: int, tensors: Mapping[str, Tensor] = TENSORS, part_bytes: int = PART_BYTES
+) -> LocalTransfer:
+    staging = StagingBuffer(tensors)
+    staging.fill(tensors)
+    return LocalTransfer(make_layout(specs_of(tensors), step, part_bytes), staging)
+
+
+def write(
+    store: SnapshotStore,
+    manifest: dict[str, Any],
+    tensors: Mapping[str, Tensor] = TENSORS,
+    part_bytes: int = PART_BYTES,
+) -> None:
+    """A whole snapshot."""
+    write_snapshot(store, manifest, transfer(manifest["step"], tensors, part_bytes))
+
+
+def save(saver: SnapshotSaver, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
+    """As a saver does in the background, to the end."""
+    saver.write(manifest, transfer(manifest["step"], tensors, saver.part_bytes))
+
+
+def write_schema_1(
+    store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS
+) -> None:
+    """As versions before the one with parts have written it."""
+    content, step = bytes(to_safetensors(tensors)), manifest["step"]
+    fields = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    Path(store.path(f"step_{step:08d}.safetensors")).write_bytes(content)
+    Path(store.path(f"step_{step:08d}.json")).write_bytes(add_checksum({"schema": 1, **manifest, **fields}))
+
+
+def tensor_files(store: SnapshotStore, step: int) -> list[Path]:
+    """Those of a step that its manifest lists."""
+    return [Path(store.path(file["name"])) for file in read_manifest(store, step)["files"]]
+
+
+def read_manifest(store: SnapshotStore, step: int) -> dict[str, Any]:
+    """Unchecked."""
+    manifest: dict[str, Any] = json.loads(Path(store.path(f"step_{step:08d}.json")).read_text())
+    return manifest
+
+
+def forge_manifest(store: SnapshotStore, step: int, files: list[dict[str, Any]], **fields: Any) -> None:
+    """Replace the list of files, and make sizes and checksums fit it."""
+    digests = "".join(str(file.get("sha256")) for file in files).encode()
+    sizes = [file.get("bytes") for file in files]
+    sealed: dict[str, Any] = {"files": files, "sha256": hashlib.sha256(digests).hexdigest()}
+    sealed["bytes"] = sum(size for size in sizes if isinstance(size, int))
+    content = add_checksum(read_manifest(store, step) | sealed | fields)
+    Path(store.path(f"step_{step:08d}.json")).write_bytes(content)
 
 
 def file_names(store: SnapshotStore) -> list[str]:

@@ -107,3 +107,9 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are, or have ended."""
+    threads = Path(f"/proc/{pid}/task").glob("*")
+    return all(state_of(int(thread.name)) in "TX" for thread in threads)

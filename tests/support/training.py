@@ -3,7 +3,7 @@
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mingpt.config import ModelConfig, OptimizerConfig
 from mingpt.model import GPT
@@ -19,7 +19,18 @@ def make_model(name: Name, arch: Arch) -> tuple[GPT, Optimizer]:
     """The same weights at each call."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(arch=arch, n_layer=2, n_head=2, n_embd=16), vocab_size=11, block_size=8)
-    return model, Optimizer(model, OptimizerConfig(name=name))
+    return model, make_optimizer(model, OptimizerConfig(name=name))
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Of a single worker."""
+    weights = dict(model.named_parameters())
+    return Optimizer(weights, {key: tuple(weight.shape) for key, weight in weights.items()}, config)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Those of all parameters that have one."""
+    return {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
 
 
 def compute_gradients(model: nn.Module, step: int) -> None:
@@ -32,5 +43,5 @@ def compute_gradients(model: nn.Module, step: int) -> None:
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         compute_gradients(model, step)
-        optimizer.step(0.01)
-        optimizer.zero_grad()
+        optimizer.step(0.01, gradients_of(model))
+        model.zero_grad()

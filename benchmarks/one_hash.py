@@ -1,0 +1,125 @@
+"""One hash for ddp, ddp with a sharded optimizer, and fsdp, with any number of workers.
+
+    python benchmarks/one_hash.py [--workers 1,2,3,4,5,8] [--steps 6]
+
+Both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped; under fsdp also
+with recomputed activations. Every run is the trainer's own, in workers forked after one import of torch; then
+each strategy once more as a job under torchrun. One row per configuration, as JSON; exit code 1 unless each
+has one hash.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from common import Settings, row, short_hash, train
+
+from mingpt.cli import build
+from mingpt.jobs import free_port
+
+STRATEGIES: dict[str, dict[str, object]] = {
+    "ddp": {"trainer.parallel": "ddp"},
+    "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},
+    "fsdp": {"trainer.parallel": "fsdp"},
+    "fsdp, recompute": {"trainer.parallel": "fsdp", "trainer.recompute": "block"},
+}
+SETTINGS = {
+    "data.block_size": 24, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 36, "model.dropout": 0.1,
+    "trainer.batch_size": 18, "trainer.micro_batch_size": 2, "trainer.eval_every": 1000,
+    "trainer.eval_windows": 4, "trainer.log_every": 20, "trainer.sample_tokens": 0, "trainer.device": "cpu",
+    "snapshot.every": 1000, "snapshot.memory_every": 0, "optimizer.grad_clip": 0.2,
+}  # fmt: skip
+
+
+def train_forked(settings: Settings, workers: int) -> None:
+    """Train with this many workers, forks of this process. Raises RuntimeError if one of them fails."""
+    port, pids = free_port(), []
+    for rank in range(workers):
+        pid = os.fork()
+        if not pid:
+            run_worker(settings, workers, rank, port)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise RuntimeError(f"workers ended with codes {codes}")
+
+
+def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
+    """A forked worker, to the end of its process."""
+    from mingpt.trainer import Trainer
+    from mingpt.worker import Worker
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
+    try:
+        with Worker() as worker:
+            config = build(dict(settings))
+            worker.stopped_by = Trainer(config, worker.connect(config)).run()
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def configurations() -> Iterator[dict[str, object]]:
+    for arch, optimizer, dtype in itertools.product(
+        ("gpt2", "modern"), ("adamw", "muon"), ("float32", "bfloat16")
+    ):
+        yield {"model.arch": arch, "optimizer.name": optimizer, "trainer.dtype": dtype}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", default="1,2,3,4,5,8")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--no_jobs", action="store_true", help="leave out the jobs under torchrun")
+    arguments = parser.parse_args()
+    workers = [int(word) for word in arguments.workers.split(",")]
+    import torch.distributed.fsdp  # noqa: F401 - imported once, before the forks
+
+    several, began = 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        for number, chosen in enumerate(configurations()):
+            hashes: dict[str, dict[str, str]] = {}
+            for strategy, more in STRATEGIES.items():
+                for count in workers:
+                    run_dir = Path(name) / f"{number}-{strategy}-{count}".replace(" ", "")
+                    given = SETTINGS | chosen | more | {"run_dir": str(run_dir)}
+                    given["trainer.max_steps"] = arguments.steps
+                    train_forked(given, count)
+                    hashes.setdefault(strategy, {})[str(count)] = short_hash(run_dir)
+            distinct = {found for by_count in hashes.values() for found in by_count.values()}
+            several += len(distinct) > 1
+            row(**chosen, hashes=len(distinct), **hashes)
+        if not arguments.no_jobs:
+            several += jobs(Path(name), arguments.steps)
+    row(**{"configurations with several hashes": several, "seconds": round(time.monotonic() - began)})
+    return 1 if several else 0
+
+
+def jobs(folder: Path, steps: int) -> int:
+    """Each strategy under torchrun with two workers and one."""
+    chosen = {"model.arch": "modern", "optimizer.name": "muon", "trainer.dtype": "bfloat16"}
+    hashes = {}
+    for strategy, more in STRATEGIES.items():
+        for count in (1, 2):
+            run_dir = folder / f"job-{strategy}-{count}".replace(" ", "")
+            train(run_dir, SETTINGS | chosen | more | {"trainer.max_steps": steps}, workers=count)
+            hashes[f"{strategy}, {count}"] = short_hash(run_dir)
+    row(under="torchrun", hashes=len(set(hashes.values())), **hashes)
+    return len(set(hashes.values())) > 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

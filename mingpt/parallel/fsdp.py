@@ -1,0 +1,212 @@
+"""FSDP2, `trainer.parallel=fsdp`: each rank holds its rows of every weight, gradient and optimizer state.
+
+A block's weights are gathered for its forward and its backward pass and freed after each, so all ranks pass
+through the blocks together: they take micro-batches in turns, in rounds, and a rank without one in the last
+round computes a dummy that is not counted. After each backward pass of a block its gradients are scattered.
+
+`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank adds the ranks' micro-batches to
+its rows of the sum along the tree of tree.py, in their order, so the bits are those of ExactReduction.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mingpt import events
+from mingpt.parallel.buckets import allocate
+from mingpt.parallel.exact import add_lists
+from mingpt.parallel.strategy import Forward, Strategy, StrategySetup
+from mingpt.parallel.tree import PartialSums, push
+
+
+class FSDPReduction(Strategy):
+    """FSDP2 with its own reduce-scatter, `trainer.reduction=fast`.
+
+    Its collectives have a process group of their own, so that they may run beside those of another thread.
+    """
+
+    takes_turns = weights_are_sharded = updates_are_sharded = True
+
+    def __init__(self, setup: StrategySetup) -> None:
+        super().__init__(setup)
+        self.group = make_group(self.context.launch.is_distributed, setup.timeout_s)
+        self.units: list[Any] = [*setup.blocks, setup.model]  # the last one holds what is in no block
+        self.shard()
+        allocate(setup.model, self.context.device)
+        for unit in self.units:  # from here on its parameters stay the same objects
+            unit.unshard()
+            unit.reshard()
+        self.weights = dict(setup.model.named_parameters())
+        self.rounds = max(map(len, setup.micro_batches_by_rank))
+
+    def shard(self) -> None:
+        # Importing it takes 0.6 s, of which only runs with fsdp should know.
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = DeviceMesh.from_group(self.group, self.context.device.type)
+        policy = MixedPrecisionPolicy()
+        if self.setup.param_dtype:
+            policy = MixedPrecisionPolicy(param_dtype=self.setup.param_dtype, reduce_dtype=torch.float32)
+        for unit in self.units:
+            is_root = unit is self.setup.model
+            fully_shard(
+                unit, mesh=mesh, reshard_after_forward=self.setup.reshard and not is_root, mp_policy=policy
+            )
+
+    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+        self.forward = forward
+        self.loss_scale *= self.world_size  # FSDP2 takes the mean over the ranks
+
+    def pieces(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: local(weight) for name, weight in self.weights.items()}
+
+    def held_weights(self) -> dict[str, Tensor]:
+        return self.pieces()
+
+    def start_step(self) -> None:
+        pass  # gradients were freed after the last step
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        if number // self.world_size == self.rounds - 1:
+            events.emit("reduction_start")
+        yield
+
+    def finish_step(self) -> None:
+        if len(self.my_micro_batches) < self.rounds:
+            self.dummy_backward()
+
+    def any(self, flag: bool) -> bool:
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor([float(flag)], device=self.context.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return bool(flags.item())
+
+    def gradients(self) -> dict[str, Tensor]:
+        gradients = {
+            name: local(weight.grad) for name, weight in self.weights.items() if weight.grad is not None
+        }
+        assert gradients.keys() == self.weights.keys(), "every parameter takes part in every micro-batch"
+        return gradients
+
+    def finish_update(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = None
+
+
+class ExactFSDPReduction(FSDPReduction):
+    """FSDP2 with a sum along the tree. FSDP2 adds nothing: it is given the sum in the last round only."""
+
+    def __init__(self, setup: StrategySetup) -> None:
+        super().__init__(setup)
+        self.scatters = [TreeReduceScatter(self) for _ in self.units]
+        self.first = 0  # the number of rank 0's micro-batch in the round under way
+        self.partial_sums: PartialSums[list[Tensor]] = []  # of a rank that is alone
+        for unit, scatter in zip(self.units, self.scatters, strict=True):
+            unit.set_custom_reduce_scatter(scatter)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
+
+    def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
+        self.forward = forward
+
+    def start_step(self) -> None:
+        self.partial_sums = []
+        for scatter in self.scatters:
+            scatter.partial_sums = []
+
+    @property
+    def is_last_round(self) -> bool:
+        return self.first + self.world_size >= self.setup.micro_batches
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        self.begin_round(number // self.world_size)
+        yield
+        if self.world_size == 1:  # FSDP2 exchanges nothing then
+            gradients = list(self.gradients().values())
+            push(self.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
+            if self.is_last_round:
+                events.emit("reduction_start")
+                ((_, _, total),) = self.partial_sums
+                for gradient, piece in zip(gradients, total, strict=True):
+                    if gradient is not piece:
+                        gradient.copy_(piece)
+
+    def begin_round(self, number: int) -> None:
+        self.first = number * self.world_size
+        self.finish_update()  # what FSDP2 was given in place of the round before's gradients
+
+    def finish_step(self) -> None:
+        if len(self.my_micro_batches) < self.rounds:
+            self.begin_round(self.rounds - 1)
+            self.dummy_backward()
+
+
+class TreeReduceScatter:
+    """What FSDP2 calls with a block's gradients after its backward pass."""
+
+    def __init__(self, strategy: ExactFSDPReduction) -> None:
+        self.strategy = strategy
+        self.partial_sums: PartialSums[Tensor] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """The input is (workers * n,), the ranks' rows of this rank's micro-batch; the output is (n,)."""
+        strategy = self.strategy
+        if strategy.is_last_round:
+            events.emit("reduction_start")
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        count = strategy.setup.micro_batches
+        for rank, chunk in enumerate(received.view(strategy.world_size, -1)):
+            number = strategy.first + rank
+            if number < count:  # otherwise it is a dummy's
+                push(self.partial_sums, 0, number, chunk, count, lambda left, right: left.add_(right))
+                sums = [(level, index, [part]) for level, index, part in self.partial_sums]
+                events.emit("partial_sums", micro_batch=number, sums=sums)
+        if strategy.is_last_round:
+            ((_, _, total),) = self.partial_sums
+            output_tensor.copy_(total)
+            self.partial_sums = []
+        else:  # what stays must not keep all of `received`
+            self.partial_sums = [
+                (level, index, part.clone() if shares_memory(part, received) else part)
+                for level, index, part in self.partial_sums
+            ]
+
+
+def shares_memory(part: Tensor, whole: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def local(tensor: Any) -> Tensor:
+    """The rows of a DTensor that this rank holds."""
+    piece: Tensor = tensor.detach().to_local()
+    return piece
+
+
+def make_group(is_distributed: bool, timeout_s: float) -> dist.ProcessGroup:
+    """A process group of all ranks; of this process alone where there is no launcher."""
+    if not is_distributed and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,159 @@
+"""Two files in a node's memory that take a snapshot each, in turn.
+
+They are mapped once and overwritten in place, so that saving is one copy between two steps; checksum and
+manifest follow in the background. While one is overwritten the other one is valid.
+"""
+
+import errno
+import functools
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mingpt.snapshot.layout import TensorSpec, file_layout
+from mingpt.snapshot.manifest import FileRecord, encode_manifest
+from mingpt.snapshot.names import file_name, files_of
+from mingpt.snapshot.process import Process, parse_process
+from mingpt.snapshot.staging import StagingBuffer
+from mingpt.snapshot.store import SnapshotStore
+
+
+class Slots:
+    """The two files in `folder`, a sibling of the run's other folders, which belongs to the agent `owner`.
+
+    Folders of a node are named node-<rank><suffix>. A save is `begin`, `fill` or writing to `buffer`, and
+    `commit`, which alone may run in the background.
+    """
+
+    def __init__(self, folder: Path, owner: Process) -> None:
+        self.folder, self.owner = folder, owner
+        self.store = SnapshotStore(str(folder))
+        self.buffers: list[StagingBuffer] = []
+        self.names = ["slot-0", "slot-1"]
+        self.next_slot = 0
+        self.kept: int | None = None  # the step of one in a third file, until there is a newer one
+
+    def open(self, specs: Mapping[str, TensorSpec], start_step: int | None = None) -> None:
+        """Map the files, for tensors such as these. Raises OSError if there is no room.
+
+        What an earlier generation left is reused. The newest of its snapshots up to `start_step` is
+        overwritten last.
+        """
+        self.folder.parent.mkdir(mode=0o700, exist_ok=True)
+        self.adopt_folder()
+        self.folder.mkdir(exist_ok=True)
+        owner_file(self.folder).write_text(json.dumps(self.owner.to_dict()))
+        steps = [step for step in self.store.steps() if start_step is None or step <= start_step]
+        newest = max(steps, default=None)
+        names = self.store.names()
+        kept = [] if newest is None else files_of(names, newest)
+        for name in names:
+            if name not in kept:
+                (self.folder / name).unlink()
+        layout = file_layout("", specs)  # one file, whatever its size
+        if newest is not None:
+            path = self.folder / file_name(newest, "safetensors")
+            if path.exists() and path.stat().st_size == layout.size:
+                self.names[1] = path.name
+            else:
+                self.kept = newest
+        buffers = []
+        shapes = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()
+        }
+        for name in self.names:
+            allocate = functools.partial(map_file, self.folder / name)
+            buffers.append(StagingBuffer(shapes, allocate, layout))
+        self.buffers = buffers
+
+    def adopt_folder(self) -> None:
+        """Go on with the folder that this agent had when its node had another rank. Raises OSError."""
+        for path in self.folder.parent.glob("node-*"):
+            is_of_kind = suffix_of(path.name) == suffix_of(self.folder.name)
+            if is_of_kind and not self.folder.exists() and read_owner(path) == self.owner:
+                path.rename(self.folder)
+                owner_file(path).unlink()
+
+    @property
+    def buffer(self) -> StagingBuffer:
+        """Where the next snapshot goes, after `begin`."""
+        return self.buffers[self.next_slot]
+
+    def begin(self) -> None:
+        """Remove the older snapshot's manifest before its file is overwritten. Raises OSError."""
+        name, free = self.names[self.next_slot], f"slot-{self.next_slot}"
+        if self.kept is not None and self.has_newer(self.kept):
+            self.store.remove(self.kept)
+            self.kept = None
+        if name != free:
+            (self.folder / name).with_suffix(".json").unlink()
+            (self.folder / name).rename(self.folder / free)
+            self.names[self.next_slot] = free
+
+    def has_newer(self, step: int) -> bool:
+        return any(other > step for other in self.store.steps())
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a state; on return it may change again."""
+        self.buffer.fill(tensors)
+
+    def commit(self, manifest: dict[str, Any]) -> None:
+        """What is in the buffer becomes the snapshot of `manifest["step"]`. Raises OSError."""
+        step, content = manifest["step"], self.buffer.content
+        name = file_name(step, "safetensors")
+        (self.folder / f"slot-{self.next_slot}").rename(self.folder / name)
+        record = FileRecord(name, hashlib.sha256(content).hexdigest(), len(content))
+        self.store.write_atomic(file_name(step, "json"), encode_manifest(manifest, [record]))
+        self.names[self.next_slot] = name
+        self.next_slot = 1 - self.next_slot
+
+    def remove(self) -> None:
+        """Free the files, with all that is in them."""
+        self.buffers = []
+        remove_quietly(self.folder)
+
+
+def suffix_of(name: str) -> str:
+    """ "-worker-1" for the folder node-3-worker-1; "" for node-3."""
+    return name.removeprefix("node-").lstrip("0123456789")
+
+
+def owner_file(folder: Path) -> Path:
+    """Where the agent that a node's folder belongs to is written down."""
+    return folder.with_name(f"owner-of-{folder.name}.json")
+
+
+def read_owner(folder: Path) -> Process | None:
+    """None if it is not known."""
+    try:
+        return parse_process(json.loads(owner_file(folder).read_text()))
+    except (OSError, ValueError):
+        return None  # an earlier version of this program wrote none
+
+
+def remove_quietly(folder: Path) -> None:
+    """A node's folder and its owner's name; they may be gone, or unreachable."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        owner_file(folder).unlink(missing_ok=True)
+    except OSError:
+        pass  # the memory cannot be used; whoever has the folder says so
+
+
+def map_file(path: Path, size: int) -> Tensor:
+    """(size,) uint8 backed by a file. Raises OSError if there is no room; a sparse file would SIGBUS."""
+    if not hasattr(os, "posix_fallocate"):
+        raise OSError(errno.ENOSYS, "this system has no posix_fallocate")
+    with open(path, "a+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        pages = mmap.mmap(file.fileno(), size, flags=flags)
+    return torch.frombuffer(pages, dtype=torch.uint8)

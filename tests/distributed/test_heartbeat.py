@@ -1,0 +1,46 @@
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mingpt.distributed import heartbeat
+from mingpt.errors import UserError
+
+
+def make_context(is_other_busy: threading.Event) -> Any:
+    """Of a rank whose only peer is busy as long as the event is not set, and never loses this one."""
+
+    def all_gather_object(value: Any) -> list[Any]:
+        return [value, (not is_other_busy.is_set(), None) if isinstance(value, tuple) else None]
+
+    return SimpleNamespace(
+        all_gather_object=all_gather_object,
+        raise_on_all_ranks=lambda work: work(),
+        stop_signal=SimpleNamespace(reason=None, deferred=True),
+        agreed_stop=None,
+        threads=1,
+        device=torch.device("cpu"),
+    )
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_an_error_that_others_do_not_know_of_is_raised_though_they_are_busy() -> None:
+    """They may wait for this rank in their work, which therefore has to lose a peer."""
+    other_is_done = threading.Event()
+    with pytest.raises(OSError, match="a disk"):
+        heartbeat.run_with_heartbeat(make_context(other_is_done), lambda: fail(OSError("a disk")))
+    assert not other_is_done.is_set()
+
+
+def test_an_error_of_the_users_waits_until_all_ranks_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    other_is_done = threading.Event()
+    threading.Timer(0.3, other_is_done.set).start()
+    with pytest.raises(UserError, match="a token"):
+        heartbeat.run_with_heartbeat(make_context(other_is_done), lambda: fail(UserError("a token")))
+    assert other_is_done.is_set()

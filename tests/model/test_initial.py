@@ -1,0 +1,107 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import ARCHITECTURES, CONFIG, Arch
+
+from mingpt.model import GPT, draw_weight, parameter_shapes
+
+SIZES = {"vocab_size": 31, "block_size": 24}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_weights_are_spread_as_the_table_says(arch: Arch) -> None:
+    config = replace(CONFIG, arch=arch)
+    width, layers = config.n_embd, config.n_layer
+    expected = {
+        "gpt2": {"c_proj": 0.02 / math.sqrt(2 * layers), "wte": 0.02, "wpe": 0.02, "c_fc": 0.02},
+        "modern": {"c_proj": 0.0, "wte": 1.0, "c_fc": width**-0.5, "c_attn": width**-0.5, "lm_head": 0.0},
+    }[arch]
+    for name, shape in parameter_shapes(config, vocab_size=1000, block_size=1000).items():
+        weight = draw_weight(name, shape, config, 1)
+        assert (weight.shape, weight.dtype, weight.device.type) == (shape, torch.float32, "cpu")
+        part = name.split(".")[-2]
+        if name.endswith("bias"):
+            assert not weight.any(), name
+        elif part.startswith("ln_"):
+            assert bool((weight == 1).all()), name
+        elif part in expected:
+            assert float(weight.std()) == pytest.approx(expected[part], rel=0.05), name
+            assert abs(float(weight.mean())) <= 0.05 * expected[part], name
+
+
+def test_a_weight_depends_on_seed_and_name_alone() -> None:
+    shape = (48, 48)
+    weight = draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 1)
+    torch.manual_seed(77)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            with torch.device("meta"):  # whatever the default device is
+                again = draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 1)
+            assert torch.equal(again, weight)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 2), weight)
+    assert not torch.equal(draw_weight("h.1.attn.c_attn.weight", shape, CONFIG, 1), weight)
+
+
+def test_a_large_weight_has_the_same_numbers_with_one_thread_and_with_two() -> None:
+    threads, drawn = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            drawn.append(draw_weight("wte.weight", (1001, 777), CONFIG, 1))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_model_has_the_weights_that_are_drawn_by_name(arch: Arch) -> None:
+    config = replace(CONFIG, arch=arch)
+    model = GPT(config, **SIZES)
+    model.init_weights(5)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, draw_weight(name, tuple(weight.shape), config, 5)), name
+
+
+def test_models_follow_the_seed_of_torch_and_differ_from_each_other() -> None:
+    torch.manual_seed(1)
+    first, second = GPT(CONFIG, **SIZES), GPT(CONFIG, **SIZES)
+    torch.manual_seed(1)
+    again = GPT(CONFIG, **SIZES)
+    assert torch.equal(first.wte.weight, again.wte.weight)
+    assert not torch.equal(first.wte.weight, second.wte.weight)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_model_on_meta_draws_nothing_and_is_filled_later(arch: Arch) -> None:
+    config = replace(CONFIG, arch=arch)
+    expected = GPT(config, **SIZES)
+    expected.init_weights(5)
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        model = GPT(config, **SIZES)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.equal(torch.get_rng_state(), state)
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(7.0)
+    model.init_weights(5)
+    model.init_buffers()
+    theirs = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert torch.equal(tensor, theirs[name]), name
+    tokens = torch.arange(24).unsqueeze(0)
+    assert torch.equal(model.eval()(tokens)[0], expected.eval()(tokens)[0])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_blocks_share_one_mask_and_one_rotary_table(arch: Arch) -> None:
+    model = GPT(replace(CONFIG, arch=arch), **SIZES)
+    tables = 2 * 24 * (48 // 4 // 2) if arch == "modern" else 0
+    assert sum(buffer.numel() for buffer in model.buffers()) == 24 * 24 + tables

@@ -1,0 +1,135 @@
+"""Activation checkpointing: the same bits, fewer activations."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+from support.models import ARCHITECTURES, CONFIG, Arch, make_tokens
+from torch import Tensor
+
+from mingpt.model import GPT, cpu_ops
+from mingpt.model.gpt import MAX_MATH_ATTENTION
+
+LENGTHS = [40, MAX_MATH_ATTENTION + 8]  # attention written out, and that of the library
+
+
+def make_model(arch: Arch, length: int) -> GPT:
+    model = GPT(replace(CONFIG, arch=arch, dropout=0.2), vocab_size=31, block_size=length)
+    model.init_weights(3)
+    with torch.no_grad():
+        for number, weight in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    return model.train()
+
+
+def forward(model: GPT, length: int, bf16: bool) -> Tensor:
+    tokens = make_tokens(1, length)
+    torch.manual_seed(9)  # of dropout
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        loss = model(tokens, tokens.roll(-1, 1))[1]
+    assert loss is not None
+    return loss
+
+
+def gradients(model: GPT, length: int, bf16: bool) -> list[Tensor]:
+    """The loss and every gradient; other random numbers are drawn between the two passes."""
+    loss = forward(model, length, bf16)
+    torch.manual_seed(10)
+    model.zero_grad()
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+
+def saved_bytes(model: GPT, length: int, bf16: bool) -> int:
+    """Bytes that a forward pass keeps for the backward pass, parameters left out."""
+    known = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = forward(model, length, bf16)
+    assert loss.requires_grad
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_gradients_have_the_same_bits(arch: Arch, bf16: bool, length: int) -> None:
+    model = make_model(arch, length)
+    kept = gradients(model, length, bf16)
+    model.set_recompute(True)
+    recomputed = gradients(model, length, bf16)
+    assert len(kept) == len(recomputed) == 1 + len(list(model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
+    model.set_recompute(False)
+    again = gradients(model, length, bf16)
+    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_of_a_block_only_its_input_is_kept(arch: Arch, bf16: bool, length: int) -> None:
+    model = make_model(arch, length)
+    kept = saved_bytes(model, length, bf16)
+    model.set_recompute(True)
+    recomputed = saved_bytes(model, length, bf16)
+    inputs = CONFIG.n_layer * length * CONFIG.n_embd * 4  # bytes
+    around = length * (8 * CONFIG.n_embd + 4 * 31) * 4  # embedding, last norm, logits
+    assert recomputed <= inputs + around
+    assert recomputed < kept / 3
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_attention_keeps_no_tensor_that_autograd_does_not_know_of(arch: Arch, dropout: float) -> None:
+    """Those would neither be freed by the backward pass nor be computed again."""
+    qkv = torch.randn(2, 40, 3 * 48, requires_grad=True)
+    mask = torch.full((40, 40), float("-inf")).triu(1)
+    cos, sin = torch.randn(2, 40, 6) if arch == "modern" else (None, None)
+    node = cpu_ops.attention(qkv, 4, mask, cos, sin, dropout).grad_fn
+    assert node is not None and "Attention" in node.name()
+    assert not any(holds_tensor(value) for value in vars(node).values())
+
+
+def holds_tensor(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(holds_tensor, value))
+    return isinstance(value, Tensor)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_nothing_is_recomputed_where_there_is_no_backward_pass(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("gpt2", 40).train(training)
+    model.set_recompute(True)
+    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", None)
+    with torch.set_grad_enabled(not training):
+        forward(model, 40, bf16=False)
+
+
+PROGRAM = """
+import sys
+import torch
+from mingpt.config import Config
+from mingpt.model import GPT
+model = GPT(Config().model, vocab_size=5, block_size=4).train()
+tokens = torch.zeros(1, 4, dtype=torch.long)
+model(tokens, tokens)[1].backward()
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_without_recomputation_a_pass_does_not_import_the_compiler() -> None:
+    assert subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT).returncode == 0

@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from mingpt.parallel.shards import numel_by_rank, split_rows
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+def test_the_rows_of_the_ranks_are_those_of_torch_chunk(workers: int) -> None:
+    """As FSDP2 shards a parameter; the last ranks may have none."""
+    for count in range(1, 40):
+        rows = split_rows(count, workers)
+        assert [row for part in rows for row in part] == list(range(count))
+        theirs = [len(chunk) for chunk in torch.arange(count).chunk(workers)]
+        assert [len(part) for part in rows] == theirs + [0] * (workers - len(theirs))
+
+
+def test_ranks_beyond_the_rows_have_an_empty_range_at_the_end() -> None:
+    """So that a slice of it is empty, too."""
+    assert split_rows(4, 3) == [range(2), range(2, 4), range(4, 4)]
+    assert split_rows(0, 2) == [range(0), range(0)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((5,), [2, 2, 1]), ((5, 3), [6, 6, 3]), ((2, 3, 4), [12, 12, 0])]
+)
+def test_elements_are_rows_times_what_is_in_one(shape: tuple[int, ...], expected: list[int]) -> None:
+    assert numel_by_rank(shape, 3) == expected

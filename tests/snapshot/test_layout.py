@@ -1,0 +1,132 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load
+from support.snapshots import PARTS, TENSORS
+
+from mingpt.snapshot import LocalChunks, StagingBuffer, TensorSpec, make_layout, specs_of
+from mingpt.snapshot.layout import FileLayout, file_layout
+from mingpt.snapshot.names import are_tensor_files, files_of, step_of, tensor_file_name
+
+SPECS = specs_of(PARTS)
+
+
+def data_bytes(layout: FileLayout) -> int:
+    return layout.size - len(layout.header)
+
+
+def test_weights_and_optimizer_state_lie_in_files_of_their_own() -> None:
+    tensors = TENSORS | {"tokenizer": torch.arange(7, dtype=torch.uint8)}
+    weights, optimizer = make_layout(specs_of(tensors), 12)
+    assert weights.name == "step_00000012.safetensors"
+    assert list(weights.begins) == ["model.wte", "model.half", "tokenizer"], "the largest elements first"
+    assert optimizer.name == "step_00000012.optimizer.safetensors"
+    assert list(optimizer.begins) == ["optimizer.wte.step"]
+    assert all(begin % 2 == 0 for begin in weights.begins.values())
+
+
+def test_without_optimizer_state_there_is_one_file_and_the_weights_always_have_one() -> None:
+    only_weights = make_layout({"model.a": TensorSpec(torch.float32, (2,))}, 1)
+    assert [layout.name for layout in only_weights] == ["step_00000001.safetensors"]
+    no_weights = make_layout({"optimizer.a": TensorSpec(torch.float32, (2,))}, 1)
+    assert [layout.name for layout in no_weights] == [
+        "step_00000001.safetensors",
+        "step_00000001.optimizer.safetensors",
+    ]
+    assert load(no_weights[0].header) == {}
+
+
+@pytest.mark.parametrize("part_bytes", [1, 200, 250, 400, 500, 10_000])
+def test_no_part_is_larger_than_asked_for_and_none_could_take_the_next_tensor(part_bytes: int) -> None:
+    """Headers count. A tensor that is larger than a part is alone in one."""
+    layouts = make_layout(SPECS, 3, part_bytes)
+    assert are_tensor_files([layout.name for layout in layouts], 3)
+    assert sorted(name for layout in layouts for name in layout.begins) == sorted(SPECS)
+    for layout, after in zip(layouts, [*layouts[1:], None], strict=True):
+        assert layout.size <= part_bytes or len(layout.begins) == 1
+        if after and (".optimizer" in after.name) == (".optimizer" in layout.name):
+            following = next(iter(after.begins))
+            more = {name: SPECS[name] for name in [*layout.begins, following]}
+            assert file_layout("", more).size > part_bytes
+
+
+def test_a_part_that_fits_exactly_is_not_cut() -> None:
+    weights = {name: SPECS[name] for name in SPECS if name.startswith("model.")}
+    size = file_layout("", weights).size
+    assert [len(make_layout(weights, 1, bytes_)) for bytes_ in (size, size - 1)] == [1, 2]
+
+
+def test_the_order_in_which_tensors_are_given_does_not_matter() -> None:
+    assert make_layout(dict(reversed(SPECS.items())), 3, 400) == make_layout(SPECS, 3, 400)
+
+
+def test_the_chunks_of_a_layout_are_a_safetensors_file_with_its_tensors_where_it_says() -> None:
+    tensors = PARTS | {
+        "model.bytes": torch.arange(3, dtype=torch.uint8),
+        "model.empty": torch.zeros(0, 4),
+        "model.long": torch.arange(5),
+        "model.scalar": torch.tensor(2.5, dtype=torch.float64),
+        "model.half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    staging = StagingBuffer(tensors)
+    staging.fill(tensors)
+    found: dict[str, torch.Tensor] = {}
+    for layout in make_layout(specs_of(tensors), 3, 400):
+        content = b"".join(LocalChunks(layout, staging))
+        assert len(content) == layout.size
+        assert b"".join(LocalChunks(layout, staging)) == content, "it can be read again"
+        found |= load(content)
+        header = json.loads(layout.header[8:])
+        for name, begin in layout.begins.items():
+            assert begin == len(layout.header) + header[name]["data_offsets"][0]
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_parts_that_would_be_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.snapshot.layout.MAX_PARTS", 4)
+    with pytest.raises(ValueError, match="parts of 10 bytes are too small: there would be 5"):
+        make_layout(SPECS, 1, 10)
+
+
+def test_only_the_names_that_files_of_a_step_are_given_count() -> None:
+    for kind in ("", ".optimizer"):
+        assert step_of(tensor_file_name(9, kind, 1, 1), "safetensors") == 9
+        assert step_of(tensor_file_name(9, kind, 2, 3)) == 9
+    others = [
+        "step_00000009-00001-of-00001.safetensors",
+        "step_00000009-00004-of-00003.safetensors",
+        "step_00000009-00000-of-00003.safetensors",
+        "step_00000009-1-of-3.safetensors",
+        "step_00000009-00001-of-00002.optimizer.safetensors",
+        "step_00000009.optimizer.json",
+        "step_00000009-00001-of-00002.json",
+        "step_00000009.weights.safetensors",
+        "partial-step_00000009.safetensors",
+        "step_000000009.optimizer.safetensors",
+    ]
+    assert [step_of(name) for name in others] == [None] * len(others)
+    names = [*others, "step_00000009.json", "step_00000010.safetensors", "step_00000009.safetensors"]
+    assert files_of(names, 9) == ["step_00000009.safetensors", "step_00000009.json"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        ["step_00000003.json"],
+        ["step_00000004.safetensors"],
+        ["step_00000003.optimizer.safetensors"],
+        ["step_00000003.optimizer.safetensors", "step_00000003.safetensors"],
+        ["step_00000003.safetensors", "step_00000003.safetensors"],
+        ["step_00000003-00001-of-00002.safetensors"],
+        ["step_00000003-00002-of-00002.safetensors", "step_00000003-00001-of-00002.safetensors"],
+        ["step_00000003-00001-of-00002.safetensors", "step_00000003-00002-of-00003.safetensors"],
+        ["../step_00000003.safetensors"],
+        ["step_00000003.safetensors", "step_00000003-00001-of-00002.safetensors"],
+    ],
+)
+def test_other_lists_of_names_are_no_snapshot(names: list[str]) -> None:
+    assert not are_tensor_files(names, 3)
+    assert are_tensor_files(["step_00000003.safetensors", "step_00000003.optimizer.safetensors"], 3)

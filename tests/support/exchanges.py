@@ -1,0 +1,89 @@
+"""Workers of an optimizer as threads of one process, which exchange tensors through a list."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mingpt.optim import Exchange
+from mingpt.parallel import split_rows
+
+R = TypeVar("R")
+TIMEOUT_S = 30
+
+
+class FakeWorkers:
+    """Runs a function in as many threads as there are workers; each gets its own Exchange."""
+
+    def __init__(self, workers: int, is_sharded: bool) -> None:
+        self.workers, self.is_sharded = workers, is_sharded
+        self.barrier = threading.Barrier(workers, timeout=TIMEOUT_S)
+        self.board: list[list[Tensor]] = [[] for _ in range(workers)]  # per sender, a part per receiver
+        self.bytes_sent = 0
+
+    def exchange(self, rank: int) -> Exchange:
+        def all_to_all(sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+            assert sent.ndim == 1 and sent.is_contiguous() and len(sent) == sum(send)
+            self.board[rank] = list(sent.split(list(send)))
+            self.barrier.wait()
+            received = [self.board[source][rank].clone() for source in range(self.workers)]
+            assert [len(part) for part in received] == list(receive)
+            self.barrier.wait()
+            return torch.cat(received)
+
+        def broadcast(tensor: Tensor, source: int) -> None:
+            assert tensor.ndim == 1 and len(tensor)
+            if rank == source:
+                self.board[source] = [tensor]
+                self.bytes_sent += tensor.nbytes
+            self.barrier.wait()
+            (sent,) = self.board[source]
+            assert sent.shape == tensor.shape
+            if rank != source:
+                tensor.copy_(sent)
+            self.barrier.wait()
+
+        return Exchange(
+            rank,
+            self.workers,
+            self.is_sharded,
+            lambda rows: split_rows(rows, self.workers),
+            all_to_all,
+            broadcast,
+        )
+
+    def run(self, work: Callable[[Exchange], R]) -> list[R]:
+        """What `work` returns for each rank. Raises what one of them raised."""
+        results: list[R | None] = [None] * self.workers
+        errors: list[BaseException] = []
+
+        def run_rank(rank: int) -> None:
+            try:
+                results[rank] = work(self.exchange(rank))
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        if errors:
+            raise errors[0]
+        return results  # type: ignore[return-value]
+
+
+def piece(tensor: Tensor, exchange: Exchange) -> Tensor:
+    """A copy of this worker's rows, or of all rows if it holds tensors whole."""
+    if not exchange.is_sharded:
+        return tensor.clone()
+    rows = exchange.rows(len(tensor))[exchange.rank]
+    return tensor[rows.start : rows.stop].clone()
+
+
+def pieces(tensors: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
+    return {name: piece(tensor, exchange) for name, tensor in tensors.items()}

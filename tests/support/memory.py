@@ -1,0 +1,35 @@
+"""A small state of a run, another one at each step, and its manifest, for tests of snapshots in memory."""
+
+import torch
+from torch import Tensor
+
+from mingpt.config import Config, DataConfig, ModelConfig
+from mingpt.distributed import DistributedContext
+from mingpt.settings import to_dict
+from mingpt.stored_state import StoredState
+from mingpt.weights import snapshot_shapes
+from support.snapshots import make_manifest
+
+CONFIG = Config(
+    data=DataConfig(block_size=7), model=ModelConfig(n_layer=1, n_head=1, n_embd=8, arch="modern")
+)
+MANIFEST = make_manifest(0) | {"config": to_dict(CONFIG), "vocabulary": "abcdefghijk", "after": 0}
+SHAPES = snapshot_shapes(MANIFEST, 11)
+
+
+def make_state(step: int) -> dict[str, Tensor]:
+    """Another number in each element."""
+    return {
+        name: torch.arange(float(torch.Size(shape).numel())).view(shape) + step
+        for name, shape in SHAPES.items()
+    }
+
+
+def check_values(found: StoredState, context: DistributedContext) -> int:
+    """All tensors are those of the step, which it returns. Collective."""
+    step = int(found.manifest["step"])
+    expected = make_state(step)
+    assert found.shapes == SHAPES and "shard" not in found.manifest
+    for name in found.shapes:
+        assert torch.equal(found.tensor(name, context), expected[name]), name
+    return step

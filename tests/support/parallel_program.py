@@ -1,0 +1,269 @@
+"""Trains a small model for two steps by some strategies, with 1, 2 and 3 ranks, and saves what each rank has.
+
+    python -m support.parallel_program OUTPUT GROUP
+
+GROUP is a key of GROUPS. A process of its own, since forks of one that has run a backward pass may be refused
+one.
+"""
+
+import contextlib
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mingpt.config import ModelConfig
+from mingpt.distributed import DistributedContext
+from mingpt.model import GPT, LossModule, draw_weight
+from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, buckets, split_rows
+from mingpt.parallel.fsdp import ExactFSDPReduction
+from support.forks import results_of
+
+MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS = 7, 2, 4, 11, 2
+MAX_NORM = 0.05
+RANKS, ALONE = (1, 2, 3), (1,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train. `ranks` are the numbers of them."""
+
+    parallel: str = "ddp"
+    reduction: str = "exact"
+    arch: str = "gpt2"
+    dtype: str = "float32"
+    shard_optimizer: bool = False
+    reshard: bool = True
+    recompute: bool = False
+    param_dtype: str | None = None
+    micro_batches: int = MICRO_BATCHES
+    ranks: Sequence[int] = RANKS
+
+
+@dataclass
+class Outcome:
+    """Of one rank, after STEPS steps. Tensors are pieces by name, but for `held`."""
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the last step, before clipping
+    clipped: dict[str, Tensor] = field(default_factory=dict)
+    norm: float = 0.0
+    pieces: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)  # what it holds of the weights
+    eval_loss: float = 0.0
+    rows: dict[str, slice] = field(default_factory=dict)
+    any_of_one: tuple[bool, bool] = (False, True)  # any() where rank 0 alone is asked for, and nobody
+    sum_bytes: list[int] = field(default_factory=list)  # that partial sums keep, after each micro-batch
+    piece_bytes: int = 0
+
+
+GROUPS: dict[str, dict[str, Case]] = {
+    "ddp": {
+        "exact": Case(),
+        "fast": Case(reduction="fast"),
+        "idle": Case(micro_batches=2),
+        "idle fast": Case(micro_batches=2, reduction="fast"),
+    },
+    "sharded optimizer": {
+        "whole": Case(arch="modern"),
+        "exact": Case(arch="modern", shard_optimizer=True),
+        "fast": Case(arch="modern", shard_optimizer=True, reduction="fast"),
+        "whole, gpt2": Case(),
+        "exact, gpt2": Case(shard_optimizer=True),
+        "whole, idle": Case(micro_batches=2),
+        "exact, idle": Case(shard_optimizer=True, micro_batches=2),
+    },
+    "fsdp": {
+        **{
+            f"{parallel} {arch} {dtype}": Case(
+                parallel, arch=arch, dtype=dtype, ranks=ALONE if parallel == "ddp" else RANKS
+            )
+            for parallel in ("ddp", "fsdp")
+            for arch in ("gpt2", "modern")
+            for dtype in ("float32", "bfloat16")
+        },
+        "fsdp gpt2 float32, kept": Case("fsdp", reshard=False),
+        "fsdp gpt2 float32, recomputed": Case("fsdp", recompute=True),
+        "fsdp modern bfloat16, recomputed": Case("fsdp", arch="modern", dtype="bfloat16", recompute=True),
+        "fsdp gpt2 float32, fast": Case("fsdp", "fast"),
+        "ddp, idle": Case(micro_batches=2, ranks=ALONE),
+        "fsdp, idle": Case("fsdp", micro_batches=2),
+        "narrow": Case("fsdp", param_dtype="bfloat16"),
+    },
+}
+
+
+def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strategy]:
+    """A model whose weights are the same for any number of ranks, and whoever holds its rows."""
+    config = ModelConfig(arch=case.arch, n_layer=2, n_head=2, n_embd=20, dropout=0.1)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = GPT(config, vocab_size=VOCABULARY, block_size=LENGTH)
+    if case.recompute:
+        model.set_recompute(True)
+    make = STRATEGIES[case.parallel, case.reduction]
+    count, ranks = case.micro_batches, context.world_size
+    parts = [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
+    if make.takes_turns:
+        parts = [range(rank, count, ranks) for rank in range(ranks)]
+    setup = StrategySetup(
+        model,
+        list(model.h),
+        parts,
+        (BATCH, LENGTH),
+        context,
+        shard_optimizer=case.shard_optimizer,
+        reshard=case.reshard,
+        param_dtype=torch.bfloat16 if case.param_dtype else None,
+        autocasts=functools.partial(autocast, case),
+    )
+    strategy = make(setup)
+    model.init_buffers()
+    for name, weight in strategy.held_weights().items():
+        whole = draw_weight(name, strategy.shapes[name], config, seed=5)
+        whole += torch.linspace(-0.1, 0.1, whole.numel()).view_as(whole)  # nothing begins at zero
+        weight.copy_(whole[strategy.my_rows(name)] if strategy.weights_are_sharded else whole)
+    strategy.prepare(LossModule(model))
+    return model, strategy
+
+
+def autocast(case: Case) -> contextlib.AbstractContextManager[Any]:
+    if case.dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=getattr(torch, case.dtype))
+
+
+def make_batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def run_step(case: Case, strategy: Strategy, step: int, outcome: Outcome) -> None:
+    """The gradients of a step, not yet clipped."""
+    strategy.start_step()
+    for number in strategy.my_micro_batches:
+        torch.manual_seed(100 * step + number)  # as the trainer does, for dropout
+        with strategy.micro_batch(number):
+            with autocast(case):
+                loss = strategy.forward(*make_batch(100 * step + number))
+            (loss * strategy.loss_scale).backward()
+        if isinstance(strategy, ExactFSDPReduction):
+            outcome.sum_bytes.append(kept_bytes(strategy))
+    strategy.finish_step()
+
+
+def kept_bytes(strategy: ExactFSDPReduction) -> int:
+    """Of the memory that partial sums keep from being freed."""
+    parts = [part for scatter in strategy.scatters for _, _, part in scatter.partial_sums]
+    return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+def clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def train(case: Case, context: DistributedContext) -> Outcome:
+    model, strategy = make_strategy(case, context)
+    outcome = Outcome()
+    for step in range(STEPS):
+        run_step(case, strategy, step, outcome)
+        gradients = strategy.gradients()
+        outcome.gradients = clone(gradients)
+        outcome.norm = float(strategy.clip_grad_norm_(MAX_NORM))
+        outcome.clipped = clone(gradients)
+        for name, piece in strategy.pieces().items():
+            piece.sub_(gradients[name])
+        del gradients
+        strategy.finish_update()
+    outcome.pieces, outcome.held = clone(strategy.pieces()), clone(strategy.held_weights())
+    outcome.piece_bytes = sum(piece.nbytes for piece in outcome.pieces.values())
+    outcome.rows = {name: strategy.my_rows(name) for name in strategy.shapes}
+    model.eval()
+    with torch.no_grad(), autocast(case):
+        outcome.eval_loss = float(model(*make_batch(1000))[1])
+    outcome.any_of_one = any_in_a_thread(strategy, context.rank == 0), strategy.any(False)
+    return outcome
+
+
+def any_in_a_thread(strategy: Strategy, flag: bool) -> bool:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(strategy.any(flag)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def train_all(cases: dict[str, Case], context: DistributedContext) -> dict[str, Outcome]:
+    return {name: train(case, context) for name, case in cases.items()}
+
+
+Tensors = dict[str, Tensor]
+Results = dict[int, list[dict[str, Outcome]]]  # number of ranks: of each rank, by case
+
+
+def run_program(output: Path, group: str) -> Results:
+    """The results of a group, computed in another process."""
+    tests = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "support.parallel_program", str(output), group]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    results: Results = pickle.loads(output.read_bytes())
+    return results
+
+
+def whole(pieces: Sequence[Tensors]) -> Tensors:
+    """Of the pieces of all ranks, the tensors that they are rows of."""
+    return {name: torch.cat([part[name] for part in pieces]) for name in pieces[0]}
+
+
+def assert_equal(mine: Tensors, expected: Tensors) -> None:
+    assert mine.keys() == expected.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def assert_close(mine: Tensors, expected: Tensors) -> None:
+    """As far as another order of additions allows."""
+    assert mine.keys() == expected.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
+    """Each rank's pieces are its rows of what one rank has, bit by bit."""
+    for rank, outcome in enumerate(outcomes):
+        for name, piece in outcome.pieces.items():
+            rows = split_rows(len(expected.pieces[name]), len(outcomes))[rank]
+            assert len(piece) == len(outcome.gradients[name]) == len(rows), name
+    for part in ("gradients", "clipped", "pieces"):
+        assert_equal(whole([getattr(outcome, part) for outcome in outcomes]), getattr(expected, part))
+    assert {outcome.norm for outcome in outcomes} == {expected.norm}
+    assert {outcome.eval_loss for outcome in outcomes} == {expected.eval_loss}
+
+
+def main(output: Path, group: str) -> None:
+    buckets.BUCKET_BYTES = 4096  # so that a small model has several buckets
+    import torch._dynamo  # imported once, before the forks, of which several would import it
+    import torch.distributed.fsdp  # noqa: F401
+
+    results = {}
+    for ranks in RANKS:
+        cases = {name: case for name, case in GROUPS[group].items() if ranks in case.ranks}
+        results[ranks] = results_of(ranks, functools.partial(train_all, cases), timeout_s=110)
+    output.write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    # Under its own name, as those who read the results import it.
+    from support import parallel_program
+
+    parallel_program.main(Path(sys.argv[1]), sys.argv[2])
