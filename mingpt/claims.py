@@ -20,14 +20,33 @@ RECHECK_S = 0.5
 log = logging.getLogger(__name__)
 
 
+class WatchedClaim:
+    """The claim that another rank of this job has acquired, with that number, as this rank sees it."""
+
+    def __init__(self, claim: Claim, number: int, holder: Holder) -> None:
+        self.claim, self.number, self.holder = claim, number, holder
+
+    def check(self) -> None:
+        """As Claim.check, but on another machine a listing may be late: only a newer claim is a loss."""
+        try:
+            number, other, _ = self.claim.read_newest()
+        except Exception as error:  # each driver raises exceptions of its own
+            log.info("the claim to %s cannot be read (%s): going on", self.claim.what, error)
+            return
+        is_replaced = other is not None and number == self.number and other.job != self.holder.job
+        if number > self.number or is_replaced:
+            raise self.claim.loss(other, self.holder)
+
+
 class Claims:
     """The claims that this rank holds for its job, if any; renewed in the background until `release`.
 
-    The first is to the run folder.
+    The first is to the run folder. `watched` are those of other ranks to places that this one writes to, too.
     """
 
     def __init__(self, claims: list[Claim]) -> None:
         self.claims = claims
+        self.watched: list[WatchedClaim] = []
         self.released = threading.Event()
         self.is_held, self.checked_at = True, float("-inf")
         for claim in claims:
@@ -48,6 +67,8 @@ class Claims:
         """Raises ClaimLost if a place is another job's by now, or a later generation's."""
         for claim in self.claims:
             claim.check()
+        for watched in self.watched:
+            watched.check()
 
     def check_run_dir(self) -> None:
         """`check` for the run folder alone: a record does not wait for an object store."""
@@ -100,7 +121,25 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
     places = places_of(config, folder)
     claims = refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     context.exit.release_claims = claims.release
+    claims.watched = watch_snapshots(config, context, folder, claims)
     return claims
+
+
+def watch_snapshots(
+    config: Config, context: DistributedContext, folder: RunFolder, claims: Claims
+) -> list[WatchedClaim]:
+    """The claim to a folder of snapshots that all ranks see, on those that do not hold it. Collective."""
+    path = config.snapshot.path
+    last = [(claim.number, claim.holder) for claim in claims.claims[-1:]]  # places_of: the snapshots'
+    last = context.broadcast_object(last, folder.snapshots_rank)
+    is_holder = context.rank == folder.snapshots_rank
+    if is_holder or not folder.snapshots_are_shared:
+        return []
+    what = f"run_dir {config.run_dir}" if path is None else f"snapshot.path {path}"
+    place = Claim(path or config.run_dir, what)
+    if place.store.is_process_private:
+        return []
+    return [WatchedClaim(place, number, holder) for number, holder in last if holder is not None]
 
 
 def places_of(config: Config, folder: RunFolder) -> list[Claim]:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
-from mingpt.errors import LaterGeneration, SupersededError, UserError
+from mingpt.errors import ClaimLost, LaterGeneration, SupersededError, UserError
 from mingpt.snapshot.holder import Holder, parse_holder
 from mingpt.snapshot.store import NO_ROOM, SnapshotStore
 
@@ -235,10 +235,16 @@ class Claim:
         except Exception as error:  # each driver raises exceptions of its own
             log.info("the claim to %s cannot be read (%s): going on", self.what, error)
             return
+        raise self.loss(other, holder)
+
+    def loss(self, other: Holder | None, holder: Holder | None) -> ClaimLost:
+        """The error of `check`, where `other` has the place that was `holder`'s."""
         if other is not None and holder is not None and not other.released and other.job == holder.job:
-            raise LaterGeneration(f"the job goes on without this worker, which writes no more to {self.what}")
+            return LaterGeneration(
+                f"the job goes on without this worker, which writes no more to {self.what}"
+            )
         who = "its claim was removed" if other is None else f"{other.sentence()} has taken over"
-        raise SupersededError(f"{self.what} no longer belongs to this job, {who}: nothing more is written")
+        return SupersededError(f"{self.what} no longer belongs to this job, {who}: nothing more is written")
 
     def mark_started(self) -> None:
         """The job has passed the checks of its start. Raises OSError, or whatever the driver does."""
