@@ -69,7 +69,9 @@ class BackgroundGroup:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
 
     def all_gather_object(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world_size
