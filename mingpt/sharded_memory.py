@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,12 +255,20 @@ class ShardedMemory:
         self.remove_slots(self.kept)
         root = self.memory.root
         if self.context.launch.local_rank == 0:
-            for path in root.glob("node-*"):
+            for path in folders_in(root):
                 if path.name not in self.used:
                     remove_quietly(path)
         # Whoever is the last one on this machine succeeds.
-        if not any(root.glob("node-*")):
+        if not folders_in(root):
             shutil.rmtree(root, ignore_errors=True)
+
+
+def folders_in(root: Path) -> list[Path]:
+    """What workers have there; nothing where another one, the last, has just removed it."""
+    try:
+        return list(root.glob("node-*"))
+    except FileNotFoundError:
+        return []
 
 
 def try_open(slots: Slots, specs: Mapping[str, TensorSpec], start_step: int | None) -> str | None:

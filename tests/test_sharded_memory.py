@@ -4,6 +4,7 @@ import errno
 import functools
 import multiprocessing
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +176,27 @@ def test_an_orderly_end_leaves_nothing(tmp_path: Path) -> None:
 
     run_workers(3, tmp_path, work)
     run_workers(2, tmp_path, work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_may_go_while_a_worker_looks_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has removed it, as the last."""
+    scandir = os.scandir
+
+    def late(path: Any) -> Any:
+        if isinstance(path, Path) and path.name.startswith("mingpt-"):
+            shutil.rmtree(path, ignore_errors=True)
+        return scandir(path)
+
+    def work(worker: Worker) -> None:
+        worker.save(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", late)
+            worker.memory.remove()
+
+    run_workers(1, tmp_path, work)
     assert list(tmp_path.iterdir()) == []
 
 
