@@ -42,6 +42,29 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 
 
+# Files that take a minute or more with their slow tests, the longest first.
+LONG_FILES = (
+    "test_nodes.py",
+    "test_nodes_without_a_shared_disk.py",
+    "test_cluster.py",
+    "test_slurm.py",
+    "test_docs.py",
+    "test_readme.py",
+    "test_benchmarks.py",
+    "test_compiled_jobs.py",
+    "test_verify.py",
+    "test_sharded_jobs.py",
+    "test_stopping.py",
+    "test_restarts.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: a file is one process's, and none should be left to one of two at the end."""
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 def pytest_sessionfinish() -> None:
     shutil.rmtree(SMALL["snapshot.memory_path"], ignore_errors=True)
 
