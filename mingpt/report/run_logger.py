@@ -251,6 +251,8 @@ def describe_range(numbers: Sequence[int]) -> str:
     if not numbers:
         return "idles"
     first, last = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"reads {first}"
     if last - first == len(numbers) - 1:
         return f"reads {first}-{last}"
     return f"reads {first}, {numbers[1]}, ..., {last}" if len(numbers) > 2 else f"reads {first}, {last}"

@@ -14,6 +14,7 @@ from support.runs import STATS
 from mingpt.cli import build
 from mingpt.data import make_corpus
 from mingpt.report import SINKS, GenerationStart, RunInfo, RunLogger, Sink, is_reported
+from mingpt.report.run_logger import describe_range
 from mingpt.report.sink import Values
 from mingpt.settings import to_dict
 
@@ -270,3 +271,17 @@ def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
     assert is_reported(tmp_path, [record])
     (tmp_path / "run.json").unlink()
     assert not is_reported(tmp_path, []), "run.json could never be written"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        (range(0), "idles"),
+        (range(3, 4), "reads 3"),
+        (range(4, 8), "reads 4-7"),
+        (range(1, 4, 2), "reads 1, 3"),
+        (range(1, 8, 2), "reads 1, 3, ..., 7"),
+    ],
+)
+def test_a_worker_is_told_which_micro_batches_it_reads(numbers: range, sentence: str) -> None:
+    assert describe_range(numbers) == sentence
