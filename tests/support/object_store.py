@@ -1,6 +1,7 @@
 """An S3 server in this process."""
 
 import contextlib
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,10 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server.start()
     try:
         host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        url = f"http://{host}:{port}"
+        # Every server of a process has the same buckets: those of the test file before are still there.
+        urllib.request.urlopen(f"{url}/moto-api/reset", data=b"").close()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
