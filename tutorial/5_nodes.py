@@ -1,0 +1,120 @@
+"""Step 5: two nodes, each with a torchrun agent of its own, meet at an endpoint and train one model.
+
+    torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & wait
+
+Here both agents run on this machine. In step 60 rank 1 ends itself with SIGKILL, and both start anew.
+"""  # noqa: E501
+
+import os
+import signal
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from mingpt.config import ModelConfig
+from mingpt.data import CharTokenizer
+from mingpt.model import GPT
+
+SEED, EPOCHS, WINDOWS, BLOCK_SIZE = 1337, 4, 400, 64
+BATCH_SIZE, LEARNING_RATE, LOG_EVERY, SAVE_EVERY, KILL_IN_STEP = 16, 1e-3, 10, 20, 60
+SNAPSHOT, OUT = Path("out/tutorial/5_nodes.snapshot.pt"), Path("out/tutorial/5_nodes.pt")
+
+
+def make_dataset() -> tuple[TensorDataset, int]:
+    """Windows that lie end to end: inputs, and targets one to the right. And the size of the vocabulary."""
+    text = Path("data/input.txt").read_text()
+    tokenizer = CharTokenizer.train(text)
+    tokens = torch.from_numpy(tokenizer.encode(text)).long()[: WINDOWS * BLOCK_SIZE + 1]
+    inputs, targets = tokens[:-1].view(WINDOWS, BLOCK_SIZE), tokens[1:].view(WINDOWS, BLOCK_SIZE)
+    return TensorDataset(inputs, targets), len(tokenizer)
+
+
+def meet(rank: int, world_size: int) -> dist.Store:
+    """Keys of this generation alone: rank 0 names it, in answer to names that the others have just drawn."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    name = os.urandom(16).hex()
+    for other in range(1, world_size) if rank == 0 else []:
+        while not store.check([f"{name}/{other}"]):  # the first offer may be one that a dead worker left
+            offer = store.get(f"offer/{other}").decode()
+            store.set(f"answer/{offer}", name)
+    if rank > 0:
+        store.set(f"offer/{rank}", name)
+        name = store.get(f"answer/{name}").decode()
+        store.set(f"{name}/{rank}", "met")
+    return dist.PrefixStore(name, store)
+
+
+def report(name: str, loss: torch.Tensor) -> None:
+    """Print the mean of the ranks' losses, which is the whole batch's. A collective: all ranks call it."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)  # the sum
+    if dist.get_rank() == 0:
+        print(f"{name} loss {total.item() / dist.get_world_size():.6f}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if BATCH_SIZE % world_size:
+        raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {world_size} workers")
+    store, timeout = meet(rank, world_size), timedelta(seconds=60)
+    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
+    hosts, device = [""] * world_size, torch.device("cpu")
+    dist.all_gather_object(hosts, socket.gethostname())
+    here = [other for other in range(world_size) if hosts[other] == hosts[rank]]
+    if torch.cuda.device_count() >= len(here):  # a GPU for each worker of this machine, whoever started it
+        device = torch.device("cuda", here.index(rank))
+        torch.cuda.set_device(device)
+    print(f"rank {rank}: node {os.environ['GROUP_RANK']}, local rank {os.environ['LOCAL_RANK']}, {device}")
+
+    dataset, vocab_size = make_dataset()
+    torch.manual_seed(SEED)
+    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
+    gpt = GPT(config, vocab_size=vocab_size, block_size=BLOCK_SIZE).to(device)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=LEARNING_RATE)
+    step, found = 0, [None]
+    if rank == 0 and SNAPSHOT.exists():
+        found = [torch.load(SNAPSHOT, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(found)  # other nodes may not see the disk of rank 0's
+    if found[0]:
+        gpt.load_state_dict(found[0]["model"])
+        optimizer.load_state_dict(found[0]["optimizer"])
+        step = found[0]["step"]
+        print(f"rank {rank} resumed from step {step}")
+    model = DistributedDataParallel(gpt)
+
+    steps_per_epoch = WINDOWS // BATCH_SIZE
+    while step < EPOCHS * steps_per_epoch:
+        # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
+        epoch, batch = divmod(step, steps_per_epoch)
+        order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
+        mine = order.split(BATCH_SIZE)[batch][rank::world_size]
+        inputs, targets = (part.to(device) for part in dataset[mine])
+        _, loss = model(inputs, targets)
+        if step + 1 == KILL_IN_STEP and rank == 1 and not found[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()  # and the mean of all ranks' gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % LOG_EVERY == 0:
+            report(f"step {step:3}", loss)
+        if step % SAVE_EVERY == 0 and rank == 0:
+            SNAPSHOT.parent.mkdir(parents=True, exist_ok=True)
+            state = {"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, f"{SNAPSHOT}.tmp")
+            os.replace(f"{SNAPSHOT}.tmp", SNAPSHOT)  # whoever is killed before this leaves the older one
+
+    report("final", loss)
+    if rank == 0:
+        os.replace(SNAPSHOT, OUT)  # finished: the next run begins anew
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
