@@ -15,8 +15,6 @@ import pytest
 from conftest import ROOT
 from support.pages import blocks, commands, halves_of_the_readme, run, run_all
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_that_start_jobs_run(text: Path, tmp_path: Path) -> None:
@@ -61,13 +59,8 @@ def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, t
     assert '"schedule": "wsd"' in (out / "wsd" / "snapshots" / "step_00000002.json").read_text()
 
 
-def test_every_file_that_a_page_names_is_there_and_every_room_is_on_the_tour() -> None:
-    for page in PAGES:
-        named = set(re.findall(r"`([\w/]+\.(?:py|yaml|sbatch|txt|md))`", page.read_text()))
-        in_root = {name for name in named if "/" in name or name.endswith(".py")}
-        added = {attributes.get("file") for _, attributes, _ in blocks(page)}
-        missing = [name for name in in_root - added if not list(ROOT.rglob(name))]
-        assert missing == [], page
+def test_every_room_is_on_the_tour() -> None:
+    """Files that pages name are checked in tests/tutorial/test_page_links.py."""
     tour = (ROOT / "README.md").read_text()
     rooms = [path for path in (ROOT / "mingpt").iterdir() if path.name not in ("__init__.py", "__pycache__")]
     assert [

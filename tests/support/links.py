@@ -1,0 +1,121 @@
+"""What a page says of files, headings and names in the code, compared with what is there."""
+
+import ast
+import re
+from collections.abc import Iterator, Set
+from pathlib import Path
+from urllib.parse import unquote
+
+FENCED = re.compile(r"^[ \t]*(```+|~~~+).*?^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.*?)[ \t]*#*[ \t]*$", re.MULTILINE)
+HTML_ANCHOR = re.compile(r"<a\s[^>]*\b(?:id|name)=\"([^\"]+)\"")
+TARGETS = (
+    re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"),  # [text](target), ![text](target "title")
+    re.compile(r"^ {0,3}\[[^\]]+\]:\s+<?([^\s>]+)", re.MULTILINE),  # [reference]: target
+    re.compile(r"<[^>]+\b(?:src|srcset|href)=\"([^\"\s]+)\""),
+)
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+NAME_LINK = re.compile(r"\[`([^`\n]+)`\]\(([^)\s#]+\.py)(?:#[^)\s]*)?\)")
+NAME = re.compile(r"(?!.*\.py$)[A-Za-z_][\w.]*(\(\))?")
+LINES = re.compile(r"L(\d+)(?:-L(\d+))?")
+MODULE = re.compile(r"python3? -m ((?:mingpt|tutorial)(?:\.\w+)+)")
+FOLDERS = ("benchmarks", "configs", "data", "docs", "launch", "mingpt", "tests", "tutorial")
+SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
+
+
+def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> list[str]:
+    """A line for each thing that a reader of the page would not find in the repository at `root`.
+
+    `added` are files that the page tells the reader to write.
+    """
+    text = page.read_text()
+    prose = COMMENT.sub("", FENCED.sub("", text))
+    return [
+        *wrong_links(prose, page, root),
+        *wrong_paths(prose, root, added),
+        *wrong_names(prose, page),
+        *wrong_modules(text, root),
+    ]
+
+
+def wrong_links(prose: str, page: Path, root: Path) -> Iterator[str]:
+    for target in [found for pattern in TARGETS for found in pattern.findall(prose)]:
+        if re.match(r"[a-z][a-z0-9+.-]*:|//", target):
+            continue  # another site
+        path, _, anchor = unquote(target).partition("#")
+        base = root if path.startswith("/") else page.parent
+        file = (base / path.lstrip("/")).resolve() if path else page.resolve()
+        if not file.exists() or not file.is_relative_to(root.resolve()):
+            yield f"{target}: no such file in the repository"
+        elif anchor and not has_anchor(file, anchor):
+            yield f"{target}: no such heading or line"
+
+
+def has_anchor(file: Path, anchor: str) -> bool:
+    lines = LINES.fullmatch(anchor)
+    if lines:
+        return int(lines[2] or lines[1]) <= len(file.read_text().splitlines())
+    return file.suffix == ".md" and anchor in anchors(file.read_text())
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub spells them, and those set by hand."""
+    found: dict[str, int] = {}
+    prose = COMMENT.sub("", FENCED.sub("", text))
+    for heading in HEADING.findall(prose):
+        words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        number = found.get(slug, 0)
+        found[slug] = number + 1
+        if number:
+            found[f"{slug}-{number}"] = 1
+    return {*found, *HTML_ANCHOR.findall(prose)}
+
+
+def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
+    """Files and folders between backticks: from the root on, or the end of a path such as `exact.py`."""
+    for name in dict.fromkeys(CODE.findall(prose)):
+        if name in added or not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
+            continue
+        is_path = "/" in name and name.split("/")[0] in FOLDERS
+        is_file = name.endswith(".py") or ("/" in name and name.endswith(SUFFIXES))
+        if is_path and not list(root.glob(name)):
+            yield f"`{name}`: no such file or folder"
+        elif is_file and not is_path and not list(root.rglob(name)):
+            yield f"`{name}`: no such file"
+
+
+def wrong_names(prose: str, page: Path) -> Iterator[str]:
+    """[`name`](file.py): the file defines the name, or is the file of that name."""
+    for name, target in NAME_LINK.findall(prose):
+        file = (page.parent / target).resolve()
+        if not file.exists():
+            continue  # said by wrong_links
+        if name.endswith(".py") and not file.as_posix().endswith(f"/{name}"):
+            yield f"`{name}`: leads to {target}"
+        elif NAME.fullmatch(name) and name.removesuffix("()") not in definitions(ast.parse(file.read_text())):
+            yield f"`{name}`: not defined in {target}"
+
+
+def definitions(tree: ast.Module | ast.ClassDef) -> set[str]:
+    """Functions, classes and constants of a module, and those of its classes, as `Class.name`."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for name in definitions(node)}
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def wrong_modules(text: str, root: Path) -> Iterator[str]:
+    """Modules of this repository in commands."""
+    for module in dict.fromkeys(MODULE.findall(text)):
+        path = root / module.replace(".", "/")
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+            yield f"python -m {module}: no such program"
