@@ -33,14 +33,6 @@ def make_dataset() -> tuple[TensorDataset, int]:
     return TensorDataset(inputs, targets), len(tokenizer)
 
 
-def pick_device(local_rank: int, local_world_size: int) -> torch.device:
-    """A GPU for each worker of this machine; the CPU if there are too few."""
-    if torch.cuda.device_count() < local_world_size:
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
 def report(name: str, loss: torch.Tensor) -> None:
     """Print the mean of the ranks' losses, which is the whole batch's. A collective: all ranks call it."""
     total = loss.detach().clone()
@@ -51,7 +43,10 @@ def report(name: str, loss: torch.Tensor) -> None:
 
 def train(rank: int, port: int) -> None:
     torch.set_num_threads(1)
-    device = pick_device(rank, WORLD_SIZE)
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= WORLD_SIZE:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
     dist.init_process_group(rank=rank, world_size=WORLD_SIZE)  # gloo on the CPU, NCCL on GPUs
 

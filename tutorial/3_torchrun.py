@@ -5,6 +5,7 @@
 With --nproc_per_node=1, 4 or 8 the batch is still 16 windows, and so the loss is the same.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -31,14 +32,6 @@ def make_dataset() -> tuple[TensorDataset, int]:
     return TensorDataset(inputs, targets), len(tokenizer)
 
 
-def pick_device(local_rank: int, local_world_size: int) -> torch.device:
-    """A GPU for each worker of this machine; the CPU if there are too few."""
-    if torch.cuda.device_count() < local_world_size:
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
 def report(name: str, loss: torch.Tensor) -> None:
     """Print the mean of the ranks' losses, which is the whole batch's. A collective: all ranks call it."""
     total = loss.detach().clone()
@@ -48,10 +41,12 @@ def report(name: str, loss: torch.Tensor) -> None:
 
 
 def main() -> None:
-    device = pick_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.set_num_threads(1)
-    # torchrun has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, from which the group is made.
-    dist.init_process_group()
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # workers of this machine
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group()  # from MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, set by torchrun
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if BATCH_SIZE % world_size:
         raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {world_size} workers")
@@ -81,8 +76,9 @@ def main() -> None:
         OUT.parent.mkdir(parents=True, exist_ok=True)
         torch.save(gpt.state_dict(), OUT)
     report("final", loss)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
+    dist.destroy_process_group()

@@ -5,6 +5,7 @@
 In step 60 rank 1 ends itself with SIGKILL. The newest snapshot then is that of step 40.
 """
 
+import gc
 import os
 import signal
 from datetime import timedelta
@@ -21,6 +22,7 @@ from mingpt.model import GPT
 
 SEED, EPOCHS, WINDOWS, BLOCK_SIZE = 1337, 4, 400, 64
 BATCH_SIZE, LEARNING_RATE, LOG_EVERY, SAVE_EVERY, KILL_IN_STEP = 16, 1e-3, 10, 20, 60
+STEPS_PER_EPOCH = WINDOWS // BATCH_SIZE
 SNAPSHOT, OUT = Path("out/tutorial/4_restarts.snapshot.pt"), Path("out/tutorial/4_restarts.pt")
 
 
@@ -33,14 +35,6 @@ def make_dataset() -> tuple[TensorDataset, int]:
     return TensorDataset(inputs, targets), len(tokenizer)
 
 
-def pick_device(local_rank: int, local_world_size: int) -> torch.device:
-    """A GPU for each worker of this machine; the CPU if there are too few."""
-    if torch.cuda.device_count() < local_world_size:
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
 def report(name: str, loss: torch.Tensor) -> None:
     """Print the mean of the ranks' losses, which is the whole batch's. A collective: all ranks call it."""
     total = loss.detach().clone()
@@ -50,8 +44,11 @@ def report(name: str, loss: torch.Tensor) -> None:
 
 
 def main() -> None:
-    device = pick_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # workers of this machine
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if BATCH_SIZE % world_size:
         raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {world_size} workers")
@@ -75,10 +72,9 @@ def main() -> None:
         print(f"rank {rank} resumed from step {step}")
     model = DistributedDataParallel(gpt)
 
-    steps_per_epoch = WINDOWS // BATCH_SIZE
-    while step < EPOCHS * steps_per_epoch:
+    while step < EPOCHS * STEPS_PER_EPOCH:
         # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
-        epoch, batch = divmod(step, steps_per_epoch)
+        epoch, batch = divmod(step, STEPS_PER_EPOCH)
         order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
         mine = order.split(BATCH_SIZE)[batch][rank::world_size]
         inputs, targets = (part.to(device) for part in dataset[mine])
@@ -100,8 +96,9 @@ def main() -> None:
     report("final", loss)
     if rank == 0:
         os.replace(SNAPSHOT, OUT)  # finished: the next run begins anew
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
+    dist.destroy_process_group()

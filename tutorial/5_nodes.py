@@ -5,6 +5,7 @@
 Here both agents run on this machine. In step 60 rank 1 ends itself with SIGKILL, and both start anew.
 """  # noqa: E501
 
+import gc
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from mingpt.model import GPT
 
 SEED, EPOCHS, WINDOWS, BLOCK_SIZE = 1337, 4, 400, 64
 BATCH_SIZE, LEARNING_RATE, LOG_EVERY, SAVE_EVERY, KILL_IN_STEP = 16, 1e-3, 10, 20, 60
+STEPS_PER_EPOCH = WINDOWS // BATCH_SIZE
 SNAPSHOT, OUT = Path("out/tutorial/5_nodes.snapshot.pt"), Path("out/tutorial/5_nodes.pt")
 
 
@@ -88,10 +90,9 @@ def main() -> None:
         print(f"rank {rank} resumed from step {step}")
     model = DistributedDataParallel(gpt)
 
-    steps_per_epoch = WINDOWS // BATCH_SIZE
-    while step < EPOCHS * steps_per_epoch:
+    while step < EPOCHS * STEPS_PER_EPOCH:
         # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
-        epoch, batch = divmod(step, steps_per_epoch)
+        epoch, batch = divmod(step, STEPS_PER_EPOCH)
         order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
         mine = order.split(BATCH_SIZE)[batch][rank::world_size]
         inputs, targets = (part.to(device) for part in dataset[mine])
@@ -113,8 +114,9 @@ def main() -> None:
     report("final", loss)
     if rank == 0:
         os.replace(SNAPSHOT, OUT)  # finished: the next run begins anew
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
+    dist.destroy_process_group()
