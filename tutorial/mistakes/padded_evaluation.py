@@ -7,15 +7,13 @@ which then count twice: the loss depends on the number of workers.
 Right: each window on one rank, and an all-reduce of the sum of losses and of the number of windows.
 """
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from tutorial.mistakes.ranks import run_on_ranks
 
-TEXT = torch.tensor(list(Path("data/input.txt").read_bytes()))
+TEXT = torch.from_file("data/input.txt", size=1_000_000, dtype=torch.uint8).long()
 WINDOWS = TEXT[-9 * 64 :].view(9, 64)  # nine windows on four ranks
 LOSS_OF_CHARACTER = -(TEXT.bincount() / len(TEXT)).log()  # the simplest model: how often each character comes
 
