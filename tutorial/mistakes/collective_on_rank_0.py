@@ -1,0 +1,40 @@
+"""Mistake: a collective that only rank 0 calls.
+
+    python -m tutorial.mistakes.collective_on_rank_0
+
+Only rank 0 logs the mean loss, so someone put the all_reduce under `if rank == 0` as well. There it waits for
+the other ranks, and they wait for rank 0 in their next collective. Nothing fails until the timeout of the
+process group, with gloo 30 minutes; here it is 3 seconds.
+Right: every rank calls every collective, and only the use of its result stands under `if rank == 0`.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tutorial.mistakes.ranks import run_on_ranks
+
+
+def log_mean_loss(rank: int) -> list[str]:
+    """The error in which this rank ended, empty if none: the wrong way, the right way."""
+    errors = []
+    for reduces in (rank == 0, True):
+        group = dist.new_group(timeout=timedelta(seconds=3))
+        loss = torch.tensor(2.0 + rank)
+        try:
+            if reduces:
+                dist.all_reduce(loss, group=group)
+            dist.barrier(group)  # stands for the next collective of the training loop
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+if __name__ == "__main__":
+    errors = run_on_ranks(log_mean_loss)
+    for rank, (wrong, _) in enumerate(errors):
+        print(f"rank {rank}: {wrong}")
+    print(f"wrong: {sum(wrong != '' for wrong, _ in errors)} ranks ended in an error")
+    print(f"right: {sum(right != '' for _, right in errors)} ranks ended in an error")
