@@ -36,5 +36,5 @@ def save(rank: int, folder: str) -> list[int]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         wrong, right = run_on_ranks(save, folder)[0]
-    print(f"wrong: {wrong} bytes in node 0's finished snapshot when node 1 has come to the save")
-    print(f"right: {right} bytes in node 0's finished snapshot when node 1 has come to the save")
+    print(f"wrong: {wrong} bytes in the finished snapshot when the second node has come to the save")
+    print(f"right: {right} bytes in the finished snapshot when the second node has come to the save")
