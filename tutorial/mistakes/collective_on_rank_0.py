@@ -35,6 +35,6 @@ def log_mean_loss(rank: int) -> list[str]:
 if __name__ == "__main__":
     errors = run_on_ranks(log_mean_loss)
     for rank, (wrong, _) in enumerate(errors):
-        print(f"rank {rank}: {wrong}")
+        print(f"rank {rank}: {wrong.split('. ')[0]}")
     print(f"wrong: {sum(wrong != '' for wrong, _ in errors)} ranks ended in an error")
     print(f"right: {sum(right != '' for _, right in errors)} ranks ended in an error")
