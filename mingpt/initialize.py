@@ -137,7 +137,7 @@ def make_exchange(context: DistributedContext, strategy: Strategy) -> Exchange:
         strategy.updates_are_sharded,
         rows=functools.partial(split_rows, workers=context.world_size),
         all_to_all=context.all_to_all,
-        broadcast=context.broadcast,
+        broadcast=context.broadcast_async,
     )
 
 

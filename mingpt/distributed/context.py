@@ -152,11 +152,22 @@ class DistributedContext:
 
     def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
         """Give all ranks the source's elements, in place; at most BROADCAST_BYTES or so at a time."""
-        if self.world_size > 1:
-            import torch
+        self.broadcast_async(tensor, source)()
 
+    def broadcast_async(self, tensor: "torch.Tensor", source: int) -> Callable[[], None]:
+        """`broadcast` in the background, as a function that waits until the elements are there."""
+        import torch
+
+        works = []
+        if self.world_size > 1:
             for piece in tensor.view(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
-                torch.distributed.broadcast(piece, src=source)
+                works.append(torch.distributed.broadcast(piece, src=source, async_op=True))
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def all_to_all(
         self, tensor: "torch.Tensor", send: Sequence[int], receive: Sequence[int]

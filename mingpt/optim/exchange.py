@@ -16,8 +16,9 @@ def receive_own(sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Te
     return sent
 
 
-def keep(tensor: Tensor, source: int) -> None:
+def keep(tensor: Tensor, source: int) -> Callable[[], None]:
     """The broadcast of a single worker."""
+    return lambda: None
 
 
 @dataclass(frozen=True)
@@ -32,5 +33,5 @@ class Exchange:
     rows: Callable[[int], Sequence[range]] = all_rows
     # (sum(send),) elements for the ranks in order, `send` and `receive` counts per rank, to (sum(receive),).
     all_to_all: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] = receive_own
-    # (n,) elements from that rank to all, in place; n > 0.
-    broadcast: Callable[[Tensor, int], None] = keep
+    # Begins to bring (n,) elements from that rank to all, in place, n > 0; the result waits for them.
+    broadcast: Callable[[Tensor, int], Callable[[], None]] = keep

@@ -60,18 +60,21 @@ class Muon:
     def step_on_matrices(
         self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Each worker computes its part of the updates and broadcasts it."""
+        """Each worker computes its part of the updates, and only then waits for those of the others."""
+        mine = self.names_by_rank[self.exchange.rank]
+        nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in mine}
+        computed = self.join(list(self.orthogonal(nesterov).values()))
+        arriving = []
         for rank, names in enumerate(self.names_by_rank):
             if not names:
                 continue
             sizes = [self.weights[name].numel() for name in names]
-            if rank == self.exchange.rank:
-                nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in names}
-                updates = self.join(list(self.orthogonal(nesterov).values()))
-            else:
-                updates = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
-            self.exchange.broadcast(updates, rank)
-            self.apply(names, updates.split(sizes), lr)
+            updates = computed if rank == self.exchange.rank else computed.new_empty(sum(sizes))
+            wait = self.exchange.broadcast(updates, rank)
+            arriving.append((wait, names, updates.split(sizes)))
+        for wait, names, parts in arriving:
+            wait()
+            self.apply(names, parts, lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """The rows of each matrix go to the worker that computes its update; the update's rows come back."""

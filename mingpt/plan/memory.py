@@ -97,8 +97,13 @@ def gradient(work: Workload) -> int:
 
 
 def update_work(work: Workload) -> int:
-    """Muon's matrices in bfloat16: momentum, iteration and updates of the worker's share of them."""
-    return 4 * BFLOAT_BYTES * math.ceil(work.muon_elements / work.workers)
+    """Muon's matrices in bfloat16: momentum, iteration and updates of the worker's share of them.
+
+    Where workers hold matrices whole, the updates of all others too.
+    """
+    own = math.ceil(work.muon_elements / work.workers)
+    others = 0 if are_updates_sharded(work) else work.muon_elements - own
+    return BFLOAT_BYTES * (4 * own + others)
 
 
 def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:

@@ -33,17 +33,21 @@ class FakeWorkers:
             self.barrier.wait()
             return torch.cat(received)
 
-        def broadcast(tensor: Tensor, source: int) -> None:
+        def broadcast(tensor: Tensor, source: int) -> Callable[[], None]:
             assert tensor.ndim == 1 and len(tensor)
             if rank == source:
                 self.board[source] = [tensor]
                 self.bytes_sent += tensor.nbytes
-            self.barrier.wait()
-            (sent,) = self.board[source]
-            assert sent.shape == tensor.shape
-            if rank != source:
-                tensor.copy_(sent)
-            self.barrier.wait()
+
+            def wait() -> None:
+                self.barrier.wait()
+                (sent,) = self.board[source]
+                assert sent.shape == tensor.shape
+                if rank != source:
+                    tensor.copy_(sent)
+                self.barrier.wait()
+
+            return wait
 
         return Exchange(
             rank,
