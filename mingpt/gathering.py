@@ -6,20 +6,17 @@ own: training exchanges messages meanwhile.
 """
 
 import bisect
-import contextlib
+import itertools
 import logging
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mingpt.distributed import is_lost_peer
+from mingpt.distributed.background_group import BackgroundGroup, picklable
 from mingpt.errors import ClaimLost, SaveAborted
 from mingpt.snapshot import (
     FileLayout,
@@ -31,9 +28,6 @@ from mingpt.snapshot import (
 from mingpt.snapshot.store import NO_ROOM
 
 CHUNK_BYTES = 16 << 20
-# Of a background exchange: a rank may write slowly meanwhile. The loss of one is noticed at once, and the
-# training's own exchanges notice one that is frozen.
-TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -48,57 +42,6 @@ class Run:
     rank: int
     name: str
     offset: int
-
-
-@contextlib.contextmanager
-def save_needs_peers() -> Iterator[None]:
-    """Around an exchange in the background: raises SaveAborted where it fails because a rank is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_lost_peer(error):
-            raise SaveAborted from error
-        raise
-
-
-class BackgroundGroup:
-    """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
-
-    Exchanges raise SaveAborted if a rank is gone.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        assert isinstance(group, dist.ProcessGroup)
-        self.group = group
-
-    def all_gather_object(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.world_size
-        with save_needs_peers():
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on each rank; what it raises on any, all raise."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as problem:  # each driver raises exceptions of its own
-            error = problem
-        outcomes = self.all_gather_object((result, picklable(error)))
-        for _, error_there in outcomes:
-            if error_there is not None:
-                raise error_there
-        return [result_there for result_there, _ in outcomes]  # type: ignore[misc]
-
-    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[int]) -> list[Tensor]:
-        """(n,) uint8 for each rank to those from each rank, whose sizes are `received`."""
-        incoming = torch.empty(sum(received), dtype=torch.uint8)
-        sizes = [len(part) for part in sent]
-        with save_needs_peers():
-            dist.all_to_all_single(incoming, torch.cat(list(sent)), list(received), sizes, group=self.group)
-        return list(incoming.split(list(received)))
 
 
 class CannotWrite(Exception):
@@ -180,24 +123,37 @@ class GatheringTransfer:
         return self.writers[number - batch.start]
 
     def chunks(self, batch: range) -> Iterator[memoryview]:
-        """The bytes of the file that this rank writes, in order, while it sends its parts of the others."""
+        """The bytes of the file that this rank writes, in order, while it sends its parts of the others.
+
+        The next chunk travels while this one is hashed and written.
+        """
         longest = max(self.layouts[number].size for number in batch)
-        for begin in range(0, longest, CHUNK_BYTES):
-            sent = [torch.empty(0, dtype=torch.uint8)] * self.group.world_size
-            sizes, mine = [0] * self.group.world_size, None
-            for number in batch:
-                pieces = cut(self.runs[number], begin, begin + CHUNK_BYTES)
-                writer = self.writer(number, batch)
-                parts = [self.part(piece) for piece in pieces if piece.rank == self.group.rank]
-                if parts:
-                    sent[writer] = torch.cat(parts)
-                if writer == self.group.rank:
-                    mine = number, pieces
-                    for piece in pieces:
-                        sizes[piece.rank] += piece.end - piece.begin
-            received = self.group.all_to_all(sent, sizes)
-            if mine is not None and begin < self.layouts[mine[0]].size:
-                yield self.assemble(self.layouts[mine[0]], begin, mine[1], received)
+        for wait in one_ahead(self.exchange(batch, begin) for begin in range(0, longest, CHUNK_BYTES)):
+            chunk = wait()
+            if chunk is not None:
+                yield chunk
+
+    def exchange(self, batch: range, begin: int) -> Callable[[], memoryview | None]:
+        """Begin to send the files' chunks from `begin` on; the result waits for that of this rank's file."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.group.world_size)]
+        sizes, mine = [0] * self.group.world_size, None
+        for number in batch:
+            pieces = cut(self.runs[number], begin, begin + CHUNK_BYTES)
+            writer = self.writer(number, batch)
+            sent[writer] += [self.part(piece) for piece in pieces if piece.rank == self.group.rank]
+            if writer == self.group.rank:
+                mine = self.layouts[number], pieces
+                for piece in pieces:
+                    sizes[piece.rank] += piece.end - piece.begin
+        wait = self.group.all_to_all(sent, sizes)
+
+        def finish() -> memoryview | None:
+            received = wait()
+            if mine is None or begin >= mine[0].size:
+                return None
+            return self.assemble(mine[0], begin, mine[1], received)
+
+        return finish
 
     def part(self, piece: Run) -> Tensor:
         """(n,) uint8, the bytes of a run on this rank."""
@@ -206,7 +162,7 @@ class GatheringTransfer:
         return whole[piece.offset : piece.offset + size]
 
     def assemble(
-        self, layout: FileLayout, begin: int, pieces: Sequence[Run], received: list[Tensor]
+        self, layout: FileLayout, begin: int, pieces: Sequence[Run], received: Sequence[Tensor]
     ) -> memoryview:
         """A file's chunk from `begin` on, of what the ranks have sent of it."""
         chunk = torch.empty(min(CHUNK_BYTES, layout.size - begin), dtype=torch.uint8)
@@ -220,6 +176,15 @@ class GatheringTransfer:
             chunk[first : first + size] = received[rank][taken[rank] : taken[rank] + size]
             taken[rank] += size
         return memoryview(chunk.numpy())  # type: ignore[arg-type]
+
+
+def one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each as soon as the one after it is made too."""
+    held = list(itertools.islice(items, 1))
+    for item in items:
+        yield held.pop()
+        held.append(item)
+    yield from held
 
 
 class Draining:
@@ -243,15 +208,6 @@ class Draining:
     def drain(self) -> None:
         for _ in self:
             pass
-
-
-def picklable(error: Exception | None) -> Exception | None:
-    """The error as other ranks can be told it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # drivers put connections and the like into their exceptions
-        return OSError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def find_runs(

@@ -12,8 +12,8 @@ from mingpt.audit import Audit
 from mingpt.config import Config
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
+from mingpt.distributed.background_group import BackgroundGroup, save_needs_peers
 from mingpt.errors import ClaimLost, NonRetryableError, UserError
-from mingpt.gathering import BackgroundGroup, save_needs_peers
 from mingpt.redact import redact
 from mingpt.report import RunLogger, describe
 from mingpt.resume import StartPoint

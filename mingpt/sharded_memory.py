@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mingpt import events
 from mingpt.distributed import DistributedContext
+from mingpt.distributed.background_group import BackgroundGroup, save_needs_peers
 from mingpt.errors import SaveAborted, UserError
-from mingpt.gathering import BackgroundGroup, save_needs_peers
 from mingpt.snapshot import MemorySnapshots, StagingBuffer, TensorSpec, specs_of
 from mingpt.snapshot.memory import no_memory
 from mingpt.snapshot.saver import LateFields

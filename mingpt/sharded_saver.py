@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.errors import ClaimLost
-from mingpt.gathering import BackgroundGroup, GatheringTransfer, find_runs
+from mingpt.gathering import GatheringTransfer, find_runs
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, StagingBuffer, TensorSpec, Transfer, make_layout
 from mingpt.snapshot.saver import LateFields
 from mingpt.snapshot.store import NO_ROOM

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mingpt import gathering
 from mingpt.distributed import DistributedContext
+from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.errors import ClaimLost
-from mingpt.gathering import BackgroundGroup, GatheringTransfer, Run, cut, find_runs
+from mingpt.gathering import GatheringTransfer, Run, cut, find_runs, one_ahead
 from mingpt.parallel import split_rows
 from mingpt.sharded_saver import ShardedSaver
 from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore, make_layout, specs_of
@@ -455,6 +456,20 @@ def test_a_rank_that_dies_while_room_is_made_is_no_failure_to_write(tmp_path: Pa
     results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
     assert results == [("SaveAborted", 0, []), None, ("SaveAborted", 0, [])]
     assert file_names(store) == []
+
+
+def test_the_next_item_is_made_before_one_is_handed_out() -> None:
+    made: list[int] = []
+
+    def items(count: int) -> Iterator[int]:
+        for number in range(count):
+            made.append(number)
+            yield number
+
+    for count in range(4):
+        assert list(one_ahead(items(count))) == list(range(count))
+    made.clear()
+    assert next(one_ahead(items(3))) == 0 and made == [0, 1]
 
 
 def test_the_records_are_in_the_order_of_the_files_on_all_ranks(tmp_path: Path) -> None:

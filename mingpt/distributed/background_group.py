@@ -1,0 +1,93 @@
+"""Exchanges between the background threads of the ranks, beside those of the training."""
+
+import contextlib
+import itertools
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mingpt.distributed.exit import is_lost_peer
+from mingpt.errors import SaveAborted
+
+# Of an exchange: a rank may write slowly meanwhile. The loss of one is noticed at once, and the
+# training's own exchanges notice one that is frozen.
+TIMEOUT = timedelta(hours=2)
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def save_needs_peers() -> Iterator[None]:
+    """Around an exchange in the background: raises SaveAborted where it fails because a rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost_peer(error):
+            raise SaveAborted from error
+        raise
+
+
+class BackgroundGroup:
+    """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
+
+    Exchanges raise SaveAborted if a rank is gone.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+
+    def all_gather_object(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world_size
+        with save_needs_peers():
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """What `work` returns on each rank; what it raises on any, all raise."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as problem:  # each driver raises exceptions of its own
+            error = problem
+        outcomes = self.all_gather_object((result, picklable(error)))
+        for _, error_there in outcomes:
+            if error_there is not None:
+                raise error_there
+        return [result_there for result_there, _ in outcomes]  # type: ignore[misc]
+
+    def all_to_all(
+        self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Begin to send (n,) uint8 to each rank; the result waits for those from each, `received` bytes."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        outgoing = torch.cat([empty, *itertools.chain.from_iterable(sent)])
+        incoming = torch.empty(sum(received), dtype=torch.uint8)
+        sizes = [sum(map(len, parts)) for parts in sent]
+        with save_needs_peers():
+            work = dist.all_to_all_single(
+                incoming, outgoing, list(received), sizes, group=self.group, async_op=True
+            )
+
+        def wait() -> Sequence[Tensor]:
+            with save_needs_peers():
+                work.wait()
+            return incoming.split(list(received))
+
+        return wait
+
+
+def picklable(error: Exception | None) -> Exception | None:
+    """The error as other ranks can be told it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # drivers put connections and the like into their exceptions
+        return OSError(f"{type(error).__name__}: {error}")
+    return error
