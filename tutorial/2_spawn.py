@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import torch
+import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel

@@ -5,13 +5,13 @@
 In step 60 rank 1 ends itself with SIGKILL. The newest snapshot then is that of step 40.
 """
 
-import gc
 import os
 import signal
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -71,7 +71,6 @@ def main() -> None:
         step = state["step"]
         print(f"rank {rank} resumed from step {step}")
     model = DistributedDataParallel(gpt)
-
     while step < EPOCHS * STEPS_PER_EPOCH:
         # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
         epoch, batch = divmod(step, STEPS_PER_EPOCH)
@@ -100,5 +99,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

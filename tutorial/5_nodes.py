@@ -5,7 +5,6 @@
 Here both agents run on this machine. In step 60 rank 1 ends itself with SIGKILL, and both start anew.
 """  # noqa: E501
 
-import gc
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -89,7 +89,6 @@ def main() -> None:
         step = found[0]["step"]
         print(f"rank {rank} resumed from step {step}")
     model = DistributedDataParallel(gpt)
-
     while step < EPOCHS * STEPS_PER_EPOCH:
         # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
         epoch, batch = divmod(step, STEPS_PER_EPOCH)
@@ -118,5 +117,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

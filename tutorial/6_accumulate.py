@@ -7,11 +7,11 @@ With --bf16 at the end, matrix products are computed in bfloat16. This goes on f
 
 import argparse
 import contextlib
-import gc
 import os
 from pathlib import Path
 
 import torch
+import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -90,5 +90,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

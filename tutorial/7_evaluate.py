@@ -7,11 +7,11 @@ The 101 windows cannot be shared evenly. With --nproc_per_node=1 or 4 the same l
 
 import argparse
 import contextlib
-import gc
 import os
 from pathlib import Path
 
 import torch
+import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -54,7 +54,6 @@ def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
     for window in range(rank, len(dataset), world_size):
         inputs, targets = dataset[window : window + 1]
         losses[window] = gpt(inputs.to(device), targets.to(device))[1].item()
-    gpt.train()
     total = torch.tensor([sum(losses.values()), len(losses)], dtype=torch.float64, device=device)
     by_rank = [torch.empty_like(total) for _ in range(world_size)]
     dist.all_gather(by_rank, total)  # tensors of one shape, one of each rank
@@ -115,5 +114,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

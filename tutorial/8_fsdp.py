@@ -6,7 +6,6 @@ With --bf16 at the end, blocks are gathered and computed in bfloat16, and gradie
 """
 
 import argparse
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -43,24 +42,20 @@ def report(name: str, loss: torch.Tensor) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)  # the sum
     if dist.get_rank() == 0:
-        print(f"{name} loss {total.item() / dist.get_world_size():.6f}")
+        print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
 
 
 @torch.no_grad()
 def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
     """Each window once, one per rank in a round: all take part, since a forward pass gathers weights."""
     gpt.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of windows
-    for first in range(0, len(dataset), dist.get_world_size()):
+    total, world_size = torch.zeros((), device=device), dist.get_world_size()
+    for first in range(0, len(dataset), world_size):
         window = first + dist.get_rank()
         inputs, targets = dataset[[window % len(dataset)]]  # past the end, one that is not counted
         _, loss = gpt(inputs.to(device), targets.to(device))
-        if window < len(dataset):
-            total += torch.stack([loss, torch.ones_like(loss)])
-    gpt.train()
-    dist.all_reduce(total)
-    if dist.get_rank() == 0:
-        print(f"validation loss {total[0] / total[1]:.6f} of {int(total[1])} windows")
+        total += loss * (window < len(dataset))
+    report("validation", total * world_size / len(dataset))
 
 
 def full(state: Any) -> Any:
@@ -121,5 +116,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # of the model, which holds the group: else its threads may outlive the interpreter
     dist.destroy_process_group()
+    os._exit(0)  # caches of DTensor hold the group: a thread of it may fail when the interpreter is gone

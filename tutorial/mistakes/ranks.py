@@ -27,6 +27,8 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, world_size: int 
 def start(
     rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    import torch._dynamo  # imported later, as by DDP, it keeps the group from being destroyed
+
     torch.set_num_threads(1)
     store = f"file://{Path(folder).absolute()}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
