@@ -18,7 +18,7 @@ from tutorial.drawing import BLUE, BOLD, GREEN, GREY, LEFT, ORANGE, PURPLE, RED,
 
 single = importlib.import_module("tutorial.1_single")  # an import statement takes no name that begins with 1
 WORLD_SIZE, MICRO_BATCHES = 2, 2
-SNAPSHOT_EVERY, KILLED_AFTER = 20, 60
+SNAPSHOT_EVERY, KILLED_IN = 20, 60
 FLOAT_BYTES, RENDEZVOUS_PORT = 4, 29400
 RANK_COLORS = (BLUE, ORANGE)
 FOLDER = Path(__file__).parent / "pictures"
@@ -157,12 +157,13 @@ def draw_nodes() -> Picture:
 
 def draw_restart() -> Picture:
     steps = single.EPOCHS * single.WINDOWS // single.BATCH_SIZE
-    resumed_from = (KILLED_AFTER - 1) // SNAPSHOT_EVERY * SNAPSHOT_EVERY
-    twice = f"steps {resumed_from + 1} to {KILLED_AFTER}"
+    last_done = KILLED_IN - 1
+    resumed_from = last_done // SNAPSHOT_EVERY * SNAPSHOT_EVERY
+    twice = f"steps {resumed_from + 1} to {last_done}"
     picture = Picture(
-        f"Worker 1 is killed after step {KILLED_AFTER} of {steps}",
-        f"Generation 1 writes a snapshot every {SNAPSHOT_EVERY} steps. Worker 1 is killed after step "
-        f"{KILLED_AFTER}, before the snapshot of that step is written, and the agent stops worker 0. "
+        f"Worker 1 is killed in step {KILLED_IN} of {steps}",
+        f"Generation 1 writes a snapshot every {SNAPSHOT_EVERY} steps. Worker 1 is killed in step "
+        f"{KILLED_IN}, so that there is no snapshot of it, and the agent stops worker 0. "
         f"Generation 2 resumes from the snapshot of step {resumed_from}: {twice} are done twice.",
         452,
     )
@@ -170,11 +171,11 @@ def draw_restart() -> Picture:
     def x_of(step: int) -> float:
         return 120 + 660 * step / steps
 
-    picture.box(x_of(resumed_from), 54, x_of(KILLED_AFTER) - x_of(resumed_from), 358, GREY, dashed=True)
-    middle = x_of((resumed_from + KILLED_AFTER) // 2)
+    picture.box(x_of(resumed_from), 54, x_of(last_done) - x_of(resumed_from), 358, GREY, dashed=True)
+    middle = x_of((resumed_from + last_done) // 2)
     picture.text(middle, 74, twice, anchor="middle")
     picture.text(middle, 90, "are done twice", anchor="middle")
-    for generation, first, last, top in ((1, 0, KILLED_AFTER, 100), (2, resumed_from, steps, 264)):
+    for generation, first, last, top in ((1, 0, last_done, 100), (2, resumed_from, steps, 264)):
         picture.text(LEFT, top, f"Generation {generation}", 13, style=BOLD)
         for rank in range(WORLD_SIZE):
             y = top + 10 + 36 * rank
@@ -183,13 +184,12 @@ def draw_restart() -> Picture:
             picture.box(x_of(first), y, x_of(last) - x_of(first), 28, RANK_COLORS[rank], done)
         picture.text(LEFT, top + 101, "snapshots")
         for step in range(first + SNAPSHOT_EVERY, last + 1, SNAPSHOT_EVERY):
-            is_lost = generation == 1 and step == last
-            fill = WHITE if is_lost else GREEN
-            picture.box(x_of(step) - 24, top + 82, 48, 28, fill, f"{step}", dashed=is_lost)
-    end = x_of(KILLED_AFTER) + 10
+            picture.box(x_of(step) - 24, top + 82, 48, 28, GREEN, f"{step}")
+    picture.box(x_of(KILLED_IN) - 24, 182, 48, 28, WHITE, f"{KILLED_IN}", dashed=True)
+    end = x_of(KILLED_IN) + 10
     picture.text(end, 129, "stopped by the agent")
     picture.text(end + 4, 165, "killed", style=BOLD)
-    picture.text(end + 24, 201, "not written yet")
+    picture.text(end + 24, 201, "not written")
     for slope in (-1, 1):
         picture.line(end - 18, 160 - 8 * slope, end - 2, 160 + 8 * slope, RED)
     picture.arrow(x_of(resumed_from), 210, x_of(resumed_from), 272)

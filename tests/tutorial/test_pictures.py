@@ -240,5 +240,5 @@ def test_the_steps_done_twice_are_those_after_the_last_snapshot() -> None:
     assert [label for fill, label in drawn if fill == GREEN] == ["20", "40", "60", "80", "100"]
     assert [label for fill, label in drawn if fill == WHITE] == ["60"]
     done = [label for fill, label in drawn if fill in pictures.RANK_COLORS]
-    assert done == ["steps 1 to 60"] * WORLD_SIZE + ["steps 41 to 100"] * WORLD_SIZE
-    assert "resumes from the snapshot of step 40: steps 41 to 60 are done twice." in words("restart")
+    assert done == ["steps 1 to 59"] * WORLD_SIZE + ["steps 41 to 100"] * WORLD_SIZE
+    assert "resumes from the snapshot of step 40: steps 41 to 59 are done twice." in words("restart")

@@ -1,0 +1,165 @@
+"""The programs of the tutorial run by the command that each gives, and end at the same loss."""
+
+import ast
+import hashlib
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from support.programs import command_of, run_program
+
+from mingpt.config import ModelConfig
+from mingpt.model import GPT
+
+FOLDER = ROOT / "tutorial"
+STEPS = sorted(path.stem for path in FOLDER.glob("[1-8]_*.py"))
+MISTAKES = sorted(path.stem for path in (FOLDER / "mistakes").glob("*.py") if path.stem != "ranks")
+
+
+def test_there_are_eight_steps_and_at_least_fourteen_mistakes() -> None:
+    assert [step[0] for step in STEPS] == list("12345678")
+    assert len(MISTAKES) >= 14
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("[1-8a-z]*.py")), ids=lambda path: path.stem)
+def test_a_program_is_short_and_imports_torch_and_the_model_and_the_data_alone(path: Path) -> None:
+    if path.stem in ("pictures", "drawing"):
+        return
+    limit = 40 if path.parent.name == "mistakes" else 60 if path.stem == "1_single" else 120
+    assert len(path.read_text().splitlines()) <= limit
+    allowed = {"torch", "mingpt.config", "mingpt.data", "mingpt.model", "tutorial.mistakes.ranks"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top = name.split(".")[0]
+            assert top in sys.stdlib_module_names or name in allowed or top == "torch", (
+                f"{path} imports {name}"
+            )
+
+
+@pytest.mark.parametrize("name", [*STEPS, *(f"mistakes.{name}" for name in MISTAKES)])
+def test_a_program_names_itself_in_its_command(name: str) -> None:
+    path = FOLDER / f"{name.replace('.', '/')}.py"
+    assert f"-m tutorial.{name}" in command_of(path)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a step printed, and the weights that it saved."""
+
+    losses: dict[int, list[str]]
+    final: str
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None
+    output: str
+
+    @property
+    def bits(self) -> str:
+        digest = hashlib.sha256()
+        for name in sorted(self.weights):
+            digest.update(self.weights[name].contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """All steps, each run once, by its number."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    found = {}
+    for step in STEPS:
+        output = run_program(command_of(FOLDER / f"{step}.py"), folder)
+        losses: dict[int, list[str]] = {}
+        for number, loss in re.findall(r"^step +(\d+) loss (\d\.\d{6})$", output, re.MULTILINE):
+            losses.setdefault(int(number), []).append(loss)
+        last_line = output.splitlines()[-1]
+        final = re.fullmatch(r"final loss (\d\.\d{6})", last_line)
+        assert final, f"{step} ended with {last_line!r}"
+        path = folder / "out" / "tutorial" / f"{step}.pt"
+        state = torch.load(path, weights_only=True) if path.exists() else {}
+        is_snapshot = "optimizer" in state
+        weights = state["model"] if is_snapshot else state
+        optimizer = state["optimizer"] if is_snapshot else None
+        found[step[0]] = Run(losses, final[1], weights, optimizer, output)
+    return found
+
+
+@pytest.mark.slow
+def test_all_steps_end_at_the_same_loss(runs: dict[str, Run]) -> None:
+    for number, run in runs.items():
+        assert float(run.final) == pytest.approx(float(runs["1"].final), abs=1e-5), number
+        assert sorted(run.losses) == list(range(10, 101, 10)), number
+        for step, losses in run.losses.items():
+            expected = float(runs["1"].losses[step][0])
+            assert [float(loss) for loss in losses] == pytest.approx([expected] * len(losses), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_bits_agree_between_steps_that_add_in_the_same_order(runs: dict[str, Run]) -> None:
+    """On the CPU: 2 to 5 share whole batches, 6 to 8 add micro-batches; the page says so."""
+    assert len({runs[number].bits for number in "2345"}) == 1
+    assert len({runs[number].bits for number in "678"}) == 1
+    assert runs["2"].bits != runs["6"].bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["4", "5"])
+def test_a_worker_is_killed_and_the_steps_after_the_snapshot_are_done_again(
+    number: str, runs: dict[str, Run]
+) -> None:
+    run = runs[number]
+    assert "rank 0 resumed from step 40" in run.output and "rank 1 resumed from step 40" in run.output
+    assert len(run.losses[50]) == 2 and len(set(run.losses[50])) == 1
+    assert len(run.losses[40]) == 1 and len(run.losses[60]) == 1
+
+
+@pytest.mark.slow
+def test_evaluation_counts_every_window_once(runs: dict[str, Run]) -> None:
+    assert "windows by rank [51, 50]" in runs["7"].output
+    losses = [re.search(r"validation loss (\d\.\d{6})", runs[number].output) for number in "78"]
+    assert losses[0] and losses[1] and losses[0][1] == losses[1][1]
+
+
+@pytest.mark.slow
+def test_the_snapshot_of_shards_is_the_one_of_whole_tensors(runs: dict[str, Run]) -> None:
+    whole, sharded = runs["4"], runs["8"]
+    assert whole.optimizer and sharded.optimizer
+    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
+    for weights, state in ((whole.weights, whole.optimizer), (sharded.weights, sharded.optimizer)):
+        model = GPT(config, vocab_size=len(weights["wte.weight"]), block_size=64)
+        model.load_state_dict(weights)
+        torch.optim.AdamW(model.parameters()).load_state_dict(state)
+    assert sharded.optimizer["param_groups"] == whole.optimizer["param_groups"]
+    for index, state in whole.optimizer["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(sharded.optimizer["state"][index][name], value, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_programs_print(runs: dict[str, Run]) -> None:
+    """Numbers may differ in the last digits on another kind of processor."""
+    sections = re.split(r"^## ", (FOLDER / "README.md").read_text(), flags=re.MULTILINE)
+    for number, run in runs.items():
+        section = next(text for text in sections if text.startswith(f"{number}. "))
+        block = re.search(r"^```text\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+        if number == "6":
+            continue  # its block is that of --bf16
+        assert block, number
+        printed = [re.sub(r"[\d.]+$", "", line) for line in run.output.splitlines()]
+        for line in block[1].splitlines():
+            if line == "...":
+                continue
+            words, value = re.sub(r"[\d.]+$", "", line), re.search(r"[\d.]+$", line)
+            assert words in printed, line
+            if "loss" in line and value:
+                values = [other for other in run.output.splitlines() if other.startswith(words)]
+                assert any(abs(float(other.split()[-1]) - float(value[0])) < 1e-4 for other in values), line
