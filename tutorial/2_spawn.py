@@ -5,8 +5,6 @@
 Each process reads half of every batch. Rank 0 prints the loss of the whole batch and saves the model.
 """
 
-import os
-import socket
 from pathlib import Path
 
 import torch
@@ -48,8 +46,8 @@ def train(rank: int, port: int) -> None:
     if torch.cuda.device_count() >= WORLD_SIZE:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
-    dist.init_process_group(rank=rank, world_size=WORLD_SIZE)  # gloo on the CPU, NCCL on GPUs
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group(store=store, rank=rank, world_size=WORLD_SIZE)  # gloo on the CPU, NCCL on GPUs
 
     dataset, vocab_size = make_dataset()
     sampler: DistributedSampler[int] = DistributedSampler(dataset, seed=SEED)
@@ -80,10 +78,9 @@ def train(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    with socket.socket() as probe:  # the system names a port that is free
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(train, args=(port,), nprocs=WORLD_SIZE)
+    # Where the processes find each other: keys and values, served at a port that the system chooses.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(train, args=(store.port,), nprocs=WORLD_SIZE)
 
 
 if __name__ == "__main__":

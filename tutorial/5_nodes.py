@@ -2,12 +2,13 @@
 
     torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & wait
 
-Here both agents run on this machine. In step 60 rank 1 ends itself with SIGKILL, and both start anew.
+Here both agents run on this machine; on two nodes each runs one, with the first node's name for localhost.
+In step 60 rank 1 ends itself with SIGKILL, and both agents start their workers anew.
 """  # noqa: E501
 
 import os
 import signal
-import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,13 +38,14 @@ def make_dataset() -> tuple[TensorDataset, int]:
 
 
 def meet(rank: int, world_size: int) -> dist.Store:
-    """Keys of this generation alone: rank 0 names it, in answer to names that the others have just drawn."""
+    """A store whose keys begin with this generation's name, which rank 0 draws and tells the others."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     name = os.urandom(16).hex()
     for other in range(1, world_size) if rank == 0 else []:
         while not store.check([f"{name}/{other}"]):  # the first offer may be one that a dead worker left
             offer = store.get(f"offer/{other}").decode()
             store.set(f"answer/{offer}", name)
+            time.sleep(0.01)
     if rank > 0:
         store.set(f"offer/{rank}", name)
         name = store.get(f"answer/{name}").decode()
@@ -66,14 +68,13 @@ def main() -> None:
         raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {world_size} workers")
     store, timeout = meet(rank, world_size), timedelta(seconds=60)
     dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
-    hosts, device = [""] * world_size, torch.device("cpu")
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts, device = [("", 0)] * world_size, torch.device("cpu")
+    dist.all_gather_object(hosts, (os.uname().nodename, torch.cuda.device_count()))
     here = [other for other in range(world_size) if hosts[other] == hosts[rank]]
-    if torch.cuda.device_count() >= len(here):  # a GPU for each worker of this machine, whoever started it
+    if all(gpus >= hosts.count((host, gpus)) for host, gpus in hosts):  # one for each worker, on every node
         device = torch.device("cuda", here.index(rank))
         torch.cuda.set_device(device)
     print(f"rank {rank}: node {os.environ['GROUP_RANK']}, local rank {os.environ['LOCAL_RANK']}, {device}")
-
     dataset, vocab_size = make_dataset()
     torch.manual_seed(SEED)
     config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
@@ -82,7 +83,7 @@ def main() -> None:
     step, found = 0, [None]
     if rank == 0 and SNAPSHOT.exists():
         found = [torch.load(SNAPSHOT, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(found)  # other nodes may not see the disk of rank 0's
+    dist.broadcast_object_list(found)  # other nodes need not see the disk of rank 0's node
     if found[0]:
         gpt.load_state_dict(found[0]["model"])
         optimizer.load_state_dict(found[0]["optimizer"])
@@ -109,7 +110,6 @@ def main() -> None:
             state = {"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, f"{SNAPSHOT}.tmp")
             os.replace(f"{SNAPSHOT}.tmp", SNAPSHOT)  # whoever is killed before this leaves the older one
-
     report("final", loss)
     if rank == 0:
         os.replace(SNAPSHOT, OUT)  # finished: the next run begins anew

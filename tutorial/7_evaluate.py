@@ -48,12 +48,13 @@ def report(name: str, loss: torch.Tensor) -> None:
 @torch.no_grad()
 def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
     """Each window once: rank r of n takes r, r + n, r + 2 n, ... A collective: all ranks call it."""
-    gpt.eval()  # not the DDP module, whose forward pass is for training
+    gpt.eval()  # not the DDP module: its forward pass may send buffers, and ranks have unequal counts
     rank, world_size = dist.get_rank(), dist.get_world_size()
     losses = {}
     for window in range(rank, len(dataset), world_size):
         inputs, targets = dataset[window : window + 1]
         losses[window] = gpt(inputs.to(device), targets.to(device))[1].item()
+    gpt.train()
     total = torch.tensor([sum(losses.values()), len(losses)], dtype=torch.float64, device=device)
     by_rank = [torch.empty_like(total) for _ in range(world_size)]
     dist.all_gather(by_rank, total)  # tensors of one shape, one of each rank
@@ -61,7 +62,7 @@ def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
     all_losses = [losses for _ in range(world_size)]
     dist.all_gather_object(all_losses, losses)  # anything that can be pickled, of any size
     if rank == 0:
-        loss, window = max((loss, window) for losses in all_losses for window, loss in losses.items())
+        loss, window = max((loss, window) for found in all_losses for window, loss in found.items())
         print(f"hardest window {window}: {loss:.6f}; windows by rank {[int(count) for _, count in by_rank]}")
         print(f"validation loss {total[0] / total[1]:.6f} of {int(total[1])} windows")
 

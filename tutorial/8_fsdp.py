@@ -1,8 +1,8 @@
-"""Step 8: FSDP2. Each rank holds a share of every weight, and of its gradient and optimizer state.
+"""Step 8: FSDP2. Each rank holds a share of every weight, of its gradient and of its optimizer state.
 
     torchrun --standalone --nproc_per_node=2 -m tutorial.8_fsdp
 
-With --bf16 at the end, blocks are gathered and computed in bfloat16, and gradients are summed in float32.
+With --bf16 at the end, weights are gathered and used in bfloat16, and gradients are summed in float32.
 """
 
 import argparse
@@ -55,6 +55,7 @@ def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
         inputs, targets = dataset[[window % len(dataset)]]  # past the end, one that is not counted
         _, loss = gpt(inputs.to(device), targets.to(device))
         total += loss * (window < len(dataset))
+    gpt.train()
     report("validation", total * world_size / len(dataset))
 
 
@@ -78,7 +79,6 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if BATCH_SIZE % (world_size * MICRO_BATCH_SIZE):
         raise ValueError(f"{BATCH_SIZE} windows are not whole micro-batches for each of {world_size} workers")
-
     dataset, eval_dataset, vocab_size = make_datasets()
     torch.manual_seed(SEED)
     config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
@@ -87,7 +87,7 @@ def main() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     for block in gpt.h:  # its weights are gathered together
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    model = fully_shard(gpt, mesh=mesh, mp_policy=policy)  # those that are left
+    model = fully_shard(gpt, mesh=mesh, mp_policy=policy)  # the weights that are left; `model` is `gpt`
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=LEARNING_RATE)
 
     for step in range(1, EPOCHS * STEPS_PER_EPOCH + 1):
@@ -97,7 +97,7 @@ def main() -> None:
         loss, micro_batches = torch.zeros((), device=device), mine.split(MICRO_BATCH_SIZE)
         for number, windows in enumerate(micro_batches, start=1):
             inputs, targets = (part.to(device) for part in dataset[windows])
-            model.set_requires_gradient_sync(number == len(micro_batches))
+            model.set_requires_gradient_sync(number == len(micro_batches))  # until then gradients are whole
             _, mean = gpt(inputs, targets)
             (mean / len(micro_batches)).backward()  # the last exchanges what all have accumulated
             loss += mean.detach() / len(micro_batches)

@@ -163,7 +163,7 @@ def draw_restart() -> Picture:
     picture = Picture(
         f"Worker 1 is killed in step {KILLED_IN} of {steps}",
         f"Generation 1 writes a snapshot every {SNAPSHOT_EVERY} steps. Worker 1 is killed in step "
-        f"{KILLED_IN}, so that there is no snapshot of it, and the agent stops worker 0. "
+        f"{KILLED_IN}, so that there is no snapshot of it, and worker 0 ends with it. "
         f"Generation 2 resumes from the snapshot of step {resumed_from}: {twice} are done twice.",
         452,
     )
@@ -187,7 +187,7 @@ def draw_restart() -> Picture:
             picture.box(x_of(step) - 24, top + 82, 48, 28, GREEN, f"{step}")
     picture.box(x_of(KILLED_IN) - 24, 182, 48, 28, WHITE, f"{KILLED_IN}", dashed=True)
     end = x_of(KILLED_IN) + 10
-    picture.text(end, 129, "stopped by the agent")
+    picture.text(end, 129, "ends with it")
     picture.text(end + 4, 165, "killed", style=BOLD)
     picture.text(end + 24, 201, "not written")
     for slope in (-1, 1):

@@ -2,7 +2,7 @@
 
     python -m tutorial.mistakes.batch_grows_with_workers
 
-With four workers the global batch is four times as large, and an epoch has a quarter of the updates: by the
+With four workers the global batch is four times as large, and an epoch has a quarter of the updates: at the
 same learning rate the model learns less. Right: set the global batch, and let each worker take its share.
 """
 
@@ -36,5 +36,5 @@ def train_twice(rank: int) -> tuple[float, float]:
 if __name__ == "__main__":
     alone = run_on_ranks(train, 1, BATCH_SIZE, world_size=1)[0]
     wrong, right = run_on_ranks(train_twice, world_size=4)[0]
-    print(f"wrong: {abs(wrong - alone):.6f} between the losses of 4 workers and of 1 after an epoch")
-    print(f"right: {abs(right - alone):.6f} between the losses of 4 workers and of 1 after an epoch")
+    print(f"wrong: {abs(wrong - alone):.6f} between the final losses of 4 workers and of 1")
+    print(f"right: {abs(right - alone):.6f} between the final losses of 4 workers and of 1")

@@ -2,8 +2,8 @@
 
     python -m tutorial.mistakes.clip_before_reduce
 
-Each rank clips by its own norm: a rank with a large gradient counts less than the others, and the average is
-not the clipped gradient of the whole batch. Right: average first. All ranks then clip the same gradient.
+Each rank clips by its own norm: one with a large gradient counts less, and the average is not the clipped
+gradient of the batch. Right: average first, as DDP has done when backward() returns, but not under no_sync.
 """
 
 import torch
@@ -19,7 +19,7 @@ def gradient(inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def clip(gradient: Tensor) -> Tensor:
-    return gradient / gradient.norm().clamp(min=1.0)  # what clip_grad_norm_ does, for the norm 1
+    return gradient / gradient.norm().clamp(min=1.0)  # as clip_grad_norm_ does
 
 
 def average(gradient: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
     python -m tutorial.mistakes.clip_before_unscale
 
 The gradients are 65536 times too large until `scaler.step` divides them by the scale. Clipping cuts them to
-the norm 1, and the division then leaves almost nothing. Right: `scaler.unscale_(optimizer)` before clipping.
+the norm 1, and the division then leaves almost nothing. With SGD, as here, the model does not learn; Adam
+divides by the gradient's size and nearly hides it. Right: `scaler.unscale_(optimizer)` before clipping.
 """
 
 import torch
@@ -35,6 +36,5 @@ def train(unscale: bool) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    wrong, right = train(unscale=False), train(unscale=True)
-    print(f"wrong: {wrong:.6f} loss after 20 steps")
-    print(f"right: {right:.6f} loss after 20 steps")
+    print(f"wrong: {train(unscale=False):.6f} loss after 20 steps")
+    print(f"right: {train(unscale=True):.6f} loss after 20 steps")

@@ -2,9 +2,9 @@
 
     python -m tutorial.mistakes.collective_on_rank_0
 
-Only rank 0 logs the mean loss, so someone put the all_reduce under `if rank == 0` as well. There it waits for
-the other ranks, and they wait for rank 0 in their next collective. Nothing fails until the timeout of the
-process group, with gloo 30 minutes; here it is 3 seconds.
+Only rank 0 logs the mean loss, so the all_reduce stands under `if rank == 0` as well. It meets the others'
+next collective, here a barrier, and all wait until the timeout: gloo's 30 minutes, here 3 seconds. Had that
+been an all_reduce of the same size, the two would be added without an error, and both results wrong.
 Right: every rank calls every collective, and only the use of its result stands under `if rank == 0`.
 """
 

@@ -1,4 +1,4 @@
-"""Start a function on several ranks of this machine, with a process group of gloo's, and collect its results.
+"""Start a function on several ranks of this machine, in a gloo process group, and collect its results.
 
 The steps of the tutorial write this out, since it is what they teach. The mistakes are short, and share it.
 """
