@@ -5,10 +5,10 @@
 Each process reads half of every batch. Rank 0 prints the loss of the whole batch and saves the model.
 """
 
+import os
 from pathlib import Path
 
 import torch
-import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +37,7 @@ def report(name: str, loss: torch.Tensor) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)  # the sum
     if dist.get_rank() == 0:
-        print(f"{name} loss {total.item() / dist.get_world_size():.6f}")
+        print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
 
 
 def train(rank: int, port: int) -> None:
@@ -75,6 +75,7 @@ def train(rank: int, port: int) -> None:
         torch.save(gpt.state_dict(), OUT)
     report("final", loss)
     dist.destroy_process_group()
+    os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
 
 def main() -> None:

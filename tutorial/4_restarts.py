@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -41,7 +40,7 @@ def report(name: str, loss: torch.Tensor) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)  # the sum
     if dist.get_rank() == 0:
-        print(f"{name} loss {total.item() / dist.get_world_size():.6f}")
+        print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
 
 
 def main() -> None:
@@ -70,7 +69,7 @@ def main() -> None:
         gpt.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-        print(f"rank {rank} resumed from step {step}")
+        print(f"rank {rank} resumed from step {step}", flush=True)
     model = DistributedDataParallel(gpt)
     while step < EPOCHS * STEPS_PER_EPOCH:
         # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
@@ -90,14 +89,16 @@ def main() -> None:
         if step % SAVE_EVERY == 0 and rank == 0:
             SNAPSHOT.parent.mkdir(parents=True, exist_ok=True)
             state = {"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, f"{SNAPSHOT}.tmp")
-            os.replace(f"{SNAPSHOT}.tmp", SNAPSHOT)  # whoever is killed before this leaves the older one
+            path = SNAPSHOT if step < EPOCHS * STEPS_PER_EPOCH else OUT
+            torch.save(state, f"{path}.tmp")
+            os.replace(f"{path}.tmp", path)  # whoever is killed before this leaves the older one
 
     report("final", loss)
     if rank == 0:
-        os.replace(SNAPSHOT, OUT)  # finished: the next run begins anew
+        SNAPSHOT.unlink()  # finished: the next run begins anew
+    dist.destroy_process_group()
+    os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

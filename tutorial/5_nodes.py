@@ -2,8 +2,7 @@
 
     torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & wait
 
-Here both agents run on this machine; on two nodes each runs one, with the first node's name for localhost.
-In step 60 rank 1 ends itself with SIGKILL, and both agents start their workers anew.
+Here both agents run on this machine. In step 60 rank 1 ends itself with SIGKILL, and both start anew.
 """  # noqa: E501
 
 import os
@@ -13,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -24,7 +22,7 @@ from mingpt.model import GPT
 
 SEED, EPOCHS, WINDOWS, BLOCK_SIZE = 1337, 4, 400, 64
 BATCH_SIZE, LEARNING_RATE, LOG_EVERY, SAVE_EVERY, KILL_IN_STEP = 16, 1e-3, 10, 20, 60
-STEPS_PER_EPOCH = WINDOWS // BATCH_SIZE
+STEPS_PER_EPOCH, TIMEOUT = WINDOWS // BATCH_SIZE, timedelta(seconds=60)
 SNAPSHOT, OUT = Path("out/tutorial/5_nodes.snapshot.pt"), Path("out/tutorial/5_nodes.pt")
 
 
@@ -58,7 +56,7 @@ def report(name: str, loss: torch.Tensor) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)  # the sum
     if dist.get_rank() == 0:
-        print(f"{name} loss {total.item() / dist.get_world_size():.6f}")
+        print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
 
 
 def main() -> None:
@@ -66,15 +64,15 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if BATCH_SIZE % world_size:
         raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {world_size} workers")
-    store, timeout = meet(rank, world_size), timedelta(seconds=60)
-    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(store=meet(rank, world_size), rank=rank, world_size=world_size, timeout=TIMEOUT)
     hosts, device = [("", 0)] * world_size, torch.device("cpu")
     dist.all_gather_object(hosts, (os.uname().nodename, torch.cuda.device_count()))
     here = [other for other in range(world_size) if hosts[other] == hosts[rank]]
     if all(gpus >= hosts.count((host, gpus)) for host, gpus in hosts):  # one for each worker, on every node
         device = torch.device("cuda", here.index(rank))
         torch.cuda.set_device(device)
-    print(f"rank {rank}: node {os.environ['GROUP_RANK']}, local rank {os.environ['LOCAL_RANK']}, {device}")
+    node, local_rank = os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"]
+    print(f"rank {rank}: node {node}, local rank {local_rank}, {device}", flush=True)
     dataset, vocab_size = make_dataset()
     torch.manual_seed(SEED)
     config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
@@ -88,7 +86,7 @@ def main() -> None:
         gpt.load_state_dict(found[0]["model"])
         optimizer.load_state_dict(found[0]["optimizer"])
         step = found[0]["step"]
-        print(f"rank {rank} resumed from step {step}")
+        print(f"rank {rank} resumed from step {step}", flush=True)
     model = DistributedDataParallel(gpt)
     while step < EPOCHS * STEPS_PER_EPOCH:
         # What DistributedSampler would give; but it follows from the step alone, also in mid epoch.
@@ -108,13 +106,15 @@ def main() -> None:
         if step % SAVE_EVERY == 0 and rank == 0:
             SNAPSHOT.parent.mkdir(parents=True, exist_ok=True)
             state = {"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            torch.save(state, f"{SNAPSHOT}.tmp")
-            os.replace(f"{SNAPSHOT}.tmp", SNAPSHOT)  # whoever is killed before this leaves the older one
+            path = SNAPSHOT if step < EPOCHS * STEPS_PER_EPOCH else OUT
+            torch.save(state, f"{path}.tmp")
+            os.replace(f"{path}.tmp", path)  # whoever is killed before this leaves the older one
     report("final", loss)
     if rank == 0:
-        os.replace(SNAPSHOT, OUT)  # finished: the next run begins anew
+        SNAPSHOT.unlink()  # finished: the next run begins anew
+    dist.destroy_process_group()
+    os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -40,7 +39,7 @@ def report(name: str, loss: torch.Tensor) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)  # the sum
     if dist.get_rank() == 0:
-        print(f"{name} loss {total.item() / dist.get_world_size():.6f}")
+        print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
 
 
 def main() -> None:
@@ -86,8 +85,9 @@ def main() -> None:
         OUT.parent.mkdir(parents=True, exist_ok=True)
         torch.save(gpt.state_dict(), OUT)
     report("final", loss)
+    dist.destroy_process_group()
+    os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch._dynamo  # imported later, as by an optimizer, it keeps the group from being destroyed
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -42,7 +41,7 @@ def report(name: str, loss: torch.Tensor) -> None:
     total = loss.detach().clone()
     dist.all_reduce(total)  # the sum
     if dist.get_rank() == 0:
-        print(f"{name} loss {total.item() / dist.get_world_size():.6f}")
+        print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
 
 
 @torch.no_grad()
@@ -59,12 +58,12 @@ def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
     by_rank = [torch.empty_like(total) for _ in range(world_size)]
     dist.all_gather(by_rank, total)  # tensors of one shape, one of each rank
     dist.all_reduce(total)  # their sum: of losses, of windows
-    all_losses = [losses for _ in range(world_size)]
+    all_losses = [losses for _ in range(world_size)]  # replaced by those of each rank
     dist.all_gather_object(all_losses, losses)  # anything that can be pickled, of any size
     if rank == 0:
         loss, window = max((loss, window) for found in all_losses for window, loss in found.items())
         print(f"hardest window {window}: {loss:.6f}; windows by rank {[int(count) for _, count in by_rank]}")
-        print(f"validation loss {total[0] / total[1]:.6f} of {int(total[1])} windows")
+        print(f"validation loss {total[0] / total[1]:.6f} of {int(total[1])} windows", flush=True)
 
 
 def main() -> None:
@@ -111,8 +110,9 @@ def main() -> None:
         torch.save(gpt.state_dict(), OUT)
     evaluate(gpt, eval_dataset, device)
     report("final", loss)
+    dist.destroy_process_group()
+    os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # when nothing holds it any more: this ends its threads

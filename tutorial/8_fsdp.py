@@ -56,7 +56,7 @@ def evaluate(gpt: GPT, dataset: TensorDataset, device: torch.device) -> None:
         _, loss = gpt(inputs.to(device), targets.to(device))
         total += loss * (window < len(dataset))
     gpt.train()
-    report("validation", total * world_size / len(dataset))
+    report("validation", total * world_size / len(dataset))  # which divides by world_size
 
 
 def full(state: Any) -> Any:
@@ -112,9 +112,9 @@ def main() -> None:
         torch.save(state, OUT)
     evaluate(gpt, eval_dataset, device)
     report("final", loss)
+    dist.destroy_process_group()
+    os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()
-    os._exit(0)  # caches of DTensor hold the group: a thread of it may fail when the interpreter is gone

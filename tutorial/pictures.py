@@ -127,13 +127,20 @@ def draw_nodes() -> Picture:
         f"Each of {WORLD_SIZE} nodes has an agent, which is torchrun, a worker, a GPU and a local disk. "
         "LOCAL_RANK and the index of the GPU are 0 on both. RANK is 0 on node A and 1 on node B. WORLD_SIZE "
         f"is {WORLD_SIZE} on both. The agents meet at one rendezvous endpoint. The workers exchange "
-        "gradients, and read and write one shared folder.",
+        "gradients, and begin with the snapshot that rank 0 has read.",
         470,
     )
     picture.legend(50, {"of the node": ORANGE, "of the job": GREEN})
     endpoint = f"rendezvous endpoint, node-a:{RENDEZVOUS_PORT}: where the agents meet"
     picture.box(LEFT, 82, WIDTH - 2 * LEFT, 36, GREEN, endpoint)
-    picture.box(LEFT, 414, WIDTH - 2 * LEFT, 36, GREEN, "shared folder: the text and the snapshots")
+    picture.box(
+        LEFT,
+        414,
+        WIDTH - 2 * LEFT,
+        36,
+        GREEN,
+        "the snapshot: written by rank 0, sent to the other workers at the start",
+    )
     for node in range(WORLD_SIZE):
         x = LEFT + 452 * node
         picture.box(x, 146, 340, 242, WHITE)
