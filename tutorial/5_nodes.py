@@ -111,7 +111,7 @@ def main() -> None:
             os.replace(f"{path}.tmp", path)  # whoever is killed before this leaves the older one
     report("final", loss)
     if rank == 0:
-        SNAPSHOT.unlink()  # finished: the next run begins anew
+        SNAPSHOT.unlink(missing_ok=True)  # finished: the next run begins anew
     dist.destroy_process_group()
     os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
