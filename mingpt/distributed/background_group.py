@@ -75,6 +75,7 @@ class BackgroundGroup:
             work = dist.all_to_all_single(
                 incoming, outgoing, list(received), sizes, group=self.group, async_op=True
             )
+        assert work is not None  # this rank is in the group
 
         def wait() -> Sequence[Tensor]:
             with save_needs_peers():

@@ -165,6 +165,7 @@ class DistributedContext:
 
         def wait() -> None:
             for work in works:
+                assert work is not None  # this rank is in the group
                 work.wait()
 
         return wait

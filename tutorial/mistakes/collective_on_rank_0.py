@@ -3,12 +3,12 @@
     python -m tutorial.mistakes.collective_on_rank_0
 
 Only rank 0 logs the mean loss, so the all_reduce stands under `if rank == 0` as well. It meets the others'
-next collective, here a barrier, and all wait until the timeout: gloo's 30 minutes, here 3 seconds. Had that
-been an all_reduce of the same size, the two would be added without an error, and both results wrong.
-Right: every rank calls every collective, and only the use of its result stands under `if rank == 0`.
+next collective, here a barrier, and all wait until the timeout: gloo's 30 minutes, here 3 s. (An all_reduce
+of the same size would be added without an error.) Right: all ranks call it, and rank 0 uses the result.
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ def log_mean_loss(rank: int) -> list[str]:
     """The error in which this rank ended, empty if none: the wrong way, the right way."""
     errors = []
     for reduces in (rank == 0, True):
-        group = dist.new_group(timeout=timedelta(seconds=3))
+        group: Any = dist.new_group(timeout=timedelta(seconds=3))
         loss = torch.tensor(2.0 + rank)
         try:
             if reduces:
