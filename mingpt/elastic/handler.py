@@ -6,6 +6,7 @@ Workers find the job's token in MINGPT_JOB and the number of the round in MINGPT
 """
 
 import atexit
+import contextlib
 import os
 import platform
 import random
@@ -89,8 +90,9 @@ class ElasticRendezvous(RendezvousHandler):
         atexit.register(self._leave)
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # whoever reads it may be gone, as srun is with the first node
+            sys.stderr.write(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
+            sys.stderr.flush()
 
     def get_backend(self) -> str:
         return "mingpt"

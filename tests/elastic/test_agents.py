@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,11 +39,12 @@ class Agents:
         self.jobs: dict[int, Job] = {}
         (folder / "worker.py").write_text(WORKER)
 
-    def start(self, *numbers: int) -> None:
+    def start(self, *numbers: int, launcher: Sequence[str] = ()) -> None:
         for number in numbers:
             options = {"nnodes": self.nnodes, "nproc": "1", "rdzv": self.meeting}
             words = [f"--{name}={value}" for name, value in options.items()]
             command = [
+                *launcher,
                 str(ROOT / "launch" / "elastic.sh"),
                 *words,
                 f"--local_addr={self.network}.{number}",
@@ -126,6 +127,19 @@ def test_a_board_on_a_host_of_its_own_will_do(new_agents: Callable[..., Agents],
     assert second.wait() == 2 and second.err().startswith("error: cannot listen")
     wrong = start([sys.executable, "-m", "mingpt.elastic", "--serve", "here"])
     assert wrong.wait() == 2 and wrong.err().startswith("error: --serve is one HOST:PORT")
+
+
+def test_an_agent_whose_messages_nobody_reads_any_more_goes_on(new_agents: Callable[..., Agents]) -> None:
+    """As where srun has died with the first node: what is written to stderr then fails."""
+    agents = new_agents(nnodes="1:2")
+    one_line_is_read = ["bash", "-c", 'exec "$0" "$@" 2> >(head -n 1 > read)']
+    agents.start(1)
+    agents.start(2, launcher=one_line_is_read)
+    agents.await_round(1, 1, 2)
+    agents.jobs.pop(1).kill()
+    agents.end_workers(2)
+    agents.await_round(2, 2)
+    agents.finish()
 
 
 def test_too_few_agents_say_so_and_obey_sigterm(new_agents: Callable[..., Agents]) -> None:

@@ -181,10 +181,14 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """SIGKILL for its slurmd and for all that it has started, slurmstepd first: none tells slurmctld."""
         pids = self.job_pids(node)
-        self.daemons[node].kill()
+        daemons = {step_daemon(pid) for pid in pids} - {None}
+        ended = [pid for pid in (*daemons, *pids) if pid is not None]
+        # At once, as when a machine dies: an srun that sees others of its node die has time to end the step.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in ended:
+                kill(pid, number)
+            self.daemons[node].send_signal(number)
         self.daemons[node].wait()
-        for pid in [*{parent for pid in pids if (parent := step_daemon(pid))}, *pids]:
-            kill(pid)
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
         """Poll until the condition holds. Raises TimeoutError."""
@@ -213,10 +217,10 @@ class SlurmCluster:
         return found
 
 
-def kill(pid: int) -> None:
-    """SIGKILL, if it still lives."""
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal, if the process still lives."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         pass  # it has ended by itself
 
