@@ -52,6 +52,8 @@ LONG_FILES = (
     "test_readme.py",
     "test_benchmarks.py",
     "test_compiled_jobs.py",
+    "test_programs.py",
+    "test_mistakes.py",
     "test_verify.py",
     "test_sharded_jobs.py",
     "test_stopping.py",

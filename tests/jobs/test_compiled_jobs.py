@@ -27,6 +27,7 @@ def slow_compiler(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_compiled_trains_all_the_same(
     start: Start, text: Path, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_job_on_one_node_finishes(
     )
 
 
+@pytest.mark.slow
 def test_several_nodes_finish_with_the_bits_of_one(
     cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
