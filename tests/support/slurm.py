@@ -182,8 +182,10 @@ class SlurmCluster:
         """SIGKILL for its slurmd and for all that it has started, slurmstepd first: none tells slurmctld."""
         pids = self.job_pids(node)
         daemons = {step_daemon(pid) for pid in pids} - {None}
-        ended = [pid for pid in (*daemons, *pids) if pid is not None]
-        # At once, as when a machine dies: an srun that sees others of its node die has time to end the step.
+        # As if at once, as when a machine dies. srun would end the step if it saw its daemons die: it goes first,
+        # its watching child before it, and the daemon of the batch script before that of the step.
+        sruns = [pid for pid in pids if name_of(pid) == "srun"]
+        ended = [*sorted(sruns, reverse=True), *sorted(pid for pid in daemons if pid), *pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in ended:
                 kill(pid, number)
@@ -223,6 +225,13 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass  # it has ended by itself
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""  # it has just ended
 
 
 def step_daemon(pid: int) -> int | None:
