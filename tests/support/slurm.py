@@ -182,8 +182,8 @@ class SlurmCluster:
         """SIGKILL for its slurmd and for all that it has started, slurmstepd first: none tells slurmctld."""
         pids = self.job_pids(node)
         daemons = {step_daemon(pid) for pid in pids} - {None}
-        # As if at once, as when a machine dies. srun would end the step if it saw its daemons die: it goes first,
-        # its watching child before it, and the daemon of the batch script before that of the step.
+        # As if at once, as when a machine dies. srun would end the step if it saw its daemons die: it goes
+        # first, its child that watches it before it, and the daemon of the batch script before the step's.
         sruns = [pid for pid in pids if name_of(pid) == "srun"]
         ended = [*sorted(sruns, reverse=True), *sorted(pid for pid in daemons if pid), *pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
