@@ -107,7 +107,10 @@ class Checkup:
         found |= self.take_findings()
         exchange.put("facts", found)
         others = exchange.get_all("facts", WAIT_S + FINDINGS_S)
-        exchange.put("sees", self.visible())
+        sees = self.visible()
+        exchange.put("sees", sees)
+        if self.folders:
+            self.folders.share(sees, others.values())
         if rank == 0:
             exchange.put("go", len(others) == self.launch.world_size and all_connected(others))
         go = exchange.get("go", 0, WAIT_S)

@@ -7,7 +7,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from mingpt.settings import flatten, settings, to_dict
 from mingpt.snapshot import SnapshotStore
 
 FLOAT_BYTES = 4
-CLEAN_UP_S = 2.0  # that a folder waits for the probes of other ranks
 VOCABULARY_UNREAD = 256  # tokens, where the text has not been read: only the state's size depends on it
 CGROUP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 
@@ -52,6 +51,7 @@ class Facts:
     data_error: str | None = None
     folders: dict[str, str | None] = field(default_factory=dict)  # "run_dir out/default" -> error
     probe: str = ""  # the name of the file that this node has written to the last of these folders
+    made: list[str] = field(default_factory=list)  # folders that were missing before
     sees: list[str] = field(default_factory=list)  # the probes of other nodes there
     state_bytes: int | None = None  # of model and optimizer
     memory_path: str | None = None  # None: no snapshots in memory are asked for
@@ -87,7 +87,9 @@ def node_names(workers: Sequence[Facts]) -> dict[int, str]:
 class Folders:
     """Where a run writes, tried by writing, reading and removing a file; `places` is {what: path or URL}.
 
-    What it has made is removed by `clean_up`, once the other nodes have looked for it.
+    What was missing before is removed by `clean_up`, once the other nodes have looked for it. Of nodes that
+    share a disk, one may make `run` and another one `run/snapshots`: each removes, after its own probes, what
+    any of them has made (`share`), so that whoever is last finds nothing in it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -97,7 +99,7 @@ class Folders:
         snapshots = snapshots or str(Path(config.run_dir) / "snapshots")
         self.places[f"{named} {snapshots}"] = snapshots
         self.probe = f"doctor-{uuid.uuid4().hex[:12]}"
-        self.made: list[Path] = []
+        self.made: set[Path] = set()
         self.stores: list[SnapshotStore] = []
 
     def try_one(self, place: str) -> str | None:
@@ -106,10 +108,8 @@ class Folders:
         try:
             store = SnapshotStore(place, retries_s=())
             if store.is_local:
-                missing = [
-                    path for path in (Path(store.root), *Path(store.root).parents) if not path.exists()
-                ]
-                self.made += reversed(missing)
+                folders = (Path(store.root), *Path(store.root).parents)
+                self.made |= {folder for folder in folders if not folder.exists()}
             store.files.makedirs(store.root, exist_ok=True)
             self.stores.append(store)
             store.write_atomic(self.probe, content)
@@ -125,21 +125,19 @@ class Folders:
         except Exception:  # each driver raises exceptions of its own; try_one has reported it
             return []
 
+    def share(self, sees: Sequence[str], workers: Iterable[dict[str, Any]]) -> None:
+        """Take over what others have made whose probes are seen here: Facts as JSON."""
+        for worker in workers:
+            if worker.get("probe") in sees:
+                self.made |= {Path(folder) for folder in worker["made"]}
+
     def clean_up(self) -> None:
         for store in self.stores:
             with contextlib.suppress(Exception):  # it was never written, and try_one has reported why
                 store.files.rm_file(store.path(self.probe))
-        for folder in reversed(self.made):
-            deadline = time.monotonic() + CLEAN_UP_S
-            with contextlib.suppress(OSError):  # the run itself is in it, or it is gone
-                while has_probes(folder) and time.monotonic() < deadline:
-                    time.sleep(0.02)  # another rank is about to remove its own
+        for folder in sorted(self.made, reverse=True):  # what lies in a folder comes before it
+            with contextlib.suppress(OSError):  # another rank's probe or the run itself is in it, or it is gone
                 folder.rmdir()
-
-
-def has_probes(folder: Path) -> bool:
-    """Whether a rank's probe is in a folder. Raises OSError."""
-    return any(path.name.startswith("doctor-") for path in folder.iterdir())
 
 
 def reason_of(error: BaseException) -> str:
@@ -266,6 +264,7 @@ class Findings:
                     self.doing = f"writing to {name}"
                     tried[name] = folders.try_one(place)
                 self.found |= {"folders": tried, "probe": folders.probe}
+                self.found["made"] = [str(folder) for folder in folders.made]
                 self.doing = f"reading data.path {config.data.path}"
                 self.found |= find_data(config)
             self.doing = None
