@@ -136,7 +136,7 @@ class Folders:
             with contextlib.suppress(Exception):  # it was never written, and try_one has reported why
                 store.files.rm_file(store.path(self.probe))
         for folder in sorted(self.made, reverse=True):  # what lies in a folder comes before it
-            with contextlib.suppress(OSError):  # another rank's probe or the run itself is in it, or it is gone
+            with contextlib.suppress(OSError):  # another rank's probe is in it, or a run, or it is gone
                 folder.rmdir()
 
 
