@@ -45,7 +45,7 @@ def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
 ) -> None:
     """One job also loses a worker while the other one compiles, which notices it before it is done."""
     settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2}
-    settings |= {"trainer__max_steps": 4}
+    settings |= {"trainer__max_steps": 4, "model__n_layer": 1}
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(slow_compiler(tmp_path))}
     two = start(command(launcher=torchrun(2, restarts=1), run_dir=tmp_path / "2", **settings), **env)
     two.wait_until((tmp_path / "called").exists)
@@ -77,7 +77,7 @@ def test_blocks_under_fsdp_are_compiled_on_all_workers_or_on_none(
 ) -> None:
     """A compiler that fails on one worker must not leave the others waiting in a forward pass."""
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__compile": True}
-    settings |= {"trainer__max_steps": 2, "trainer__parallel": "fsdp"}
+    settings |= {"trainer__max_steps": 2, "trainer__parallel": "fsdp", "model__n_layer": 1}
     program = tmp_path / "program.py"
     program.write_text(ONE_RANK_WITHOUT_COMPILER)
     words = command(launcher=torchrun(2), program=str(program), **settings)

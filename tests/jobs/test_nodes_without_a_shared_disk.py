@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start, command, final_hash, reached, snapshot_steps
+from conftest import ROOT, Start, command, final_hash, reached, snapshot_steps
 
 from mingpt.jobs import Job, last_step, read_history, read_metric, tensor_hash, torchrun
 
@@ -38,14 +38,22 @@ def one_curve(run_dir: Path, steps: int) -> bool:
     return len(lines) == steps == len(read_metric(run_dir))
 
 
+@pytest.fixture(scope="module")
+def quiet(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one worker that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("quiet")
+    words = command(run_dir=folder / "run", data__path=text, trainer__workers=1, **SLOW)
+    job = Job(words, folder / "job", cwd=ROOT)
+    assert job.wait() == 0, job.err()
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
-    parallel: str, start: Start, text: Path, tmp_path: Path
+    parallel: str, start: Start, text: Path, quiet: Path, tmp_path: Path
 ) -> None:
     """Its disk is gone too, and under fsdp the half of the state that it held: the other node has a copy."""
-    quiet = start(command(run_dir=tmp_path / "quiet", data__path=text, trainer__workers=1, **SLOW))
-    assert quiet.wait() == 0, quiet.err()
     nodes = [Node(start, text, tmp_path, name) for name in "ab"]
     settings = SLOW | {"snapshot__memory_every": 5, "snapshot__local_every": 0, "trainer__parallel": parallel}
     settings["snapshot__every"] = 20 if parallel == "ddp" else 1000
@@ -65,7 +73,7 @@ def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
     history = read_history(other.run_dir)
     assert history["steps_lost"] == lost["to_step"] - last["from_step"]
     assert one_curve(other.run_dir, 60)
-    assert tensor_hash(other.run_dir, 60) == tensor_hash(tmp_path / "quiet", 60)
+    assert tensor_hash(other.run_dir, 60) == tensor_hash(quiet, 60)
 
 
 def test_every_node_ends_with_the_whole_run_on_its_disk(start: Start, text: Path, tmp_path: Path) -> None:

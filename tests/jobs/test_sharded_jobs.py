@@ -47,17 +47,15 @@ def sentence_of(job: Job) -> str:
     ("workers", "settings"),
     [
         (2, FSDP),
-        pytest.param(3, FSDP, marks=pytest.mark.slow),
-        pytest.param(1, FSDP, marks=pytest.mark.slow),
         pytest.param(3, FSDP | {"trainer__recompute": "block"}, marks=pytest.mark.slow),
         pytest.param(2, FSDP | {"trainer__fsdp_reshard": False}, marks=pytest.mark.slow),
-        pytest.param(2, SHARDED_OPTIMIZER, marks=pytest.mark.slow),
         pytest.param(3, SHARDED_OPTIMIZER, marks=pytest.mark.slow),
     ],
 )
 def test_a_sharded_run_is_that_of_ddp(
     workers: int, settings: dict[str, Any], start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
+    """One and three fsdp workers, and two of the other kind, are in the next two tests as well."""
     job = start(command(launcher=torchrun(workers), run_dir=tmp_path, data__path=text, **settings))
     assert job.wait() == 0, job.err()
     assert_same_run(tmp_path, undisturbed)

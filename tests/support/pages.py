@@ -13,6 +13,7 @@ from mingpt.jobs import clean_environment, free_port
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}
 SHORT |= {"data.block_size": 16, "data.sha256": "null", "trainer.max_steps": 2}
+SHORT |= {"trainer.compile": False}  # tests/jobs/test_compiled_jobs.py has whole jobs that compile
 NEEDED = (
     "train.py",
     "sample.py",
