@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mingpt import events
+from mingpt.distributed.shared_memory import connect
 from mingpt.parallel.bucket_reducer import BucketReducer
 from mingpt.parallel.shards import numel_by_rank, split_rows
 from mingpt.parallel.strategy import Forward, StrategySetup
@@ -37,7 +38,8 @@ class ExactReduction(WholeWeights):
         super().__init__(setup)
         self.partial_sums: PartialSums[list[Tensor]] = []
         covers = [cover(numbers, setup.micro_batches) for numbers in setup.micro_batches_by_rank]
-        self.reducer = BucketReducer(covers, self.rank, setup.micro_batches)
+        memory = connect(setup.context, setup.timeout_s)
+        self.reducer = BucketReducer(covers, self.rank, setup.micro_batches, memory)
         self.grads_are_static = False
         self.is_last = False  # whether the micro-batch under way is this worker's last
         self.missing: list[set[int]] = []  # per bucket, the parameters whose gradient is still to come
@@ -87,7 +89,7 @@ class ExactReduction(WholeWeights):
 
     def send(self, bucket: list[int]) -> None:
         """Add this bucket of the last micro-batch to the partial sums, then reduce those of all ranks."""
-        parts: list[Tensor] = []
+        pieces: list[list[Tensor]] = []
         if self.my_micro_batches:
             sums = [
                 (level, index, [tensors[number] for number in bucket])
@@ -95,11 +97,11 @@ class ExactReduction(WholeWeights):
             ]
             gradients = [self.take_gradient(number) for number in bucket]
             push(sums, 0, self.my_micro_batches[-1], gradients, self.setup.micro_batches, add_lists)
-            parts = [self.flatten(value) for _, _, value in sums]
+            pieces = [self.pieces_by_rank(value) for _, _, value in sums]
             self.forget_partial_sums(bucket)
         empty = self.parameters[bucket[0]].new_empty(0)
         self.sent.append(
-            self.reducer.reduce(parts, self.chunk_sizes(bucket), empty, not self.updates_are_sharded)
+            self.reducer.reduce(pieces, self.chunk_sizes(bucket), empty, not self.updates_are_sharded)
         )
 
     def forget_partial_sums(self, bucket: list[int]) -> None:
@@ -108,18 +110,16 @@ class ExactReduction(WholeWeights):
             for number in bucket:
                 tensors[number] = tensors[number].new_empty(0)
 
-    def flatten(self, gradients: list[Tensor]) -> Tensor:
-        """One vector, in the order of the ranks that add its chunks."""
+    def pieces_by_rank(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Vectors, in the order of the ranks that add them."""
         if not self.updates_are_sharded:
-            return torch.cat([gradient.flatten() for gradient in gradients])
+            return [gradient.flatten() for gradient in gradients]
         rows = [split_rows(len(gradient), self.world_size) for gradient in gradients]
-        return torch.cat(
-            [
-                gradient[part[rank].start : part[rank].stop].flatten()
-                for rank in range(self.world_size)
-                for gradient, part in zip(gradients, rows, strict=True)
-            ]
-        )
+        return [
+            gradient[part[rank].start : part[rank].stop].flatten()
+            for rank in range(self.world_size)
+            for gradient, part in zip(gradients, rows, strict=True)
+        ]
 
     def chunk_sizes(self, bucket: list[int]) -> list[int]:
         """Elements of a bucket that each rank adds: equal chunks, or the rows that it updates."""
