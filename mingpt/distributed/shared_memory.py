@@ -53,8 +53,7 @@ class SharedMemory:
         if self.is_read:
             self.wait()
         self.is_read = True
-        if nbytes > self.capacity:
-            self.grow(nbytes)
+        self.reserve(nbytes)
 
     def barrier(self) -> None:
         """Wait for all ranks: each sees from here on what the others have written before."""
@@ -65,7 +64,10 @@ class SharedMemory:
         """Have the others know that this rank reads no more; nobody waits for it here."""
         self.signal()
 
-    def grow(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
+        """Make each segment at least so large, by new ones; tensors keep those that they lie in."""
+        if nbytes <= self.capacity:
+            return
         self.capacity = -(-nbytes // GRANULARITY) * GRANULARITY
         own = os.memfd_create("mingpt")
         try:
@@ -91,6 +93,8 @@ class SharedMemory:
         """(count,) elements of a rank's segment, from byte `first`."""
         import torch
 
+        if not count:
+            return torch.empty(0, dtype=dtype)  # frombuffer refuses
         return torch.frombuffer(self.segments[rank], dtype=dtype, count=count, offset=first)
 
     def signal(self) -> None:

@@ -38,8 +38,8 @@ class ExactReduction(WholeWeights):
         super().__init__(setup)
         self.partial_sums: PartialSums[list[Tensor]] = []
         covers = [cover(numbers, setup.micro_batches) for numbers in setup.micro_batches_by_rank]
-        memory = connect(setup.context, setup.timeout_s)
-        self.reducer = BucketReducer(covers, self.rank, setup.micro_batches, memory)
+        self.memory = connect(setup.context, setup.timeout_s)
+        self.reducer = BucketReducer(covers, self.rank, setup.micro_batches, self.memory)
         self.grads_are_static = False
         self.is_last = False  # whether the micro-batch under way is this worker's last
         self.missing: list[set[int]] = []  # per bucket, the parameters whose gradient is still to come

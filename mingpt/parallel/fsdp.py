@@ -9,7 +9,8 @@ its rows of the sum along the tree of tree.py, in their order, so the bits are t
 """
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt import events
+from mingpt.distributed.shared_memory import SharedMemory, connect
 from mingpt.parallel.buckets import allocate
 from mingpt.parallel.exact import add_lists
 from mingpt.parallel.strategy import Forward, Strategy, StrategySetup
 from mingpt.parallel.tree import PartialSums, push
+
+PAGE = 4096
 
 
 class FSDPReduction(Strategy):
@@ -107,11 +111,15 @@ class ExactFSDPReduction(FSDPReduction):
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
+        memory = connect(self.context, setup.timeout_s)
+        self.areas = Areas(memory) if memory else None
         self.scatters = [TreeReduceScatter(self) for _ in self.units]
         self.first = 0  # the number of rank 0's micro-batch in the round under way
         self.partial_sums: PartialSums[list[Tensor]] = []  # of a rank that is alone
         for unit, scatter in zip(self.units, self.scatters, strict=True):
             unit.set_custom_reduce_scatter(scatter)
+            if self.areas:
+                unit.set_custom_all_gather(SharedAllGather(self.areas))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
 
@@ -151,15 +159,67 @@ class ExactFSDPReduction(FSDPReduction):
             self.dummy_backward()
 
 
+class Areas:
+    """Areas of shared memory, which the exchanges of all units take in turns.
+
+    An exchange begins when all ranks have come to the one before, so all have read what the one before that
+    has brought, unless it was weights that FSDP2 gathered ahead: those of one unit at most, which a third
+    area leaves alone. Another signal for having read is not needed then.
+    """
+
+    COUNT = 3
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+        self.nbytes = 0  # of an area
+        self.turn = 0
+
+    def take(self, nbytes: int) -> int:
+        """The first byte of the next area, of at least so many bytes on all ranks. Collective."""
+        if nbytes > self.nbytes:
+            # Always more than there is, so new segments: what was gathered ahead stays in the old ones.
+            self.memory.reserve(self.COUNT * -(-nbytes // PAGE) * PAGE)
+            self.nbytes = self.memory.capacity // self.COUNT // PAGE * PAGE
+        self.turn = (self.turn + 1) % self.COUNT
+        return self.turn * self.nbytes
+
+
+class SharedAllGather:
+    """What FSDP2 calls for a block's weights: all ranks write theirs to the first one's segment."""
+
+    def __init__(self, areas: Areas) -> None:
+        self.areas = areas
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        count = math.prod(size)
+        return self.areas.memory.of(0, dtype, self.areas.take(count * dtype.itemsize), count).view(*size)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """The input is this rank's part of the output, where FSDP2 has copied it to."""
+        self.areas.memory.barrier()
+
+
 class TreeReduceScatter:
     """What FSDP2 calls with a block's gradients after its backward pass."""
 
     def __init__(self, strategy: ExactFSDPReduction) -> None:
         self.strategy = strategy
         self.partial_sums: PartialSums[Tensor] = []
+        self.first_byte: int | None = None  # of the input, if it is in shared memory
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The input, in shared memory if there is any, and then the output."""
+        areas, count = self.strategy.areas, math.prod(size)
+        if areas is None or self.first_byte is not None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self.first_byte = areas.take(count * dtype.itemsize)
+        return areas.memory.of(self.strategy.rank, dtype, self.first_byte, count).view(*size)
 
     def __call__(
         self,
@@ -173,10 +233,9 @@ class TreeReduceScatter:
         strategy = self.strategy
         if strategy.is_last_round:
             events.emit("reduction_start")
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
+        chunks = self.exchange(input_tensor, group)
         count = strategy.setup.micro_batches
-        for rank, chunk in enumerate(received.view(strategy.world_size, -1)):
+        for rank, chunk in enumerate(chunks):
             number = strategy.first + rank
             if number < count:  # otherwise it is a dummy's
                 push(self.partial_sums, 0, number, chunk, count, lambda left, right: left.add_(right))
@@ -186,15 +245,24 @@ class TreeReduceScatter:
             ((_, _, total),) = self.partial_sums
             output_tensor.copy_(total)
             self.partial_sums = []
-        else:  # what stays must not keep all of `received`
+        else:  # what stays must not keep all of what was received, nor lie where another exchange writes
             self.partial_sums = [
-                (level, index, part.clone() if shares_memory(part, received) else part)
+                (level, index, part.clone() if any(part is chunk for chunk in chunks) else part)
                 for level, index, part in self.partial_sums
             ]
 
-
-def shares_memory(part: Tensor, whole: Tensor) -> bool:
-    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    def exchange(self, input_tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
+        """(n,) of each rank's micro-batch, which this rank may change."""
+        rank, workers = self.strategy.rank, self.strategy.world_size
+        if self.strategy.areas is None:
+            received = torch.empty_like(input_tensor)
+            dist.all_to_all_single(received, input_tensor, group=group)
+            return received.view(workers, -1).unbind()
+        memory, size = self.strategy.areas.memory, len(input_tensor) // workers
+        assert self.first_byte is not None, "FSDP2 asks for memory first"
+        first_byte, self.first_byte = self.first_byte + rank * size * input_tensor.element_size(), None
+        memory.barrier()
+        return [memory.of(other, input_tensor.dtype, first_byte, size) for other in range(workers)]
 
 
 def local(tensor: Any) -> Tensor:

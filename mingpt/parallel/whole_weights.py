@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from mingpt.distributed.shared_memory import SharedMemory
 from mingpt.parallel.buckets import allocate, make_buckets
 from mingpt.parallel.shards import numel_by_rank
 from mingpt.parallel.strategy import Strategy, StrategySetup
@@ -18,6 +19,7 @@ class WholeWeights(Strategy):
         self.names, self.parameters = list(self.weights), list(self.weights.values())
         self.updates_are_sharded = setup.shard_optimizer and self.world_size > 1
         self.buckets = make_buckets(self.parameters)
+        self.memory: SharedMemory | None = None  # of all ranks, where a strategy has it and they can
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: weight.detach() for name, weight in self.weights.items()}
@@ -49,11 +51,19 @@ class WholeWeights(Strategy):
         counts = [numel_by_rank(self.shapes[name], self.world_size) for name in names]
         sizes = [sum(count[rank] for count in counts) for rank in range(self.world_size)]
         pieces = [self.weights[name][self.my_rows(name)].flatten() for name in names]
-        padding = pieces[0].new_zeros(max(sizes) - sizes[self.rank])
-        gathered = self.context.all_gather(torch.cat([*pieces, padding]))
+        if self.memory is not None:
+            self.memory.begin(max(sizes) * pieces[0].element_size())
+            torch.cat(pieces, out=self.memory.of(self.rank, pieces[0].dtype, 0, sizes[self.rank]))
+            self.memory.barrier()
+            gathered = [self.memory.of(rank, pieces[0].dtype, 0, size) for rank, size in enumerate(sizes)]
+        else:
+            padding = pieces[0].new_zeros(max(sizes) - sizes[self.rank])
+            gathered = list(self.context.all_gather(torch.cat([*pieces, padding])))
         for rank, row in enumerate(gathered):
             parts = row[: sizes[rank]].split([count[rank] for count in counts])
             for name, count, part in zip(names, counts, parts, strict=True):
                 if rank != self.rank:
                     first = sum(count[:rank])
                     self.weights[name].view(-1)[first : first + len(part)] = part
+        if self.memory is not None:
+            self.memory.end()

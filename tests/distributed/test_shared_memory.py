@@ -1,0 +1,164 @@
+"""Real ranks of this machine, which share memory; what they raise once a peer is gone or frozen."""
+
+import gc
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.forks import fork_ranks, results_of
+
+from mingpt.distributed import DistributedContext, is_lost_peer, shared_memory
+from mingpt.distributed.exit import is_timeout
+from mingpt.distributed.shared_memory import SharedMemory, connect, listen, meet
+
+TIMEOUT_S = 10.0
+
+
+def connected(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> SharedMemory:
+    memory = connect(context, timeout_s)
+    assert memory is not None
+    return memory
+
+
+def exchange_numbers(context: DistributedContext) -> list[list[float]]:
+    """Of each round, what this rank reads in the segments of all; segments grow from round to round."""
+    memory, rounds, kept = connected(context), [], []
+    for count in (3, 10, 10, 1_000_000):
+        memory.begin(8 * count)
+        memory.of(context.rank, torch.float64, 8, count - 1).fill_(100 * context.rank + count)
+        memory.barrier()
+        seen = [memory.of(rank, torch.float64, 8, count - 1) for rank in range(context.world_size)]
+        rounds.append([float(part.max()) for part in seen])
+        kept.append(seen)
+        memory.end()
+    assert float(kept[0][1].max()) == 110, "tensors keep the segment that they lie in"
+    return rounds
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_after_a_barrier_all_ranks_see_what_each_has_written(ranks: int) -> None:
+    expected = [[100.0 * rank + count for rank in range(ranks)] for count in (3, 10, 10, 1_000_000)]
+    assert results_of(ranks, exchange_numbers) == [expected] * ranks
+
+
+def lose_rank_1(context: DistributedContext) -> float:
+    """Seconds until the loss of a peer is noticed."""
+    memory = connected(context)
+    memory.begin(8)
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(Exception, match="Connection closed by worker 1") as raised:
+        memory.barrier()
+        memory.barrier()
+    assert is_lost_peer(raised.value) and not is_timeout(raised.value)
+    return time.monotonic() - began
+
+
+def test_a_killed_peer_is_noticed_at_once() -> None:
+    noticed_s, killed = fork_ranks(2, lose_rank_1)
+    assert killed is None
+    assert isinstance(noticed_s, float) and noticed_s < TIMEOUT_S / 2
+
+
+def freeze_rank_1(context: DistributedContext) -> float:
+    memory, pids = connected(context, timeout_s=1.0), context.all_gather_object(os.getpid())
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(Exception, match="Timed out after 1 s waiting for worker 1") as raised:
+        memory.barrier()
+    os.kill(pids[1], signal.SIGCONT)
+    assert is_lost_peer(raised.value) and is_timeout(raised.value)
+    return time.monotonic() - began
+
+
+def test_a_frozen_peer_is_noticed_after_the_time_limit() -> None:
+    assert 1.0 <= results_of(2, freeze_rank_1)[0] < 5.0
+
+
+def without_memfd_on_rank_1(context: DistributedContext) -> bool:
+    if context.rank == 1:
+        del os.memfd_create
+    return connect(context, TIMEOUT_S) is None
+
+
+def on_another_node(context: DistributedContext) -> bool:
+    if context.rank == 1:
+        shared_memory.node = lambda: "another"
+    return connect(context, TIMEOUT_S) is None
+
+
+def refused_on_rank_1(context: DistributedContext) -> bool:
+    """As where a sandbox lets sockets be made, but not be connected."""
+    if context.rank == 1:
+        shared_memory.meet = lambda *_: None
+    return connect(context, 4.0) is None
+
+
+@pytest.mark.parametrize("work", [without_memfd_on_rank_1, on_another_node, refused_on_rank_1])
+def test_where_one_rank_cannot_no_rank_does(work: Callable[[DistributedContext], bool]) -> None:
+    assert results_of(3, work) == [True] * 3
+
+
+def what_is_open() -> tuple[int, list[str], list[str]]:
+    """Number of file descriptors, shared mappings, and names that others could see."""
+    mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mingpt" in line]
+    return len(os.listdir("/proc/self/fd")), mappings, sorted(os.listdir("/dev/shm"))
+
+
+def connect_and_forget(context: DistributedContext) -> bool:
+    context.all_gather_object(None)
+    before = what_is_open()
+    for _ in range(3):
+        memory = connected(context)
+        for count in (10, 1_000_000):
+            memory.begin(4 * count)
+            memory.barrier()
+            memory.end()
+        count, mappings, _ = what_is_open()
+        assert len(mappings) == 2 and count == before[0] + 3, "Python's mmap keeps the file open"
+        del memory
+        gc.collect()
+    return what_is_open() == before
+
+
+def test_nothing_is_left_open_and_nothing_has_a_name() -> None:
+    assert results_of(2, connect_and_forget) == [True, True]
+
+
+def meet_as_rank_1(name: bytes, pids: list[int]) -> None:
+    own = listen()
+    assert own is not None
+    peers = meet(own, 1, [pids[0], os.getpid()], [name, own.getsockname()], TIMEOUT_S)
+    assert peers is not None
+    peers[0].send(b"\1")
+
+
+def fork(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if not pid:
+        work()
+        os._exit(0)
+    return pid
+
+
+def test_a_process_that_is_no_peer_is_turned_away() -> None:
+    """It has found the name, and comes first."""
+    listener = listen()
+    assert listener is not None
+    name, parent = listener.getsockname(), os.getpid()
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(name)
+    peer = fork(lambda: meet_as_rank_1(name, [parent]))
+    peers = meet(listener, 0, [parent, peer], [name, b""], TIMEOUT_S)
+    assert peers is not None and list(peers) == [1]
+    assert peers[1].recv(1) == b"\1"
+    assert stranger.recv(1) == b"", "its connection has been closed"
+    os.waitpid(peer, 0)

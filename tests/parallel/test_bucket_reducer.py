@@ -1,0 +1,64 @@
+"""Sums of real ranks, by shared memory and by gloo, beside those of one process."""
+
+import functools
+
+import pytest
+import torch
+from support.forks import results_of
+from torch import Tensor
+
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.shared_memory import connect
+from mingpt.parallel.bucket_reducer import BucketReducer
+from mingpt.parallel.tree import PartialSums, cover, push
+
+LEAVES = 7
+SIZES = (12, 400_000, 5)  # of the buckets; the second is larger than the first segments
+
+
+def leaf(bucket: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * bucket + number)
+    return torch.randn(SIZES[bucket], generator=generator)
+
+
+def tree_sum(bucket: int, leaves: range) -> PartialSums[Tensor]:
+    stack: PartialSums[Tensor] = []
+    for number in leaves:
+        push(stack, 0, number, leaf(bucket, number), LEAVES, lambda left, right: left + right)
+    return stack
+
+
+def reduce_all(context: DistributedContext, shares: bool, gathers: bool) -> list[Tensor]:
+    rank, ranks = context.rank, context.world_size
+    parts = [range(place * LEAVES // ranks, (place + 1) * LEAVES // ranks) for place in range(ranks)]
+    memory = connect(context, 10.0) if shares else None
+    assert (memory is not None) == shares
+    reducer = BucketReducer([cover(part, LEAVES) for part in parts], rank, LEAVES, memory)
+    futures = []
+    for bucket, size in enumerate(SIZES):
+        pieces = [list(value.split(4)) for _, _, value in tree_sum(bucket, parts[rank])]
+        chunk = -(-size // ranks)
+        sizes = [max(0, min(chunk, size - chunk * place)) for place in range(ranks)]
+        if not gathers:  # then they may be any
+            sizes = [*sizes[1:], sizes[0]]
+        futures.append(reducer.reduce(pieces, sizes, torch.empty(0), gathers))
+    return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_the_bits_are_those_of_one_process(ranks: int, shares: bool) -> None:
+    """Of 7 leaves, 8 ranks have one or none."""
+    results = results_of(ranks, functools.partial(reduce_all, shares=shares, gathers=True))
+    for bucket in range(len(SIZES)):
+        ((_, _, expected),) = tree_sum(bucket, range(LEAVES))
+        for sums in results:
+            assert torch.equal(sums[bucket], expected)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_each_rank_gets_its_chunk_where_sums_are_not_gathered(shares: bool) -> None:
+    results = results_of(3, functools.partial(reduce_all, shares=shares, gathers=False))
+    for bucket in range(len(SIZES)):
+        ((_, _, expected),) = tree_sum(bucket, range(LEAVES))
+        assert torch.equal(torch.cat([sums[bucket] for sums in results]), expected)
