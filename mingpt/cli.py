@@ -149,7 +149,8 @@ def convert(value: Any, setting: Setting) -> Any:
         except yaml.YAMLError:
             scalar = None
         value = scalar if isinstance(scalar, (bool, int, float)) else str(value)
-    if isinstance(value, bool) and setting.type is not bool:  # pydantic would take true for 1
+    takes_bool = setting.type is bool or bool in typing.get_args(setting.type)
+    if isinstance(value, bool) and not takes_bool:  # pydantic would take true for 1
         raise wrong_value(setting, value)
     return value
 

@@ -135,8 +135,11 @@ class TrainerConfig:
         "autocast type of the matrix products; auto takes bfloat16 where it is native",
         affects_result=True,
     )
-    compile: bool = Field(
-        False, "torch.compile the model; if that fails, train without it", affects_result=True
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        "torch.compile the model; auto: where the planned steps pay for the first compilation twice; if it "
+        "fails, train without it",
+        affects_result=True,
     )
     threads: int = Field(1, "CPU threads per worker; if left at 1, OMP_NUM_THREADS is obeyed", ge=1, le=1024)
     reduction: Literal["exact", "fast"] = Field(
@@ -243,7 +246,7 @@ def check(config: Config) -> None:
             f"trainer.fsdp_param_dtype={trainer.fsdp_param_dtype} needs trainer.parallel=fsdp; "
             "trainer.dtype is the type of the products under both"
         )
-    if trainer.recompute != "none" and trainer.compile:
+    if trainer.recompute != "none" and trainer.compile is True:
         raise UserError(
             "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep; "
             "drop either"

@@ -17,6 +17,7 @@ from mingpt.model import (
     GPT,
     LossModule,
     can_compile_block,
+    choose_compile,
     compile_blocks,
     compile_model,
     draw_weight,
@@ -51,6 +52,8 @@ def init_environment(config: Config, context: DistributedContext, start: resume.
     (dtype,) = dtypes if len(dtypes) == 1 else ("torch.float32",)  # auto: not native everywhere
     environment = environment_info(context.device, context.threads)
     environment["dtype"] = dtype.removeprefix("torch.")
+    software = start.snapshot.manifest["software"] if start.snapshot else {}
+    environment["compiled"] = software.get("compiled", False)  # until a forward pass is prepared for training
     if start.snapshot and start.snapshot.manifest["step"] < config.trainer.max_steps:
         resume.check_environment(start, config, environment)
     return environment
@@ -81,15 +84,7 @@ def init_state(
         model = GPT(config.model, vocab_size=corpus.vocab_size, block_size=config.data.block_size)
     model.set_recompute(trainer.recompute == "block")
     strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
-    sampler = ElasticSampler(
-        corpus.train,
-        batch_size=trainer.batch_size,
-        micro_batch_size=trainer.micro_batch_size,
-        seed=config.seed,
-        num_replicas=context.world_size,
-        rank=context.rank,
-        takes_turns=strategy_class.takes_turns,
-    )
+    sampler = make_sampler(config, context, corpus, strategy_class.takes_turns)
     sampler.seek(windows_seen)
     strategy = strategy_class(make_setup(config, context, model, sampler, environment))
     model.init_buffers()
@@ -100,11 +95,30 @@ def init_state(
         load_state(state, snapshot, context)
     else:
         init_weights(state, config, context, corpus, initial)
-    prepare_forward(config, context, model, strategy, environment, to_train)
-    if snapshot and to_train:
-        resume.compare_environment(snapshot.manifest["software"], environment)
+    if to_train:
+        choice = choose_compile(config, corpus.vocab_size, context.device.type, start.was_compiled)
+        prepare_forward(config, context, model, strategy, environment, choice.is_compiled)
+        if snapshot:
+            resume.compare_environment(snapshot.manifest["software"], environment)
+    else:
+        strategy.prepare(LossModule(model))
     context.exit.step = step
     return state, sampler
+
+
+def make_sampler(
+    config: Config, context: DistributedContext, corpus: Corpus, takes_turns: bool
+) -> ElasticSampler:
+    """Of the windows that are trained on, at the first one."""
+    return ElasticSampler(
+        corpus.train,
+        batch_size=config.trainer.batch_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        seed=config.seed,
+        num_replicas=context.world_size,
+        rank=context.rank,
+        takes_turns=takes_turns,
+    )
 
 
 def make_setup(
@@ -173,19 +187,19 @@ def prepare_forward(
     model: GPT,
     strategy: Strategy,
     environment: dict[str, Any],
-    to_train: bool,
+    compiles: bool,
 ) -> None:
     """Give the strategy the loss, compiled if it is to be."""
     forward: Any = LossModule(model)
     grads_are_static = False
     environment["compiled"] = False
     dtype = getattr(torch, environment["dtype"])
-    if config.trainer.compile and to_train and strategy.weights_are_sharded:
+    if compiles and strategy.weights_are_sharded:
         strategy.prepare(forward)
         if compile_blocks_on_all_ranks(config, context, model, dtype):
             environment["compiled"] = "blocks"  # which have other bits than a model compiled as a whole
         return
-    if config.trainer.compile and to_train:
+    if compiles:
         compiled, is_static = compile_on_all_ranks(config, context, forward, dtype)
         if compiled is not None:
             forward, grads_are_static = compiled, is_static

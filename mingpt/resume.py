@@ -37,6 +37,13 @@ class StartPoint:
     own_step: int  # of the newest snapshot on a disk that this rank reads; -1 for none
 
     @property
+    def was_compiled(self) -> bool | None:
+        """Whether the model of the snapshot was; None if nothing has been trained yet."""
+        if self.snapshot is None or self.snapshot.manifest["step"] == 0:
+            return None
+        return bool(self.snapshot.manifest["software"].get("compiled"))
+
+    @property
     def unwritten(self) -> list[dict[str, Any]]:
         """Records that the snapshot holds because metrics.jsonl could not be written."""
         return self.snapshot.manifest.get("unwritten", []) if self.snapshot else []
@@ -94,13 +101,24 @@ def make_check(config: Config, data: Data, job_start: int | None) -> Check:
         check_shard(manifest, entries)
         if job_start is None or manifest["step"] <= job_start:
             return
-        changes = differences(manifest["config"], to_dict(config))
+        changes = changed_settings(manifest, config)
         if manifest["data"]["sha256"] != data.fingerprint:
             changes.append("data")
         if changes:
             raise UnreadableSnapshot(f"it is none of this job ({'; '.join(changes)})")
 
     return check
+
+
+def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
+    """Those that affect the result and differ from the snapshot's.
+
+    trainer.compile=auto changes nothing: it goes on as the snapshot was computed.
+    """
+    changes = differences(manifest["config"], to_dict(config))
+    if config.trainer.compile != "auto":
+        return changes
+    return [change for change in changes if not change.startswith("trainer.compile:")]
 
 
 def describe_start(start: StartPoint, context: DistributedContext) -> GenerationStart:
@@ -116,6 +134,7 @@ def describe_start(start: StartPoint, context: DistributedContext) -> Generation
         start.durable_step,
         start.changes,
         start.unwritten,
+        start.was_compiled,
     )
 
 
@@ -198,7 +217,7 @@ def check_snapshot(
         raise UserError(f"{what}: choose another run_dir, with snapshot.init_from to keep the weights")
     if is_restart:
         return []
-    changes = differences(manifest["config"], to_dict(config))
+    changes = changed_settings(manifest, config)
     if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
         raise UserError(
             f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "

@@ -10,6 +10,11 @@ import yaml
 from mingpt.config import Config
 from mingpt.redact import redact_all
 
+# The settings that are auto or something else.
+AUTO_OR = {
+    "trainer.workers": "auto or a whole number at least 1",
+    "trainer.compile": "auto, true or false",
+}
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 
@@ -26,8 +31,8 @@ class Setting:
 
     def allowed(self) -> str:
         """The values it may take, in words."""
-        if self.key == "trainer.workers":
-            return "auto or a whole number at least 1"
+        if self.key in AUTO_OR:
+            return AUTO_OR[self.key]
         options = [kind for kind in typing.get_args(self.type) if kind is not type(None)]
         is_optional = type(None) in typing.get_args(self.type)
         kind, limits = (options[0], {}) if is_optional else (self.type, self.limits)

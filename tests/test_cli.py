@@ -80,7 +80,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         ("trainer.eval_windows=0", "trainer.eval_windows must be a whole number at least 1 or null, not 0"),
         ("snapshot.local_every=-1", "snapshot.local_every must be a whole number at least 0 or null, not -1"),
         ("model.arch=gpt3", "model.arch must be one of gpt2, modern, not 'gpt3'"),
-        ("trainer.compile=perhaps", "trainer.compile must be true or false"),
+        ("trainer.compile=perhaps", "trainer.compile must be auto, true or false, not"),
         ("trainer.workers=0", "trainer.workers must be auto or a whole number at least 1, not"),
         ("trainer.workers=true", "trainer.workers must be auto or a whole number at least 1, not True"),
         ("trainer.workers=x", "trainer.workers must be auto or a whole number at least 1, not 'x'"),

@@ -37,6 +37,7 @@ from mingpt.model.layers import (
     use_torch_ops,
 )
 from mingpt.model.positions import Positions, Rotary
+from mingpt.model.shapes import flops_per_token
 
 # Tokens up to which plain products are faster than the CPU's flash-attention kernel, whose backward pass is
 # slow.
@@ -210,16 +211,8 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def flops_per_token(self) -> float:
-        """FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
-        embeddings = ("wte.weight", "wpe.weight")
-        matrices = sum(
-            weight.numel()
-            for name, weight in self.named_parameters()
-            if weight.ndim == 2 and name not in embeddings
-        )
-        head = self.wte.weight.numel() if self.config.arch == "gpt2" else 0  # tied: named once, as wte
-        attention = 12.0 * self.config.n_layer * self.config.n_embd * self.block_size
-        return 6.0 * (matrices + head) + attention
+        """FLOPs of a forward and backward pass per token."""
+        return flops_per_token(self.config, vocab_size=self.vocab_size, block_size=self.block_size)
 
 
 class LossModule(nn.Module):

@@ -1,4 +1,6 @@
-"""The shapes of a model's parameters, without the model: a file's tensors are compared with them first."""
+"""The shapes of a model's parameters and its FLOPs, without building the model."""
+
+import math
 
 from mingpt.config import ModelConfig
 
@@ -30,3 +32,13 @@ def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -
     if gpt2:
         return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
     return shapes | {"lm_head.weight": (vocab_size, width)}
+
+
+def flops_per_token(config: ModelConfig, *, vocab_size: int, block_size: int) -> float:
+    """FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
+    shapes = parameter_shapes(config, vocab_size=vocab_size, block_size=block_size)
+    embeddings = {"wpe.weight"} if config.arch == "gpt2" else {"wte.weight"}  # gpt2's wte is the head too
+    matrices = sum(
+        math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in embeddings
+    )
+    return 6.0 * matrices + 12.0 * config.n_layer * config.n_embd * block_size

@@ -1,5 +1,6 @@
 """A plan as one screen of text."""
 
+from mingpt.model import choose_compile
 from mingpt.plan.advice import advise, fits, strategies
 from mingpt.plan.memory import Memory, estimate, host_snapshots
 from mingpt.plan.speed import Rates, step_seconds
@@ -52,6 +53,7 @@ def describe(work: Workload) -> list[str]:
         f"snapshot, up to {snapshots} kept: {spelled(snapshots * work.state_bytes)}",
         f"step: {work.tokens_per_step:,} tokens in {work.micro_batches:,} micro-batches, at most "
         f"{work.rounds:,} of a worker; {work.flops_per_step:.2e} FLOP",
+        str(choose_compile(config, work.vocab_size, "cpu" if work.on_cpu else "cuda")),
     ]
     if work.train_tokens is None:
         return [*lines, "data: not known, so neither are steps per epoch"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mingpt.config import Config
-from mingpt.model import parameter_shapes
+from mingpt.model import flops_per_token, parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.parallel import split_rows
 from mingpt.parallel.tree import PartialSums, cover, push
@@ -142,6 +142,8 @@ class Workload:
 
         What `recompute` computes twice is not counted.
         """
-        model, block_size = self.config.model, self.config.data.block_size
-        attention = 12.0 * model.n_layer * model.n_embd * block_size
-        return (6.0 * self.matrices + attention) * self.tokens_per_step
+        config = self.config
+        per_token = flops_per_token(
+            config.model, vocab_size=self.vocab_size, block_size=config.data.block_size
+        )
+        return per_token * self.tokens_per_step

@@ -91,6 +91,7 @@ class GenerationStart:
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
+    was_compiled: bool | None = None  # whether the snapshot's model was; None if nothing has been trained
 
 
 def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
 from mingpt.distributed.device import usable_cores
+from mingpt.model import choose_compile
 from mingpt.report.console import ConsoleSink
 from mingpt.report.files import MayWrite, SmallFile, always, describe, read_records
 from mingpt.report.follower import Follower
@@ -136,6 +137,7 @@ class RunLogger:
             windows_per_epoch / config.trainer.batch_size,
             config.trainer.max_steps,
         )
+        log.info("%s", self.describe_compiled())
         idle = usable_cores() - threads
         if self.start.workers == 1 and environment["device"].startswith("cpu") and idle > 0:
             log.info(
@@ -150,6 +152,14 @@ class RunLogger:
         log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, origin)
         for change in self.start.changes:
             log.info("changed on purpose: %s", change)
+
+    def describe_compiled(self) -> str:
+        """Whether the model is compiled, and why."""
+        kind = self.environment["device_type"]
+        choice = choose_compile(self.config, self.corpus.vocab_size, kind, self.start.was_compiled)
+        if choice.is_compiled and not self.environment["compiled"]:
+            return "not compiled: torch.compile failed"
+        return str(choice)
 
     def on_step(self, step: int) -> None:
         for sink in self.sinks:

@@ -58,6 +58,12 @@ def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
     assert three.wait(300) == 0, three.err()
     assert final_hash(tmp_path / "2", 4) == final_hash(tmp_path / "3", 4)
     assert manifest(tmp_path / "2", 4)["software"]["compiled"] is True
+    settings |= {"trainer__compile": "auto", "trainer__max_steps": 5, "snapshot__resume": "changed"}
+    resumed = start(command(run_dir=tmp_path / "3", trainer__workers=1, **settings), **env)
+    assert resumed.wait(300) == 0, resumed.err()
+    assert "compiled: trainer.compile=auto goes on as the snapshot was computed" in resumed.err()
+    assert "trainer.compile: True -> auto" not in resumed.err()
+    assert manifest(tmp_path / "3", 5)["software"]["compiled"] is True
 
 
 ONE_RANK_WITHOUT_COMPILER = """

@@ -88,6 +88,20 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     assert max(read_metric(run_dir)) == 32
 
 
+def test_a_run_that_was_not_compiled_is_not_when_it_is_to_be_a_longer_one(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A fresh run of so many steps would be."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(undisturbed, run_dir)
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": 1}
+    settings |= {"trainer__max_steps": 10**8, "snapshot__resume": "changed"}
+    job = start(command(**settings))
+    job.wait_until((run_dir / "snapshots" / "step_00000035.json").exists)
+    assert "\nnot compiled: trainer.compile=auto goes on as the snapshot was computed" in job.err()
+    assert manifest(run_dir, 35)["software"]["compiled"] is False
+
+
 def test_a_run_begins_with_the_weights_of_another(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

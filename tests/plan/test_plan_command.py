@@ -30,6 +30,7 @@ def test_a_plan_is_one_screen_with_a_row_for_each_strategy(
     for label in (*labels, "parallel=fsdp recompute=block", "fsdp_param_dtype=bfloat16"):
         assert any(line.startswith(label) or label in line for line in lines)
     assert lines[-1] == "trainer.parallel=ddp fits"
+    assert any(line.startswith("not compiled: trainer.compile=auto estimates 22 s") for line in lines)
     assert "in MB; this machine's among 2:" in said
 
 

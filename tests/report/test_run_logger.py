@@ -19,7 +19,14 @@ from mingpt.report.sink import Values
 from mingpt.settings import to_dict
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
-ENVIRONMENT = {"torch": "2", "device": "cpu AVX512", "threads": 1, "dtype": "float32"}
+ENVIRONMENT = {
+    "torch": "2",
+    "device": "cpu AVX512",
+    "device_type": "cpu",
+    "threads": 1,
+    "dtype": "float32",
+    "compiled": False,
+}
 
 
 class RecordingSink(Sink):

@@ -1,0 +1,108 @@
+"""trainer.compile=auto: on where the planned steps pay for the first compilation twice."""
+
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from mingpt.cli import build, parse
+from mingpt.errors import UserError
+from mingpt.model.compile_choice import COSTS, PAID_BACK, choose_compile
+from mingpt.model.shapes import flops_per_token
+
+SHAKESPEARE: dict[str, Any] = {
+    "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "data.block_size": 256,
+    "trainer.batch_size": 64, "trainer.micro_batch_size": 8,
+}  # fmt: skip
+NANOGPT_CPU: dict[str, Any] = {
+    "model.arch": "gpt2", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64,
+    "trainer.batch_size": 12, "trainer.micro_batch_size": 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "expected"),
+    [
+        ({}, "cpu", False),  # the default run takes about a minute
+        ({}, "cuda", False),
+        ({"trainer.max_steps": 0}, "cpu", False),
+        ({"trainer.max_steps": 100_000}, "cpu", True),
+        (NANOGPT_CPU | {"trainer.max_steps": 2_000}, "cpu", False),
+        (NANOGPT_CPU | {"trainer.max_steps": 200_000}, "cpu", True),
+        (SHAKESPEARE | {"trainer.max_steps": 20}, "cpu", False),
+        (SHAKESPEARE | {"trainer.max_steps": 5_000}, "cpu", True),  # hours
+        (SHAKESPEARE | {"trainer.max_steps": 5_000}, "cuda", False),  # half a minute
+        (SHAKESPEARE | {"trainer.max_steps": 5_000}, "mps", False),
+        (SHAKESPEARE | {"trainer.max_steps": 5_000, "trainer.recompute": "block"}, "cpu", False),
+        (SHAKESPEARE | {"trainer.max_steps": 5_000, "trainer.compile": False}, "cpu", False),
+        ({"trainer.compile": True}, "cpu", True),
+        ({"trainer.compile": True}, "mps", True),
+    ],
+)
+def test_a_long_run_is_compiled_and_a_short_one_is_not(
+    settings: dict[str, Any], kind: str, expected: bool
+) -> None:
+    assert choose_compile(build(settings), 65, kind).is_compiled is expected
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_the_planned_work_pays_for_the_compilation_twice_and_not_less(kind: str) -> None:
+    """The fewest steps with which a run is compiled, by the definition."""
+    config, costs = build(SHAKESPEARE), COSTS[kind]
+    per_token = flops_per_token(config.model, vocab_size=65, block_size=256)
+    saved_per_step_s = costs.saved_share * per_token * 64 * 256 / costs.flops_per_s
+    fewest = -int(-PAID_BACK * (costs.start_s + 6 * costs.block_s) // saved_per_step_s)
+    for steps, expected in ((fewest - 1, False), (fewest, True)):
+        longer = build(SHAKESPEARE | {"trainer.max_steps": steps})
+        assert choose_compile(longer, 65, kind).is_compiled is expected
+
+
+def test_the_shipped_large_configurations_are_compiled_on_gpus() -> None:
+    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "fineweb_124m"):
+        assert choose_compile(parse([str(ROOT / "configs" / f"{name}.yaml")]), 50257, "cuda").is_compiled
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"trainer.workers": 8},
+        {"trainer.parallel": "fsdp"},
+        {"trainer.shard_optimizer": True},
+        {"trainer.micro_batch_size": 4},
+        {"trainer.threads": 4},
+    ],
+)
+def test_the_choice_does_not_depend_on_who_computes(other: dict[str, Any]) -> None:
+    for steps in (20, 150, 250, 5_000):
+        settings = SHAKESPEARE | {"trainer.max_steps": steps}
+        assert choose_compile(build(settings), 65, "cpu") == choose_compile(
+            build(settings | other), 65, "cpu"
+        )
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("steps", [1, 10**8])
+def test_a_resumed_run_goes_on_as_its_snapshot_was_computed(recorded: bool, steps: int) -> None:
+    choice = choose_compile(build({"trainer.max_steps": steps}), 65, "cpu", recorded)
+    assert choice.is_compiled is recorded and choice.reason.endswith("as the snapshot was computed")
+
+
+@pytest.mark.parametrize("recorded", [None, False, True])
+@pytest.mark.parametrize("asked", [False, True])
+def test_true_and_false_win(asked: bool, recorded: bool | None) -> None:
+    choice = choose_compile(build({"trainer.compile": asked}), 65, "cpu", recorded)
+    assert choice.is_compiled is asked and choice.reason == f"trainer.compile={str(asked).lower()}"
+
+
+def test_a_compiled_run_cannot_go_on_with_recomputation_unless_it_is_told_to_leave_the_compiler() -> None:
+    with pytest.raises(UserError, match="set it back to none, or go on without the compiler"):
+        choose_compile(build({"trainer.recompute": "block"}), 65, "cpu", recorded=True)
+    told = build({"trainer.recompute": "block", "trainer.compile": False})
+    assert not choose_compile(told, 65, "cpu", recorded=True).is_compiled
+
+
+def test_the_reason_has_the_figures() -> None:
+    said = str(choose_compile(build({"trainer.max_steps": 100_000}), 65, "cpu"))
+    assert said.startswith("compiled: trainer.compile=auto estimates 26 s to compile first, and ")
+    said = str(choose_compile(build({}), 65, "cpu"))
+    assert said.startswith("not compiled: trainer.compile=auto estimates 26 s")
