@@ -124,19 +124,21 @@ import torch
 from mingpt.config import Config
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
+from mingpt.parallel.buckets import allocate
 import mingpt.trainer, mingpt.distributed
 weights = dict(GPT(Config().model, vocab_size=5, block_size=4).named_parameters())
 shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 optimizer = Optimizer(weights, shapes, Config().optimizer)
 with torch.device("meta"):
-    GPT(Config().model, vocab_size=5, block_size=4)
-slow = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "matplotlib")
+    model = GPT(Config().model, vocab_size=5, block_size=4)
+allocate(model, torch.device("cpu"))
+slow = ("torch._dynamo", "sympy", "torch.distributed.fsdp", "torch.distributed.tensor", "matplotlib")
 sys.exit(", ".join(name for name in slow if name in sys.modules) or 0)
 """
 
 
 def test_model_and_optimizer_are_made_without_the_compiler_and_without_fsdp() -> None:
-    """torch._dynamo takes as long to import as torch; a fresh process shows whether it was."""
+    """torch._dynamo takes as long to import as torch, sympy a fifth; a fresh process tells of them."""
     done = subprocess.run(
         [sys.executable, "-c", STARTING_PROGRAM], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )

@@ -32,10 +32,15 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if weight.is_meta:
                 if weight not in made:
-                    made[weight] = nn.Parameter(torch.empty_like(weight, device=device))
+                    made[weight] = nn.Parameter(empty_like(weight, device))
                 setattr(module, name, made[weight])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
                 if buffer not in made:
-                    made[buffer] = torch.empty_like(buffer, device=device)
+                    made[buffer] = empty_like(buffer, device)
                 setattr(module, name, made[buffer])
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """torch.empty_like imports sympy for a tensor on the meta device: a fifth of the time of torch itself."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
