@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `python benchmarks/x.py` finds only its own folder
-from mingpt.jobs import ROOT, Job, free_port, read_metric, tensor_hash, torchrun
+from mingpt.jobs import ROOT, Job, clean_environment, free_port, read_metric, tensor_hash, torchrun
 
 Settings = Mapping[str, Any]
 
@@ -84,6 +85,13 @@ def signal_one(pids: Sequence[int], number: signal.Signals, rng: random.Random) 
     except ProcessLookupError:
         return None
     return place
+
+
+def seconds_to_import_torch() -> float:
+    """Of a bare `python -c "import torch"`, from its start to its end."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
+    return time.monotonic() - began
 
 
 def short_hash(run_dir: Path) -> str:

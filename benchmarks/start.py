@@ -1,11 +1,13 @@
 """From the start of the process to the first completed step, beside a bare `import torch`, in turns.
 
     python benchmarks/start.py
+    python benchmarks/start.py --launch plain           # python train.py, which starts two workers itself
+    python benchmarks/start.py --launch torchrun        # two workers
     python benchmarks/start.py --against CHECKOUT       # also the start of another commit of this project
 
-The default run as `python train.py` with one worker, without its first evaluation. A row per round, as JSON,
-then medians of the paired ratios: with --against, our time over the other checkout's; last, our time over
-that of the import. Exit code 1 unless the last is at most 2.5.
+The default run, as `python train.py` with one worker unless told otherwise, without its first evaluation. A
+row per round, as JSON, then medians of the paired ratios: with --against, our time over the other checkout's;
+last, our time over that of the import. Exit code 1 unless the last is at most 2.5.
 """
 
 import argparse
@@ -17,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import arguments_of, row, spread, wait_for_success
+from common import arguments_of, row, seconds_to_import_torch, spread, wait_for_success
 
-from mingpt.jobs import ROOT, Job, clean_environment
+from mingpt.jobs import ROOT, Job, clean_environment, torchrun
 
 POLL_S = 0.002
 SETTINGS = {
@@ -31,12 +33,6 @@ SETTINGS = {
 }
 
 
-def seconds_to_import_torch() -> float:
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
-    return time.monotonic() - began
-
-
 def one_worker(checkout: Path) -> list[str]:
     """The setting for a single process; an older commit, which lacks it, has no other way to train."""
     command = [sys.executable, "train.py", "--help"]
@@ -46,9 +42,17 @@ def one_worker(checkout: Path) -> list[str]:
     return ["trainer.workers=1"] if "trainer.workers=" in done.stdout else []
 
 
-def seconds_to_first_step(checkout: Path, run_dir: Path, more: list[str]) -> float:
+def beginning(launch: str, checkout: Path) -> tuple[list[str], list[str]]:
+    """What stands before train.py in the command line, and more settings."""
+    if launch == "torchrun":
+        return torchrun(2), []
+    return [sys.executable], ["trainer.workers=2"] if launch == "plain" else one_worker(checkout)
+
+
+def seconds_to_first_step(checkout: Path, run_dir: Path, launch: tuple[list[str], list[str]]) -> float:
     """Until the first step is on record. Raises RuntimeError if the run fails."""
-    command = [sys.executable, "train.py", f"run_dir={run_dir}", *arguments_of(SETTINGS), *more]
+    program, more = launch
+    command = [*program, "train.py", f"run_dir={run_dir}", *arguments_of(SETTINGS), *more]
     record = run_dir / "metrics.jsonl"
     began = time.monotonic()
     job = Job(command, run_dir, cwd=checkout)
@@ -64,19 +68,20 @@ def main() -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--launch", choices=("one", "plain", "torchrun"), default="one")
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     checkouts = {"first_step_s": ROOT}
     if arguments.against:
         checkouts["other_first_step_s"] = arguments.against.resolve()
-    more = {kind: one_worker(checkout) for kind, checkout in checkouts.items()}
+    launches = {kind: beginning(arguments.launch, checkout) for kind, checkout in checkouts.items()}
     over_import, over_other = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as name:
         for number in range(arguments.rounds):
             times = {"import_torch_s": seconds_to_import_torch()}
             for kind in reversed(checkouts) if number % 2 else checkouts:
                 run_dir = Path(name, f"{kind}-{number}")
-                times[kind] = seconds_to_first_step(checkouts[kind], run_dir, more[kind])
+                times[kind] = seconds_to_first_step(checkouts[kind], run_dir, launches[kind])
             over_import.append(times["first_step_s"] / times["import_torch_s"])
             rounded = {kind: round(seconds, 3) for kind, seconds in times.items()}
             ratios = {"ratio": round(over_import[-1], 3)}
