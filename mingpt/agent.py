@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 MAX_WORKERS = 8
-MONITOR_INTERVAL_S = 0.02  # how often the agent looks for workers that have exited; torchrun's is 0.1
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
@@ -124,7 +123,6 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
-        monitor_interval=MONITOR_INTERVAL_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         **options,
     )

@@ -10,14 +10,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mingpt.distributed import heartbeat
 from mingpt.distributed.device import check_device_types, find_device, keeps_freed_memory, tune_malloc
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.generation import GenerationEnd
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.objects import gather_objects
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
 from mingpt.errors import UserError
@@ -118,7 +117,10 @@ class DistributedContext:
         """Each rank's value, by rank."""
         if self.world_size == 1:
             return [value]
-        values: list[T] = gather_objects(value, self.all_gather)
+        from torch.distributed import all_gather_object
+
+        values: list[Any] = [None] * self.world_size
+        all_gather_object(values, value)
         self.stop_signal.note_progress()
         return values
 

@@ -23,21 +23,13 @@ def exchange_heartbeat(context: "DistributedContext", is_busy: bool) -> bool:
 
     One that is deferred becomes `context.agreed_stop`.
     """
-    return exchange_outcome(context, is_busy, None)[0]
-
-
-def exchange_outcome(
-    context: "DistributedContext", is_busy: bool, refusal: str | None
-) -> tuple[bool, str | None]:
-    """`exchange_heartbeat`, and the first rank's `refusal`: why it cannot go on, if so."""
-    states = context.all_gather_object((is_busy, context.stop_signal.reason, refusal))
-    received = [name for name in REASONS if any(reason == name for _, reason, _ in states)]
+    states = context.all_gather_object((is_busy, context.stop_signal.reason))
+    received = [name for name in REASONS if any(reason == name for _, reason in states)]
     if received and context.agreed_stop is None:
         context.agreed_stop = received[0]
     if context.agreed_stop and not context.stop_signal.deferred:
         raise StopRequested(context.agreed_stop)
-    refusals = [why for *_, why in states if why is not None]
-    return any(busy for busy, *_ in states), refusals[0] if refusals else None
+    return any(busy for busy, _ in states)
 
 
 def run_with_heartbeat(context: "DistributedContext", work: Callable[[], T]) -> T:
@@ -58,19 +50,13 @@ def run_with_heartbeat(context: "DistributedContext", work: Callable[[], T]) -> 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(HEARTBEAT_S / 50)  # most often that is enough
-    is_any_busy, refusal = True, None
-    while is_any_busy:
-        is_busy = not outcome.done()
-        error = None if is_busy else outcome.exception()
-        if error is not None and not isinstance(error, UserError):
-            raise error  # other ranks may wait for this one in their work, so they have to lose a peer
-        own_refusal = None if error is None else str(error)
-        is_any_busy, refusal = exchange_outcome(context, is_busy, own_refusal)
-        if is_any_busy:
-            thread.join(HEARTBEAT_S)
-    if refusal is not None:
-        raise UserError(refusal)
-    return outcome.result()
+    is_busy = True
+    while is_busy:
+        if outcome.done() and not isinstance(outcome.exception(), UserError | None):
+            outcome.result()  # other ranks may wait for this one in their work, so they have to lose a peer
+        is_busy = exchange_heartbeat(context, thread.is_alive())
+        thread.join(HEARTBEAT_S)
+    return context.raise_on_all_ranks(outcome.result)
 
 
 def heartbeat_while(context: "DistributedContext", work: Callable[[], T]) -> T:

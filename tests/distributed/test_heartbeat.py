@@ -13,10 +13,11 @@ def make_context(is_other_busy: threading.Event) -> Any:
     """Of a rank whose only peer is busy as long as the event is not set, and never loses this one."""
 
     def all_gather_object(value: Any) -> list[Any]:
-        return [value, (not is_other_busy.is_set(), None, None) if isinstance(value, tuple) else None]
+        return [value, (not is_other_busy.is_set(), None) if isinstance(value, tuple) else None]
 
     return SimpleNamespace(
         all_gather_object=all_gather_object,
+        raise_on_all_ranks=lambda work: work(),
         stop_signal=SimpleNamespace(reason=None, deferred=True),
         agreed_stop=None,
         threads=1,
@@ -43,18 +44,3 @@ def test_an_error_of_the_users_waits_until_all_ranks_are_done(monkeypatch: pytes
     with pytest.raises(UserError, match="a token"):
         heartbeat.run_with_heartbeat(make_context(other_is_done), lambda: fail(UserError("a token")))
     assert other_is_done.is_set()
-
-
-def test_what_another_rank_refuses_is_raised_here_with_the_last_heartbeat() -> None:
-    """No exchange of its own is needed for it: each costs a start a millisecond or two."""
-    exchanged = []
-
-    def all_gather_object(value: Any) -> list[Any]:
-        exchanged.append(value)
-        return [value, (False, None, "no such file")]
-
-    context = make_context(threading.Event())
-    context.all_gather_object = all_gather_object
-    with pytest.raises(UserError, match="no such file"):
-        heartbeat.run_with_heartbeat(context, lambda: None)
-    assert len(exchanged) == 1
