@@ -3,10 +3,11 @@
     python benchmarks/traffic.py [--workers 2,3,4,8,16,32] [--shape 2x64] [--strategies "ddp exact" ...]
                                  [--sample_tokens N] [--resume]
 
-The trainer runs in workers forked after one import of torch. torch's profiler names every collective of
-gloo, in every thread, with its number of elements and their type; the kernel counts the bytes of every
-socket. These are counts, not seconds: they do not depend on how busy a machine is, but for the heartbeats of
-a start, an evaluation and a snapshot. What a worker sends of n bytes that it gives to a collective of W:
+The trainer runs in workers forked after one import of torch, which take each other for workers of other
+nodes. torch's profiler names every collective of gloo, in every thread, with its number of elements and their
+type; the kernel counts the bytes of every socket. These are counts, not seconds: they do not depend on how
+busy a machine is, but for the heartbeats of a start, an evaluation and a snapshot. What a worker sends of n
+bytes that it gives to a collective of W:
 
     all_to_all   n (W - 1) / W     its own part stays; where parts differ in size, on average over the workers
     all_gather   n (W - 1)         each passes on what it gets, in a ring
@@ -41,6 +42,7 @@ from one_hash import train_forked
 from mingpt import events
 from mingpt.cli import build, parse
 from mingpt.config import Config
+from mingpt.distributed import shared_memory
 from mingpt.jobs import ROOT
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -163,6 +165,7 @@ def subscribe(folders: list[Path]) -> None:
     recorders: list[Recorder] = []
 
     def start(launch: Any) -> None:
+        shared_memory.node = lambda: f"of worker {launch.rank} alone"  # what workers of one share is not sent
         recorders.append(Recorder(folders[-1] / f"{launch.rank}.json"))
         recorders[0].begin("start")
 

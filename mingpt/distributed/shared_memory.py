@@ -35,7 +35,7 @@ class SharedMemory:
         ... write to `memory.of(rank, ...)`: to the own segment, or where no other rank does ...
         memory.barrier()
         ... read from all segments; perhaps write, and another barrier ...
-        memory.end()
+        memory.end()  # unless something else keeps the next exchange from overwriting what is read
 
     They raise what `is_lost_peer` knows if a peer is gone, or says nothing for `timeout_s`.
     """
@@ -46,13 +46,13 @@ class SharedMemory:
             peer.settimeout(timeout_s)
         self.capacity = 0  # bytes of each segment
         self.segments: dict[int, mmap.mmap] = {}
-        self.is_read = False  # whether the signals that end an exchange are still to be received
+        self.has_ended = False  # whether the signals that end an exchange are still to be received
 
     def begin(self, nbytes: int) -> None:
         """Wait until all have ended the exchange before. From here on segments are at least so large."""
-        if self.is_read:
+        if self.has_ended:
             self.wait()
-        self.is_read = True
+            self.has_ended = False
         self.reserve(nbytes)
 
     def barrier(self) -> None:
@@ -63,6 +63,7 @@ class SharedMemory:
     def end(self) -> None:
         """Have the others know that this rank reads no more; nobody waits for it here."""
         self.signal()
+        self.has_ended = True
 
     def reserve(self, nbytes: int) -> None:
         """Make each segment at least so large, by new ones; tensors keep those that they lie in."""

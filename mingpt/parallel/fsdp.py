@@ -160,28 +160,30 @@ class ExactFSDPReduction(FSDPReduction):
 
 
 class Areas:
-    """Areas of shared memory, which the exchanges of all units take in turns.
+    """Shared memory as FSDP2 uses it: weights are gathered in two areas in turns, gradients lie in a third.
 
-    An exchange begins when all ranks have come to the one before, so all have read what the one before that
-    has brought, unless it was weights that FSDP2 gathered ahead: those of one unit at most, which a third
-    area leaves alone. Another signal for having read is not needed then.
+    A rank begins to gather when it has copied out all that it has gathered before. So once all have come to
+    one gathering, all have copied out what the one before it has brought, and its area is free.
     """
 
-    COUNT = 3
+    GATHERING, GRADIENTS, COUNT = (0, 1), 2, 3
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self.nbytes = 0  # of an area
         self.turn = 0
 
-    def take(self, nbytes: int) -> int:
-        """The first byte of the next area, of at least so many bytes on all ranks. Collective."""
-        if nbytes > self.nbytes:
-            # Always more than there is, so new segments: what was gathered ahead stays in the old ones.
-            self.memory.reserve(self.COUNT * -(-nbytes // PAGE) * PAGE)
-            self.nbytes = self.memory.capacity // self.COUNT // PAGE * PAGE
-        self.turn = (self.turn + 1) % self.COUNT
-        return self.turn * self.nbytes
+    def begin(self, nbytes: int, area: int) -> int:
+        """The first byte of an area, which has at least so many bytes on all ranks. Collective."""
+        # More than before is more than there is, so new segments: what was gathered ahead stays in the old.
+        pages = max(self.nbytes // PAGE, -(-nbytes // PAGE))
+        self.memory.begin(self.COUNT * pages * PAGE)
+        self.nbytes = self.memory.capacity // self.COUNT // PAGE * PAGE
+        return area * self.nbytes
+
+    def begin_gathering(self, nbytes: int) -> int:
+        self.turn = (self.turn + 1) % len(self.GATHERING)
+        return self.begin(nbytes, self.GATHERING[self.turn])
 
 
 class SharedAllGather:
@@ -192,7 +194,8 @@ class SharedAllGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         count = math.prod(size)
-        return self.areas.memory.of(0, dtype, self.areas.take(count * dtype.itemsize), count).view(*size)
+        first_byte = self.areas.begin_gathering(count * dtype.itemsize)
+        return self.areas.memory.of(0, dtype, first_byte, count).view(*size)
 
     def __call__(
         self,
@@ -218,7 +221,7 @@ class TreeReduceScatter:
         areas, count = self.strategy.areas, math.prod(size)
         if areas is None or self.first_byte is not None:
             return torch.empty(*size, dtype=dtype, device=device)
-        self.first_byte = areas.take(count * dtype.itemsize)
+        self.first_byte = areas.begin(count * dtype.itemsize, areas.GRADIENTS)
         return areas.memory.of(self.strategy.rank, dtype, self.first_byte, count).view(*size)
 
     def __call__(
@@ -250,6 +253,8 @@ class TreeReduceScatter:
                 (level, index, part.clone() if any(part is chunk for chunk in chunks) else part)
                 for level, index, part in self.partial_sums
             ]
+        if strategy.areas is not None:
+            strategy.areas.memory.end()
 
     def exchange(self, input_tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
         """(n,) of each rank's micro-batch, which this rank may change."""

@@ -1,5 +1,6 @@
 """Real ranks of this machine, which share memory; what they raise once a peer is gone or frozen."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -37,6 +38,7 @@ def exchange_numbers(context: DistributedContext) -> list[list[float]]:
         kept.append(seen)
         memory.end()
     assert float(kept[0][1].max()) == 110, "tensors keep the segment that they lie in"
+    context.all_gather_object(None)  # a rank that has ended is a lost peer
     return rounds
 
 
@@ -107,30 +109,41 @@ def test_where_one_rank_cannot_no_rank_does(work: Callable[[DistributedContext],
     assert results_of(3, work) == [True] * 3
 
 
-def what_is_open() -> tuple[int, list[str], list[str]]:
-    """Number of file descriptors, shared mappings, and names that others could see."""
-    mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mingpt" in line]
-    return len(os.listdir("/proc/self/fd")), mappings, sorted(os.listdir("/dev/shm"))
+def what_is_open() -> tuple[list[str], list[str]]:
+    """Sockets and files without a name that this process has open, and what it has mapped."""
+    fds = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them, and those of the store
+            fds.append(os.readlink(f"/proc/self/fd/{name}"))
+    fds = [path for path in fds if path.startswith(("socket:", "/memfd:"))]
+    mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return sorted(fds), sorted(path for path in mapped if "memfd:" in path or "/dev/shm" in path)
 
 
-def connect_and_forget(context: DistributedContext) -> bool:
+def connect_and_forget(context: DistributedContext) -> list[tuple[list[str], list[str]]]:
+    """What is open before; while memory is shared, and after, three times."""
     context.all_gather_object(None)
-    before = what_is_open()
+    found = [what_is_open()]
     for _ in range(3):
         memory = connected(context)
         for count in (10, 1_000_000):
             memory.begin(4 * count)
             memory.barrier()
             memory.end()
-        count, mappings, _ = what_is_open()
-        assert len(mappings) == 2 and count == before[0] + 3, "Python's mmap keeps the file open"
+        context.all_gather_object(None)
+        found.append(what_is_open())
         del memory
         gc.collect()
-    return what_is_open() == before
+        found.append(what_is_open())
+    return found
 
 
 def test_nothing_is_left_open_and_nothing_has_a_name() -> None:
-    assert results_of(2, connect_and_forget) == [True, True]
+    for before, *found in results_of(2, connect_and_forget):
+        for fds, mapped in found[0::2]:
+            assert mapped == 2 * ["/memfd:mingpt (deleted)"]
+            assert len(fds) == len(before[0]) + 3, "a socket, and the files, which Python's mmap keeps open"
+        assert found[1::2] == [before] * 3
 
 
 def meet_as_rank_1(name: bytes, pids: list[int]) -> None:
