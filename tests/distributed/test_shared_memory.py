@@ -139,11 +139,14 @@ def connect_and_forget(context: DistributedContext) -> list[tuple[list[str], lis
 
 
 def test_nothing_is_left_open_and_nothing_has_a_name() -> None:
-    for before, *found in results_of(2, connect_and_forget):
+    """Gloo may still close a socket of its own."""
+    for (before, _), *found in results_of(2, connect_and_forget):
         for fds, mapped in found[0::2]:
             assert mapped == 2 * ["/memfd:mingpt (deleted)"]
-            assert len(fds) == len(before[0]) + 3, "a socket, and the files, which Python's mmap keeps open"
-        assert found[1::2] == [before] * 3
+            added = [path for path in fds if path not in before]
+            assert len(added) == 3, "a socket, and the files, which Python's mmap keeps open"
+        for fds, mapped in found[1::2]:
+            assert set(fds) <= set(before) and not mapped
 
 
 def meet_as_rank_1(name: bytes, pids: list[int]) -> None:
