@@ -17,8 +17,10 @@ from mingpt.redact import RedactingFormatter, redact
 
 if TYPE_CHECKING:
     from mingpt.data import Tokenizer
+    from mingpt.model import GPT
 
 
+BATCH = 16  # samples at once; each has a key/value cache
 PROMPTS = ("prompt", "prompt_file", "prompt_tokens")
 EMPTY = "the prompt is empty and there is nothing to continue: give at least one "
 
@@ -45,6 +47,13 @@ def parse_arguments() -> argparse.Namespace:
         "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
     )
     parser.add_argument("--num_samples", type=int, default=1, help="how many samples (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="float32",
+        help="of weights and products; auto: bfloat16 where it is native, which pays for several samples "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--stop", metavar="TEXT", help="end a sample before this text")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: %(default)s)")
     parser.add_argument(
@@ -100,7 +109,8 @@ def main() -> int:
 def sample(arguments: argparse.Namespace) -> None:
     import torch
 
-    from mingpt.model import GPT, generate
+    from mingpt.distributed.device import resolve_dtype
+    from mingpt.model import GPT
     from mingpt.snapshot import open_snapshot
     from mingpt.weights import check_model, load_weights, snapshot_tokenizer, snapshot_vocab_size
 
@@ -115,23 +125,41 @@ def sample(arguments: argparse.Namespace) -> None:
     block_size = min(config.data.block_size, len(prompt) + arguments.tokens)
     model = GPT(config.model, vocab_size=vocab_size, block_size=block_size)
     load_weights(model, snapshot.tensors("model."), arguments.run)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    for number in range(arguments.num_samples):
-        tokens = generate(
-            model,
-            prompt,
-            arguments.tokens,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            seed=arguments.seed + number,
-            vocab_size=known,
-            end=tokenizer.end_of_text if tokenizer else None,
-        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device, resolve_dtype(arguments.dtype, device))
+    end = tokenizer.end_of_text if tokenizer else None
+    for tokens in samples(model, prompt, arguments, known, end):
         if tokenizer is None:
             write_tokens(prompt, tokens)
         else:
             sys.stdout.write(text)
             write_pieces(tokenizer.decode_pieces(tokens), arguments.stop)
+
+
+def samples(
+    model: "GPT", prompt: list[int], arguments: argparse.Namespace, known: int, end: int | None
+) -> Iterator[Iterable[int]]:
+    """The tokens of each sample; a single one yields them as they come, several are generated together."""
+    from mingpt.model import generate_batch
+
+    for first in range(0, arguments.num_samples, BATCH):
+        last = min(first + BATCH, arguments.num_samples)
+        steps = generate_batch(
+            model,
+            prompt,
+            arguments.tokens,
+            [arguments.seed + number for number in range(first, last)],
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            vocab_size=known,
+            end=end,
+        )
+        if arguments.num_samples == 1:
+            yield (token for (token,) in steps if token is not None)
+            return
+        rows = list(steps)
+        for number in range(last - first):
+            yield [token for token in (row[number] for row in rows) if token is not None]
 
 
 def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:

@@ -6,7 +6,7 @@ ranks.
 
 from mingpt.model.compile import can_compile_block, compile_blocks, compile_model, import_compiler
 from mingpt.model.compile_choice import CompileChoice, choose_compile
-from mingpt.model.generate import generate
+from mingpt.model.generate import generate, generate_batch
 from mingpt.model.gpt import GPT, LossModule
 from mingpt.model.hf import HFModel, from_gpt2, from_hf, hf_config, hf_model_of, hf_shapes, to_hf
 from mingpt.model.initial import draw_weight
@@ -26,6 +26,7 @@ __all__ = [
     "from_gpt2",
     "from_hf",
     "generate",
+    "generate_batch",
     "hf_config",
     "hf_model_of",
     "hf_shapes",

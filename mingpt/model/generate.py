@@ -1,4 +1,4 @@
-"""Generation: one token after another, with a key/value cache."""
+"""Generation: one token after another, for several samples at once, with a key/value cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -40,7 +40,6 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
 
 
-@torch.no_grad()  # not inference_mode: FSDP2 goes on to train with tensors that it makes here
 def generate(
     model: GPT,
     prompt: Sequence[int],
@@ -52,28 +51,60 @@ def generate(
     vocab_size: int | None = None,
     end: int | None = None,
 ) -> Iterator[int]:
-    """Yield `count` tokens that continue `prompt`, which must hold at least one token.
+    """Yield `count` tokens that continue `prompt`: `generate_batch` with one seed, fewer if `end` comes."""
+    samples = generate_batch(
+        model, prompt, count, [seed], temperature=temperature, top_k=top_k, vocab_size=vocab_size, end=end
+    )
+    for (token,) in samples:
+        assert token is not None, "nothing follows the end"
+        yield token
 
-    Fewer if `end` comes, which is not yielded. Only the first `vocab_size` tokens are drawn, where the
-    embedding has more rows. The same seed gives the same tokens on the same device. When the cache's
-    `block_size` positions are full, the newer half of the context is read into a fresh cache, so a token
-    costs two positions on average.
+
+@torch.no_grad()  # not inference_mode: FSDP2 goes on to train with tensors that it makes here
+def generate_batch(
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    seeds: Sequence[int],
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    vocab_size: int | None = None,
+    end: int | None = None,
+) -> Iterator[list[int | None]]:
+    """Yield `count` times the next token of each sample, one sample per seed, that continues `prompt`.
+
+    The prompt must hold at least one token. A sample's tokens are None from `end` on, and nothing is yielded
+    when all have ended. Only the first `vocab_size` tokens are drawn, where the embedding has more rows. The
+    same seeds give the same tokens on the same device; each sample has a random stream of its own, and other
+    samples beside it change no more than the rounding of its logits. When the cache's `block_size` positions
+    are full, the newer half of the context is read into a fresh cache, so a token costs two positions on
+    average.
     """
     was_training = model.training
     model.eval()
     device = model.wte.weight.device
-    generator = torch.Generator().manual_seed(seed)
-    context, cache = list(prompt)[-model.block_size :], Cache(model)
-    unread = context
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    contexts = [list(prompt)[-model.block_size :] for _ in seeds]
+    cache, unread = Cache(model, len(seeds)), contexts
+    has_ended = [False for _ in seeds]
     try:
         for _ in range(count):
-            if cache.length + len(unread) > model.block_size:
-                unread, cache = context[-max(1, model.block_size // 2) :], Cache(model)
-            logits, _ = model(torch.tensor([unread], device=device), cache=cache)
-            unread = [choose(logits[0, -1, :vocab_size].cpu(), temperature, top_k, generator)]
-            if unread[0] == end:
+            if cache.length + len(unread[0]) > model.block_size:
+                unread = [context[-max(1, model.block_size // 2) :] for context in contexts]
+                cache = Cache(model, len(seeds))
+            logits, _ = model(torch.tensor(unread, device=device), cache=cache)
+            rows = logits[:, -1, :vocab_size].cpu()
+            unread = [
+                [choose(row, temperature, top_k, generator)]
+                for row, generator in zip(rows, generators, strict=True)
+            ]
+            has_ended = [ended or token == end for ended, (token,) in zip(has_ended, unread, strict=True)]
+            if all(has_ended):
                 return
-            context = (context + unread)[-model.block_size :]
-            yield unread[0]
+            contexts = [
+                (context + new)[-model.block_size :] for context, new in zip(contexts, unread, strict=True)
+            ]
+            yield [None if ended else token for ended, (token,) in zip(has_ended, unread, strict=True)]
     finally:
         model.train(was_training)

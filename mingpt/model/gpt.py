@@ -89,13 +89,15 @@ class CausalSelfAttention(nn.Module):
         if cache:
             key, value = cache.extend(block, key, value)
         end = start + query.size(2)
-        mask = positions.mask[start:end, : key.size(2)].to(query.dtype)  # (T, positions so far)
         dropout = self.dropout if self.training else 0.0
         if compiling_for_cpu(query) and query.size(2) <= MAX_MATH_ATTENTION:
+            mask = positions.mask[:end, :end].to(query.dtype)
             scores = (query / math.sqrt(query.size(3))) @ key.mT + mask
             weights = compiled_dropout(F.softmax(scores, dim=-1).to(value.dtype), dropout)
             return (weights @ value).transpose(1, 2)
-        attn_mask = mask if start else None
+        attn_mask = None  # one token after all the others sees them all
+        if start and query.size(2) > 1:
+            attn_mask = positions.mask[start:end, :end].to(query.dtype)  # (T, positions so far)
         y = F.scaled_dot_product_attention(
             query, key, value, attn_mask=attn_mask, is_causal=not start, dropout_p=dropout
         )

@@ -131,6 +131,19 @@ def test_several_samples_each_have_the_prompt_and_the_first_is_the_one_of_the_se
     assert two[len(one) :] != one
 
 
+def test_more_samples_than_a_batch_has_are_those_of_their_seeds(run: Path) -> None:
+    options = [run, "--prompt", "The ", "--tokens", "10"]
+    expected = "".join(sample(*options, "--seed", seed).stdout for seed in range(1, 19))
+    assert sample(*options, "--num_samples", "18").stdout == expected
+
+
+def test_bfloat16_has_samples_of_its_own(run: Path) -> None:
+    options = [run, "--prompt", "The ", "--tokens", "30", "--num_samples", "2", "--dtype"]
+    ours, theirs = (sample(*options, dtype) for dtype in ("bfloat16", "float32"))
+    assert ours.returncode == 0 and len(ours.stdout) == len(theirs.stdout)
+    assert sample(*options, "bfloat16").stdout == ours.stdout
+
+
 def test_a_sample_ends_before_the_text_to_stop_at(run: Path) -> None:
     options = [run, "--prompt", "The ", "--tokens", "100", "--top_k", "5"]
     whole = sample(*options).stdout.removesuffix("\n")

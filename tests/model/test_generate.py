@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.models import ARCHITECTURES, Arch, make_model, make_tokens
 
-from mingpt.model.generate import Cache, generate
+from mingpt.model.generate import Cache, generate, generate_batch
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -60,3 +60,25 @@ def test_generation_makes_no_inference_tensors() -> None:
     assert len(list(generate(model, [1], 3))) == 3
     assert modes == {(False, False)}
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_sample_of_a_batch_is_the_one_of_its_seed_however_many_are_beside_it(arch: Arch) -> None:
+    """Also past the context, and when another sample has ended."""
+    model, text = make_model(arch), make_tokens(1, 4)[0].tolist()
+    alone = [list(generate(model, text, 60, seed=seed)) for seed in range(5)]
+    for size in (1, 2, 5):
+        steps = list(generate_batch(model, text, 60, range(size)))
+        assert [list(tokens) for tokens in zip(*steps, strict=True)] == alone[:size]
+
+
+def test_a_sample_that_has_ended_yields_nothing_more_and_the_others_go_on() -> None:
+    model = make_model("modern")
+    end = list(generate(model, [1], 20, seed=0))[7]
+    alone = [list(generate(model, [1], 20, seed=seed, end=end)) for seed in range(4)]
+    assert len({len(tokens) for tokens in alone}) > 1
+    steps = list(generate_batch(model, [1], 20, range(4), end=end))
+    assert len(steps) == max(map(len, alone))
+    for number, tokens in enumerate(alone):
+        row = [step[number] for step in steps]
+        assert row == tokens + [None] * (len(steps) - len(tokens))
