@@ -83,7 +83,7 @@ def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
 
 
 # Counts changes of this program after which the same configuration gives other bits; docs/LOG.md lists them.
-NUMERICS = 2
+NUMERICS = 3
 
 
 def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def gelu(x: Tensor) -> Tensor:
     """F.gelu(x, approximate="tanh")"""
     if compiling_for_cpu(x):  # one exponential instead of a hyperbolic tangent
         return x * torch.sigmoid(x * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * x * x))
-    return F.gelu(x, approximate="tanh")
+    return F.gelu(x, approximate="tanh") if use_torch_ops(x) else cpu_ops.gelu(x)
 
 
 def squared_relu(x: Tensor) -> Tensor:

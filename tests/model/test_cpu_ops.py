@@ -88,3 +88,29 @@ def test_dropout_drops_its_part_everywhere_and_keeps_the_mean(probability: float
 @pytest.mark.parametrize(("dropout", "byte"), [(0.001, 1), (0.1, 26), (0.5, 128), (0.999, 255)])
 def test_a_dropout_probability_is_rounded_to_a_multiple_of_a_256th(dropout: float, byte: int) -> None:
     assert cpu_ops.dropout_threshold(dropout) == (byte, 256 / (256 - byte))
+
+
+def test_gelu_of_every_bfloat16_number_is_the_nearest_to_the_exact_one() -> None:
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = numbers[numbers.isfinite()].requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    y, expected = cpu_ops.gelu(x), F.gelu(exact, approximate="tanh")
+    assert torch.equal(y, expected.bfloat16())
+    assert torch.equal(gradients_of_ones(y, x), gradients_of_ones(expected, exact).bfloat16())
+    not_finite = numbers[~numbers.isfinite()]
+    exact_nan = F.gelu(not_finite.double(), approximate="tanh").isnan()
+    assert torch.equal(cpu_ops.gelu(not_finite).isnan(), exact_nan)
+
+
+def gradients_of_ones(outcome: Tensor, inputs: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(outcome.sum(), inputs)
+    return gradient
+
+
+def test_gelu_of_more_numbers_than_a_chunk_and_of_other_layouts() -> None:
+    torch.manual_seed(4)
+    x = torch.randn(3, cpu_ops.CHUNK // 2 + 5, dtype=torch.bfloat16).mT.requires_grad_()
+    y, plain = cpu_ops.gelu(x), F.gelu(x, approximate="tanh")
+    torch.testing.assert_close(y, plain, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(gradients(y, x), gradients(plain, x), rtol=2e-2, atol=4e-3)
+    assert cpu_ops.gelu(x.detach().float()).dtype == torch.float32
