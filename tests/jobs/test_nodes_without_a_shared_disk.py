@@ -76,6 +76,7 @@ def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
     assert tensor_hash(other.run_dir, 60) == tensor_hash(quiet, 60)
 
 
+@pytest.mark.slow
 def test_every_node_ends_with_the_whole_run_on_its_disk(start: Start, text: Path, tmp_path: Path) -> None:
     nodes = [Node(start, text, tmp_path, name) for name in "ab"]
     for job in [node.start() for node in nodes]:

@@ -73,10 +73,10 @@ def test_a_frozen_worker_is_given_up_and_the_job_goes_on(
     launcher = torchrun(3, restarts=1)
     job = start(command(launcher=launcher, run_dir=tmp_path, data__path=text, trainer__timeout_s=4))
     job.wait_until(reached(tmp_path, 12))
-    began = time.monotonic()
-    os.kill(job.workers()[1], signal.SIGSTOP)
+    frozen = job.workers()[1]
+    os.kill(frozen, signal.SIGSTOP)
+    wait_until(lambda: all_gone([frozen]), timeout_s=25)  # what follows is a start, which takes what it takes
     assert job.wait() == 0, job.err()
-    assert time.monotonic() - began < 25
     assert "worker 1 timed out after 4 s at step" in job.err()
     assert final_hash(tmp_path) == final_hash(undisturbed)
 
@@ -151,7 +151,7 @@ REPEATED = "3 generations failed one after the other at step 13 (worker 1 failed
             1,
             marks=pytest.mark.slow,
         ),
-        ("batch", "raise OSError('planted')", REPEATED, 4),
+        pytest.param("batch", "raise OSError('planted')", REPEATED, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_that_would_repeat_ends_the_job(

@@ -157,15 +157,10 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "step", "workers"),
-    [
-        ("STOP", 10, 1),
-        pytest.param("STOP", 30, 2, marks=pytest.mark.slow),
-        pytest.param("SIGUSR1", 20, 2, marks=pytest.mark.slow),
-        pytest.param("SIGINT", 0, 2, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", 30, 1, marks=pytest.mark.slow),
-    ],
+    [("STOP", 10, 1), ("STOP", 30, 2), ("SIGUSR1", 20, 2), ("SIGINT", 0, 2), ("SIGTERM", 30, 1)],
 )
 def test_an_evaluation_that_was_cut_is_done_first_on_resume(
     kind: str, step: int, workers: int, start: Start, long_text: Path, tmp_path: Path

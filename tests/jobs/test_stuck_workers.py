@@ -33,7 +33,8 @@ def stuck_pid(folder: Path, rank: int) -> int:
         return 0
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
 def test_a_stuck_worker_leaves_when_its_sibling_is_gone(
     kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
