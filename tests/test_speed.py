@@ -23,7 +23,7 @@ from mingpt.model import GPT
 
 CONFIG = Config()
 SIZE = CONFIG.trainer.micro_batch_size
-WRITTEN_MB = {"modern": 58.3, "gpt2": 44.4}  # measured; a twentieth more is allowed
+WRITTEN_MB = {"modern": 58.3, "gpt2": 52.2}  # measured; a twentieth more is allowed
 MAX_RATIO = 1.05  # of the time of torch's own operations; measured: 0.92 and 0.86
 
 
