@@ -6,6 +6,7 @@ are, through Unix sockets: a byte each time, 5 us a round between two idle cores
 take the core of whoever it waits for. The kernel closes a dead worker's sockets, so its peers notice at once.
 """
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -61,8 +62,13 @@ class SharedMemory:
         self.wait()
 
     def end(self) -> None:
-        """Have the others know that this rank reads no more; nobody waits for it here."""
-        self.signal()
+        """Have the others know that this rank reads no more; nobody waits for it here.
+
+        A peer that has read everything may have left by now. If it was lost, the next exchange notices.
+        """
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):
+                peer.send(b"\0")
         self.has_ended = True
 
     def reserve(self, nbytes: int) -> None:

@@ -68,6 +68,27 @@ def test_a_killed_peer_is_noticed_at_once() -> None:
     assert isinstance(noticed_s, float) and noticed_s < TIMEOUT_S / 2
 
 
+def end_after_rank_0_has_gone(context: DistributedContext) -> bool:
+    """Rank 0 has read all that it needed, and leaves before the others have read theirs."""
+    memory = connected(context)
+    memory.begin(8)
+    memory.barrier()
+    if context.rank == 0:
+        memory.end()
+        memory.peers[1].close()
+    context.all_gather_object(None)
+    if context.rank == 1:
+        memory.end()
+        memory.begin(8)  # rank 0 had come to its end
+        with pytest.raises(Exception, match="Connection closed by worker 0"):
+            memory.barrier()
+    return True
+
+
+def test_a_peer_may_leave_once_it_has_read() -> None:
+    assert all(results_of(2, end_after_rank_0_has_gone))
+
+
 def freeze_rank_1(context: DistributedContext) -> float:
     memory, pids = connected(context, timeout_s=1.0), context.all_gather_object(os.getpid())
     if context.rank == 1:
