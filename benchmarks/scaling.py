@@ -5,7 +5,7 @@
 `efficiency` is tokens/s over the number of workers x the tokens/s of one worker, paired within a round. One
 worker exchanges nothing and has no DistributedDataParallel around its model under `exact`; its row under
 `fast` shows what that costs. Exit code 1 unless two workers with exact reduction reach 0.95 at 10.65 M
-parameters and 0.90 at the default run. More workers than cores only show that nothing breaks.
+parameters and 0.92 at the default run. More workers than cores only show that nothing breaks.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from common import row, spread
 from throughput import SIZES, measure
 
 REQUIRED = {"10M": 0.95}  # efficiency of two workers
-REQUIRED_OTHERWISE = 0.90
+REQUIRED_OTHERWISE = 0.92
 
 StepTimes = dict[tuple[str, int], list[float]]  # by reduction and number of workers, a value per round
 
