@@ -26,9 +26,10 @@ from mingpt.jobs import Job, read_metric
 POLL_S = 0.005
 CPU = {
     "model.arch": "modern", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 128,
-    "data.block_size": 64, "trainer.batch_size": 12, "trainer.micro_batch_size": 12, "trainer.workers": 1,
-    "trainer.threads": 2, "trainer.max_steps": 380, "optimizer.learning_rate": 0.02,
-    "optimizer.warmup_steps": 10, "optimizer.momentum": 0.9, "optimizer.min_lr_fraction": 0.0,
+    "data.block_size": 48, "trainer.batch_size": 32, "trainer.micro_batch_size": 32, "trainer.workers": 1,
+    "trainer.threads": 2, "trainer.max_steps": 180, "optimizer.learning_rate": 0.03,
+    "optimizer.schedule": "linear", "optimizer.warmup_steps": 0, "optimizer.min_lr_fraction": 0.0,
+    "optimizer.momentum": 0.85, "optimizer.weight_decay": 0.3, "optimizer.beta1": 0.8,
     "trainer.eval_at_start": False, "trainer.eval_every": 10**6, "trainer.sample_tokens": 0,
     "trainer.log_every": 50, "trainer.device": "cpu", "snapshot.every": 10**6, "snapshot.memory_every": 0,
 }  # fmt: skip
@@ -36,7 +37,8 @@ GPU = CPU | {
     "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.25,
     "data.block_size": 256, "trainer.batch_size": 64, "trainer.micro_batch_size": 64, "trainer.threads": 1,
     "trainer.max_steps": 1500, "trainer.device": "cuda", "trainer.compile": True,
-    "optimizer.learning_rate": 0.005, "optimizer.warmup_steps": 50, "optimizer.momentum": 0.95,
+    "optimizer.learning_rate": 0.005, "optimizer.schedule": "cosine", "optimizer.warmup_steps": 50,
+    "optimizer.momentum": 0.95, "optimizer.weight_decay": 0.1, "optimizer.beta1": 0.9,
 }  # fmt: skip
 RECIPES = {"cpu": CPU, "gpu": GPU}
 

@@ -22,35 +22,80 @@ from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.launch import AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.signals import SIGNALS, StopSignal
+from mingpt.prestart import PrestartedWorkers
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 MAX_WORKERS = 8
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, Windows', AMD's
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
+def start_workers(config: Config, launch: Launch, command: Sequence[str], stop_signal: StopSignal) -> None:
+    """Run `python *command` in as many workers as there are to be, and exit as they do.
+
+    Returns if this process is to be the only one. Raises UserError.
+    """
+    prestarted = PrestartedWorkers(expected_workers(config, launch), command, SIGNALS)
+    workers = choose_workers(config, launch)
+    if workers > 1:
+        run_agent(workers, config.trainer.max_restarts, command, stop_signal, prestarted)
+    prestarted.close()
+
+
 def choose_workers(config: Config, launch: Launch) -> int:
     """How many workers `trainer.workers` means on this machine. Raises UserError if they are too many."""
+    if may_use_gpus(config):
+        import torch
+
+        if torch.cuda.is_available():
+            return limit_workers(config, torch.cuda.device_count())
+        if torch.backends.mps.is_available():
+            return 1
+    return workers_without_gpus(config, launch)
+
+
+def expected_workers(config: Config, launch: Launch) -> int:
+    """As far as it is known without torch, how many of them to start beforehand. Raises UserError."""
+    has_gpus = sys.platform == "darwin" or any(map(os.path.exists, GPU_DRIVERS))
+    count = 0 if may_use_gpus(config) and has_gpus else workers_without_gpus(config, launch)
+    return count if count > 1 else 0
+
+
+def may_use_gpus(config: Config) -> bool:
+    """Whether the number of workers is that of the GPUs, where there are some."""
+    trainer = config.trainer
+    return trainer.workers == "auto" and trainer.device in ("auto", "cuda") and not is_memory_store(config)
+
+
+def workers_without_gpus(config: Config, launch: Launch) -> int:
     trainer = config.trainer
     if trainer.workers != "auto":
         check_workers(config, trainer.workers)
         return trainer.workers
-    if trainer.device == "mps" or (config.snapshot.path or "").startswith("memory://"):
+    if trainer.device == "mps" or is_memory_store(config):
         return 1
-    available = usable_cores() // launch.threads(trainer)
-    if trainer.device in ("auto", "cuda"):
-        import torch
-
-        if torch.cuda.is_available():
-            available = torch.cuda.device_count()
-        elif torch.backends.mps.is_available():
-            return 1
-    return max(1, min(available, MAX_WORKERS, trainer.batch_size // trainer.micro_batch_size))
+    return limit_workers(config, usable_cores() // launch.threads(trainer))
 
 
-def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
+def is_memory_store(config: Config) -> bool:
+    """Whether snapshots go to the memory of one process."""
+    return (config.snapshot.path or "").startswith("memory://")
+
+
+def limit_workers(config: Config, available: int) -> int:
+    return max(1, min(available, MAX_WORKERS, config.trainer.batch_size // config.trainer.micro_batch_size))
+
+
+def run_agent(
+    workers: int,
+    max_restarts: int,
+    command: Sequence[str],
+    stop_signal: StopSignal,
+    prestarted: PrestartedWorkers,
+) -> NoReturn:
     """Run `python *command` in so many workers, restarted up to `max_restarts` times; exit as they did."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -68,6 +113,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         os.environ[STATUS_FILE] = str(status_file)
         os.environ[AGENT_PID] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        prestarted.serve()
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
         stop_signal.close()

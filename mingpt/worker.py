@@ -61,11 +61,9 @@ class Worker:
                 f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun "
                 "per node, as launch/slurm/several_nodes.sbatch does, or set trainer.workers"
             )
-        from mingpt.agent import choose_workers, run_agent
+        from mingpt.agent import start_workers
 
-        workers = choose_workers(config, self.launch)
-        if workers > 1:
-            run_agent(workers, config.trainer.max_restarts, command, self.stop_signal)
+        start_workers(config, self.launch, command, self.stop_signal)
 
     def watch_stop_file(self, config: "Config") -> None:
         """A file STOP in run_dir is a request to stop; not for an evaluation beside a run that goes on."""

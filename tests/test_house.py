@@ -20,7 +20,18 @@ FLOORS = [
     ["sharded_saver", "sharded_memory"],
     ["corpus", "batches", "saving", "evaluate", "initialize", "failures"],
     ["trainer"],
-    ["agent", "worker", "jobs", "fault_injection", "verify", "doctor", "prepare", "plan", "export"],
+    [
+        "agent",
+        "worker",
+        "prestart",
+        "jobs",
+        "fault_injection",
+        "verify",
+        "doctor",
+        "prepare",
+        "plan",
+        "export",
+    ],
 ]
 ROOMS_APART = FLOORS[1]  # of these none imports another
 FILES = sorted((ROOT / "mingpt").rglob("*.py"))

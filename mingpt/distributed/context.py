@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from mingpt.config import TrainerConfig
+    from mingpt.distributed.shared_memory import SharedMemory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class DistributedContext:
         self.repeated_failure: str | None = None  # why another start would be of no use, on all ranks
         self.previous_generation: GenerationEnd | None = None  # how it ended, as far as the store tells
         self.rendezvous: Rendezvous | None = None
+        self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected them
         process_exit.timeout_s = config.timeout_s
         if launch.is_distributed:
             self.rendezvous = Rendezvous(launch, self._patience_s(config.timeout_s))
@@ -225,7 +227,13 @@ class DistributedContext:
         status = torch.tensor([newest_written, *reasons], dtype=torch.float64)
 
         def begin() -> Callable[[], torch.Tensor]:
-            return self.all_reduce_async(torch.cat([losses.detach().cpu().double(), status]))
+            values = torch.cat([losses.detach().cpu().double(), status])
+            if self.memory is None:
+                return self.all_reduce_async(values)
+            gathered = self.memory.all_gather(values.numpy().tobytes())
+            total = torch.frombuffer(bytearray(b"".join(gathered)), dtype=torch.float64)
+            total = total.view(self.world_size, -1).sum(0)
+            return lambda: total
 
         # Copying a GPU's losses waits for the GPU, so that is left until the result is asked for.
         started = None if losses.is_cuda else begin()

@@ -51,9 +51,7 @@ class SharedMemory:
 
     def begin(self, nbytes: int) -> None:
         """Wait until all have ended the exchange before. From here on segments are at least so large."""
-        if self.has_ended:
-            self.wait()
-            self.has_ended = False
+        self.wait_for_end()
         self.reserve(nbytes)
 
     def barrier(self) -> None:
@@ -70,6 +68,27 @@ class SharedMemory:
             with contextlib.suppress(OSError):
                 peer.send(b"\0")
         self.has_ended = True
+
+    def wait_for_end(self) -> None:
+        if self.has_ended:
+            self.wait()
+            self.has_ended = False
+
+    def all_gather(self, content: bytes) -> list[bytes]:
+        """Each rank's few bytes, as many of each, by rank; through the sockets, not the segments."""
+        self.wait_for_end()
+        for rank, peer in self.peers.items():
+            self.ask(rank, lambda peer=peer: peer.sendall(content))  # type: ignore[misc]
+        gathered = {self.rank: content}
+        for rank, peer in self.peers.items():
+            gathered[rank] = b""
+            while len(gathered[rank]) < len(content):
+                missing = len(content) - len(gathered[rank])
+                part = self.ask(rank, lambda peer=peer, missing=missing: peer.recv(missing))  # type: ignore[misc]
+                if not part:
+                    self.lose(rank)
+                gathered[rank] += part
+        return [gathered[rank] for rank in sorted(gathered)]
 
     def reserve(self, nbytes: int) -> None:
         """Make each segment at least so large, by new ones; tensors keep those that they lie in."""
@@ -135,7 +154,10 @@ class SharedMemory:
 
 
 def connect(context: "DistributedContext", timeout_s: float) -> SharedMemory | None:
-    """The memory that all ranks share; None unless they are on one node, where they can. Collective."""
+    """The memory that all ranks share, `context.memory` from here on. Collective.
+
+    None unless they are on one node, where they can.
+    """
     if context.world_size == 1:
         return None
     listener = listen() if context.device.type == "cpu" else None
@@ -150,7 +172,8 @@ def connect(context: "DistributedContext", timeout_s: float) -> SharedMemory | N
     if listener:
         listener.close()
     succeeded = context.all_gather_object(memory is not None)
-    return memory if all(succeeded) else None
+    context.memory = memory if all(succeeded) else None
+    return context.memory
 
 
 def node() -> str:

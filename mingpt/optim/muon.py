@@ -6,6 +6,7 @@ broadcast the updates that they have computed. Workers that hold rows send them 
 and get the same rows of the update back.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from mingpt.config import OptimizerConfig
 from mingpt.optim.exchange import Exchange
 
-# Matrices per batched product; independent of the number of workers. On a GPU launches are the bottleneck.
-BATCH_SIZE = {"cpu": 3, "cuda": 12}
+# Matrices per batched product, at most; independent of the number of workers. On a CPU one alone takes as
+# long as two together. On a GPU launches are the bottleneck.
+BATCH_SIZE = {"cpu": 4, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
 Shape = tuple[int, ...]
@@ -129,9 +131,7 @@ def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) 
     for name, shape in shapes.items():
         by_shape.setdefault(tuple(sorted(shape)), []).append(name)
     size = BATCH_SIZE.get(device_type, BATCH_SIZE["cpu"])
-    batches = [
-        names[first : first + size] for names in by_shape.values() for first in range(0, len(names), size)
-    ]
+    batches = [batch for names in by_shape.values() for batch in split_evenly(names, size)]
     costs = [sum(min(shapes[name]) * math.prod(shapes[name]) for name in batch) for batch in batches]
     assigned: list[list[list[str]]] = [[] for _ in range(workers)]
     load = [0] * workers
@@ -140,6 +140,13 @@ def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) 
         assigned[least].append(batch)
         load[least] += cost
     return assigned
+
+
+def split_evenly(names: list[str], most: int) -> list[list[str]]:
+    """Into as few lists of at most so many as there must be, whose lengths differ by at most one."""
+    parts = -(-len(names) // most)
+    ends = [len(names) * part // parts for part in range(parts + 1)]
+    return [names[first:last] for first, last in itertools.pairwise(ends)]
 
 
 def is_wide(shape: Shape) -> bool:

@@ -141,6 +141,10 @@ class BucketReducer:
             for rank, count in enumerate(counts)
             for place in range(count)
         ]
+        if gathers and len(parts) == 2:  # fewer bytes than to share the work, and no second barrier
+            total = parts[0] + parts[1]
+            memory.end()
+            return total
         first = sum(sizes[: self.rank])
         total = self.add([part[first : first + sizes[self.rank]] for part in parts])
         if gathers:

@@ -48,6 +48,29 @@ def test_after_a_barrier_all_ranks_see_what_each_has_written(ranks: int) -> None
     assert results_of(ranks, exchange_numbers) == [expected] * ranks
 
 
+def gather_between_exchanges(context: DistributedContext) -> list[list[bytes]]:
+    """What all ranks say, before, between and after exchanges by the segments, which it leaves alone."""
+    memory, rounds = connected(context), []
+    for number in range(5):
+        memory.begin(8)
+        memory.of(context.rank, torch.int64, 0, 1).fill_(number)
+        memory.barrier()
+        assert [int(memory.of(rank, torch.int64, 0, 1)) for rank in range(context.world_size)] == [
+            number
+        ] * context.world_size
+        memory.end()
+        for size in (1, 100_000):
+            rounds.append([part[:2] for part in memory.all_gather(bytes([number, context.rank]) * size)])
+    context.all_gather_object(None)
+    return rounds
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_few_bytes_go_through_the_sockets_between_exchanges(ranks: int) -> None:
+    expected = [[bytes([number, rank]) for rank in range(ranks)] for number in range(5) for _ in range(2)]
+    assert results_of(ranks, gather_between_exchanges) == [expected] * ranks
+
+
 def lose_rank_1(context: DistributedContext) -> float:
     """Seconds until the loss of a peer is noticed."""
     memory = connected(context)
@@ -154,6 +177,7 @@ def connect_and_forget(context: DistributedContext) -> list[tuple[list[str], lis
         context.all_gather_object(None)
         found.append(what_is_open())
         del memory
+        context.memory = None
         gc.collect()
         found.append(what_is_open())
     return found

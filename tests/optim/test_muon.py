@@ -109,3 +109,17 @@ def test_newton_schulz_brings_all_singular_values_near_one() -> None:
     torch.manual_seed(1)
     values = torch.linalg.svdvals(newton_schulz(torch.randn(5, 12, 30)).float())
     assert 0.6 < values.min() < values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (128, 384), (128, 512)])
+def test_a_matrix_has_the_same_bits_in_every_batch(shape: tuple[int, int]) -> None:
+    matrices = torch.randn(5, *shape, generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([newton_schulz(matrix) for matrix in matrices.split(1)])
+    for size in (2, 3, 5):
+        assert torch.equal(torch.cat([newton_schulz(part) for part in matrices.split(size)]), alone)
+
+
+def test_no_matrix_is_left_alone_by_the_size_of_a_batch() -> None:
+    for count, lengths in ((1, [1]), (4, [4]), (5, [2, 3]), (8, [4, 4]), (9, [3, 3, 3])):
+        shapes = {f"h.{number}": (8, 24) for number in range(count)}
+        assert sorted(map(len, assign_batches(shapes, 1, "cpu")[0])) == lengths
