@@ -96,4 +96,9 @@ def test_the_environment_is_read_by_name_and_never_as_a_whole() -> None:
         for line in path.read_text().splitlines()
         if "os.environ" in by_name.sub("", line)
     }
-    assert whole == {"mingpt/distributed/launch.py", "mingpt/elastic/launch.py", "mingpt/jobs.py"}
+    assert whole == {
+        "mingpt/distributed/launch.py",
+        "mingpt/elastic/launch.py",
+        "mingpt/jobs.py",
+        "mingpt/prestart.py",
+    }

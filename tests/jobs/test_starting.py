@@ -14,13 +14,13 @@ from mingpt.jobs import Job, descendants, read_history, torchrun
 
 FAILS_TO_LOAD = """
 import os
-import mingpt.corpus
-load_data = mingpt.corpus.load_data
+import mingpt.trainer
+load_data = mingpt.trainer.load_data
 def fail(config, context):
     if context.rank == 1:
         raise OSError("planted")
     return load_data(config, context)
-mingpt.corpus.load_data = fail
+mingpt.trainer.load_data = fail
 """
 FAILS_TO_IMPORT = """
 import os
@@ -112,7 +112,7 @@ def test_a_worker_frozen_before_the_meeting_is_given_up(
 SLOW_TO_LOAD = """
 import time
 from pathlib import Path
-import mingpt.corpus
+import mingpt.trainer
 def read_slowly(config):
     Path({mark!r}).touch()
     time.sleep(60)
@@ -184,7 +184,7 @@ def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_hav
 DIES_THEN_LOADS_SLOWLY = """
 import os, time
 from pathlib import Path
-import mingpt.corpus
+import mingpt.trainer
 if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
     def read_slowly(config):
         Path({mark!r}).touch()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, Start, command, final_hash, manifest, reached
+from conftest import ROOT, SMALL, Start, changed_program, command, final_hash, manifest, reached
 from support.sampling import sample
 from support.shards import write_llmc, write_nanogpt
 from support.vocabularies import small_bpe
@@ -277,11 +277,11 @@ def test_a_worker_without_the_package_ends_the_job_with_a_sentence(
     start: Start, shards: Path, tmp_path: Path
 ) -> None:
     """On one of two ranks, at the start and on resume."""
-    hides = 'import os, sys\nif os.environ.get("LOCAL_RANK") == "1": sys.modules["tokenizers"] = None\n'
-    (tmp_path / "sitecustomize.py").write_text(hides)
+    hides = 'import os\nif os.environ.get("LOCAL_RANK") == "1":\n    sys.modules["tokenizers"] = None\n'
+    program = changed_program(tmp_path, hides)
     given = settings(tmp_path / "run", shards, trainer__max_steps=5, trainer__workers=2)
     for _ in range(2):
-        job = start(command(**given), PYTHONPATH=str(tmp_path))
+        job = start(command(program=program, **given))
         assert job.wait() == 2, job.err()
         assert "pip install tokenizers" in error_of(job)
         assert start(command(**given)).wait() == 0
