@@ -151,7 +151,7 @@ def make_exchange(context: DistributedContext, strategy: Strategy) -> Exchange:
         strategy.updates_are_sharded,
         rows=functools.partial(split_rows, workers=context.world_size),
         all_to_all=context.all_to_all,
-        broadcast=context.broadcast_async,
+        all_gather=context.all_gather_parts,
     )
 
 

@@ -241,6 +241,7 @@ def test_a_node_that_waits_for_storage_can_be_frozen(cluster: MakeCluster) -> No
     assert reader.wait(5) == 0 and reader.out() == "here\nhere\n"
 
 
+@pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
 def test_nothing_is_left_of_a_cluster_whose_program_is_killed(tmp_path: Path) -> None:
     code = """
 import sys, time

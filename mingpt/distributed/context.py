@@ -8,7 +8,7 @@ it.
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -161,7 +161,7 @@ class DistributedContext:
         import torch
 
         works = []
-        if self.world_size > 1:
+        if self.world_size > 1 and tensor.numel():
             for piece in tensor.view(-1).split(max(1, BROADCAST_BYTES // tensor.element_size())):
                 works.append(torch.distributed.broadcast(piece, src=source, async_op=True))
 
@@ -214,6 +214,17 @@ class DistributedContext:
         gathered = tensor.new_empty(self.world_size, len(tensor))
         gather(gathered.flatten(), tensor)
         return gathered
+
+    def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
+        """(sizes[rank],) elements of each rank in order, as soon as they are there. All take all of them."""
+        if self.memory is not None:
+            yield from self.memory.all_gather_parts(own, sizes)
+            return
+        received = [own if rank == self.rank else own.new_empty(size) for rank, size in enumerate(sizes)]
+        waits = [self.broadcast_async(part, rank) for rank, part in enumerate(received)]
+        for wait, part in zip(waits, received, strict=True):
+            wait()
+            yield part
 
     def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
         """Exchange what all ranks must know after a step, in the background; the result waits for it.

@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -89,6 +89,15 @@ class SharedMemory:
                     self.lose(rank)
                 gathered[rank] += part
         return [gathered[rank] for rank in sorted(gathered)]
+
+    def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
+        """(sizes[rank],) elements of each rank in order, to be used before the next ones are taken."""
+        self.begin(max(sizes) * own.element_size())
+        self.of(self.rank, own.dtype, 0, len(own)).copy_(own)
+        self.barrier()
+        for rank, size in enumerate(sizes):
+            yield self.of(rank, own.dtype, 0, size)
+        self.end()
 
     def reserve(self, nbytes: int) -> None:
         """Make each segment at least so large, by new ones; tensors keep those that they lie in."""

@@ -1,6 +1,6 @@
 """How the workers of an optimizer share tensors: which rows each holds, and the collectives between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,9 +16,9 @@ def receive_own(sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Te
     return sent
 
 
-def keep(tensor: Tensor, source: int) -> Callable[[], None]:
-    """The broadcast of a single worker."""
-    return lambda: None
+def keep(own: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """The all-gather of a single worker."""
+    return iter([own])
 
 
 @dataclass(frozen=True)
@@ -33,5 +33,6 @@ class Exchange:
     rows: Callable[[int], Sequence[range]] = all_rows
     # (sum(send),) elements for the ranks in order, `send` and `receive` counts per rank, to (sum(receive),).
     all_to_all: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] = receive_own
-    # Begins to bring (n,) elements from that rank to all, in place, n > 0; the result waits for them.
-    broadcast: Callable[[Tensor, int], Callable[[], None]] = keep
+    # (sizes[rank],) elements of this rank to those of all ranks, in order, each as soon as it is there. To be
+    # taken to the last, by all ranks.
+    all_gather: Callable[[Tensor, Sequence[int]], Iterator[Tensor]] = keep

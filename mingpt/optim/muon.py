@@ -2,7 +2,7 @@
 
 Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. A batch is
 computed by one worker, whole, so the bits do not depend on which one it is. Workers that hold whole matrices
-broadcast the updates that they have computed. Workers that hold rows send them to the worker of each batch,
+all get the updates that each has computed. Workers that hold rows send them to the worker of each batch,
 and get the same rows of the update back.
 """
 
@@ -66,17 +66,10 @@ class Muon:
         mine = self.names_by_rank[self.exchange.rank]
         nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in mine}
         computed = self.join(list(self.orthogonal(nesterov).values()))
-        arriving = []
-        for rank, names in enumerate(self.names_by_rank):
-            if not names:
-                continue
-            sizes = [self.weights[name].numel() for name in names]
-            updates = computed if rank == self.exchange.rank else computed.new_empty(sum(sizes))
-            wait = self.exchange.broadcast(updates, rank)
-            arriving.append((wait, names, updates.split(sizes)))
-        for wait, names, parts in arriving:
-            wait()
-            self.apply(names, parts, lr)
+        sizes = [[self.weights[name].numel() for name in names] for names in self.names_by_rank]
+        arriving = self.exchange.all_gather(computed, [sum(of_rank) for of_rank in sizes])
+        for names, of_rank, updates in zip(self.names_by_rank, sizes, arriving, strict=True):
+            self.apply(names, updates.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """The rows of each matrix go to the worker that computes its update; the update's rows come back."""

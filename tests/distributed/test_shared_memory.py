@@ -85,6 +85,44 @@ def lose_rank_1(context: DistributedContext) -> float:
     return time.monotonic() - began
 
 
+def gather_parts(context: DistributedContext) -> list[bool]:
+    """Whether each rank's part came as it was, by gloo and by the segments, in rounds of other sizes."""
+    as_expected = []
+    for memory in (None, connected(context)):
+        context.memory = memory
+        for longest in (1, 7, 100_000):
+            sizes = [0, *range(longest, longest + context.world_size - 1)]
+            own = torch.full((sizes[context.rank],), context.rank, dtype=torch.bfloat16)
+            parts = context.all_gather_parts(own, sizes)
+            for rank, (size, part) in enumerate(zip(sizes, parts, strict=True)):
+                as_expected.append(part.shape == (size,) and bool((part == rank).all()))
+    context.memory = None
+    context.all_gather_object(None)
+    return as_expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_several_sizes_reach_all_ranks(ranks: int) -> None:
+    """Also one of no elements."""
+    assert results_of(ranks, gather_parts) == [6 * ranks * [True]] * ranks
+
+
+def test_all_parts_are_on_their_way_before_any_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else workers that compute parts of a step would do so one after the other."""
+    done = []
+
+    def broadcast(context: DistributedContext, part: torch.Tensor, source: int) -> Callable[[], None]:
+        done.append("send" if source == context.rank else "receive")
+        return lambda: done.append("wait")
+
+    monkeypatch.setattr(DistributedContext, "broadcast_async", broadcast)
+    context = DistributedContext.__new__(DistributedContext)
+    context.memory, context.rank = None, 1
+    for _ in context.all_gather_parts(torch.ones(3), [3, 3, 3]):
+        done.append("use")
+    assert done == ["receive", "send", "receive", *3 * ["wait", "use"]]
+
+
 def test_a_killed_peer_is_noticed_at_once() -> None:
     noticed_s, killed = fork_ranks(2, lose_rank_1)
     assert killed is None

@@ -1,7 +1,7 @@
 """Workers of an optimizer as threads of one process, which exchange tensors through a list."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -33,21 +33,16 @@ class FakeWorkers:
             self.barrier.wait()
             return torch.cat(received)
 
-        def broadcast(tensor: Tensor, source: int) -> Callable[[], None]:
-            assert tensor.ndim == 1 and len(tensor)
-            if rank == source:
-                self.board[source] = [tensor]
-                self.bytes_sent += tensor.nbytes
-
-            def wait() -> None:
-                self.barrier.wait()
-                (sent,) = self.board[source]
-                assert sent.shape == tensor.shape
-                if rank != source:
-                    tensor.copy_(sent)
-                self.barrier.wait()
-
-            return wait
+        def all_gather(own: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+            assert own.ndim == 1 and len(own) == sizes[rank]
+            self.board[rank] = [own]
+            self.barrier.wait()
+            if rank == 0:
+                self.bytes_sent += sum(part.nbytes for (part,) in self.board)
+            for source, size in enumerate(sizes):
+                assert self.board[source][0].shape == (size,)
+                yield self.board[source][0].clone()
+            self.barrier.wait()
 
         return Exchange(
             rank,
@@ -55,7 +50,7 @@ class FakeWorkers:
             self.is_sharded,
             lambda rows: split_rows(rows, self.workers),
             all_to_all,
-            broadcast,
+            all_gather,
         )
 
     def run(self, work: Callable[[Exchange], R]) -> list[R]:
