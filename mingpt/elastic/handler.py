@@ -6,7 +6,6 @@ Workers find the job's token in MINGPT_JOB and the number of the round in MINGPT
 """
 
 import atexit
-import contextlib
 import os
 import platform
 import random
@@ -87,12 +86,15 @@ class ElasticRendezvous(RendezvousHandler):
         if not isinstance(rdzv, list):
             boards = [FolderBoard(rdzv, self._run_id)]
         self._node.start(server.port, boards)
+        atexit.register(flush_stderr)
         atexit.register(self._leave)
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # whoever reads it may be gone, as srun is with the first node
+        try:
             sys.stderr.write(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
             sys.stderr.flush()
+        except OSError:
+            discard_stderr()
 
     def get_backend(self) -> str:
         return "mingpt"
@@ -275,3 +277,18 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
         if address in {str(info[4][0]) for info in found}:
             return endpoint.port
     return 0
+
+
+def flush_stderr() -> None:
+    """Before Python does, which ends with code 120 if nobody reads what torchrun has logged."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        discard_stderr()
+
+
+def discard_stderr() -> None:
+    """Whoever reads it may be gone, as srun is with the first node. What follows goes to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

@@ -132,7 +132,7 @@ def test_a_board_on_a_host_of_its_own_will_do(new_agents: Callable[..., Agents],
 def test_an_agent_whose_messages_nobody_reads_any_more_goes_on(new_agents: Callable[..., Agents]) -> None:
     """As where srun has died with the first node: what is written to stderr then fails."""
     agents = new_agents(nnodes="1:2")
-    one_line_is_read = ["bash", "-c", 'exec "$0" "$@" 2> >(head -n 1 > read)']
+    one_line_is_read = ["bash", "-c", 'unset PYTHONUNBUFFERED; exec "$0" "$@" 2> >(head -n 1 > read)']
     agents.start(1)
     agents.start(2, launcher=one_line_is_read)
     agents.await_round(1, 1, 2)
