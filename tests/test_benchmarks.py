@@ -41,7 +41,7 @@ def test_a_snapshot_in_parts_is_read_back_in_little_memory_and_each_flipped_bit_
 
 @pytest.mark.slow
 def test_no_damage_loads_silently() -> None:
-    row = last_row("benchmarks/damage.py", "--flips", "40")
+    row = last_row("benchmarks/damage.py", "--flips", "20")
     assert row["loaded_silently"] == 0 and row["intact_one_loads"]
 
 

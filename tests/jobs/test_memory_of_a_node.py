@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +84,11 @@ def test_a_killed_worker_of_a_sharded_state_comes_back_from_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stages",
-    [
-        [(2, FSDP), (3, FSDP), (1, DDP), (2, SHARDED_OPTIMIZER)],
-        [(2, SHARDED_OPTIMIZER), (1, FSDP), (3, FSDP), (2, DDP)],
-    ],
-    ids=["from fsdp", "from a sharded optimizer"],
-)
 def test_what_is_in_memory_is_for_any_number_of_workers_and_any_strategy(
-    stages: Sequence[tuple[int, dict[str, Any]]], start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """The job is killed as a whole after each stage; nothing is on disk before the end."""
+    stages: list[tuple[int, dict[str, Any]]] = [(2, FSDP), (3, SHARDED_OPTIMIZER), (1, FSDP), (2, DDP)]
     shm, run_dir = tmp_path / "shm", tmp_path / "run"
     shm.mkdir()
     settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__every": 1000}

@@ -84,8 +84,11 @@ def test_strategy_and_number_of_workers_change_in_mid_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("settings", [FSDP, SHARDED_OPTIMIZER], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("settings", "victim"),
+    [(FSDP, 0), (FSDP, 1), (SHARDED_OPTIMIZER, 1)],
+    ids=["fsdp-0", "fsdp-1", "ddp-1"],
+)
 def test_a_killed_worker_costs_no_bit(
     victim: int, settings: dict[str, Any], start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

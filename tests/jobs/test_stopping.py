@@ -23,7 +23,7 @@ from conftest import (
 )
 
 from mingpt.distributed.signals import REPEAT_S
-from mingpt.jobs import descendants, read_history, read_metric, torchrun
+from mingpt.jobs import Job, descendants, read_history, read_metric, torchrun
 
 
 @pytest.mark.parametrize(
@@ -157,20 +157,31 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def long_evaluations(text: Path) -> dict[str, Any]:
+    return {"data__path": text, "data__val_fraction": 0.5, "trainer__sample_tokens": 5}
+
+
+@pytest.fixture(scope="session")
+def whole(long_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one worker whose evaluations nothing cuts."""
+    folder = tmp_path_factory.mktemp("whole")
+    settings = long_evaluations(long_text) | {"trainer__workers": 1}
+    job = Job(command(run_dir=folder / "run", **settings), folder / "job", cwd=ROOT)
+    assert job.wait() == 0, job.err()
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "step", "workers"),
-    [("STOP", 10, 1), ("STOP", 30, 2), ("SIGUSR1", 20, 2), ("SIGINT", 0, 2), ("SIGTERM", 30, 1)],
+    [("STOP", 30, 2), ("SIGUSR1", 20, 2), ("SIGINT", 0, 2), ("SIGTERM", 10, 1)],
 )
 def test_an_evaluation_that_was_cut_is_done_first_on_resume(
-    kind: str, step: int, workers: int, start: Start, long_text: Path, tmp_path: Path
+    kind: str, step: int, workers: int, start: Start, long_text: Path, whole: Path, tmp_path: Path
 ) -> None:
     """The records end as those of an undisturbed run, in their order too."""
-    settings: dict[str, Any] = {"data__path": long_text, "data__val_fraction": 0.5}
-    settings |= {"trainer__workers": workers, "trainer__sample_tokens": 5}
+    settings = long_evaluations(long_text) | {"trainer__workers": workers}
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
-    whole = start(command(run_dir=tmp_path / "whole", **settings))
-    assert whole.wait() == 0, whole.err()
     program = changed_program(tmp_path, SLOW_BATCHES.format(mark=str(mark), step=step))
     job = start(command(program=program, run_dir=run_dir, **settings))
     job.wait_until(mark.exists)
@@ -188,8 +199,8 @@ def test_an_evaluation_that_was_cut_is_done_first_on_resume(
     resumed = start(command(program=program, run_dir=run_dir, **settings))
     assert resumed.wait() == 0 and "nothing is left" not in resumed.err(), resumed.err()
     assert read_history(run_dir)["status"] == "finished"
-    assert final_hash(run_dir) == final_hash(tmp_path / "whole")
-    assert values(run_dir) == values(tmp_path / "whole")
+    assert final_hash(run_dir) == final_hash(whole)
+    assert values(run_dir) == values(whole)
     assert manifest(run_dir, 30)["metrics"]["val"]["step"] == 30
     again = start(command(run_dir=run_dir, **settings))
     assert again.wait() == 0 and "nothing is left to do" in again.err()
