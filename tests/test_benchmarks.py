@@ -24,6 +24,7 @@ def last_row(*words: str) -> dict[str, Any]:
     return all_rows(*words)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace injects the faults")
 def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
     row = last_row("benchmarks/crash_points.py", "--stride", "11")

@@ -47,6 +47,7 @@ def change_software(run_dir: Path, **fields: str) -> None:
     (run_dir / "snapshots" / f"step_{step:08d}.json").write_bytes(add_checksum(content))
 
 
+@pytest.mark.slow
 def test_a_restart_without_the_gpu_ends_the_job_in_one_sentence(
     start: Start, text: Path, tmp_path: Path
 ) -> None:

@@ -54,7 +54,8 @@ def test_a_killed_worker_costs_no_bit(
     assert "Traceback" not in job.err()
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_two_agents_go_on_after_a_killed_worker(
     victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -66,6 +67,7 @@ def test_two_agents_go_on_after_a_killed_worker(
     assert final_hash(tmp_path) == final_hash(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_given_up_and_the_job_goes_on(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
