@@ -239,7 +239,7 @@ class DistributedContext:
 
         def begin() -> Callable[[], torch.Tensor]:
             values = torch.cat([losses.detach().cpu().double(), status])
-            if self.memory is None:
+            if self.memory is None or values.nbytes > self.memory.max_message_bytes:
                 return self.all_reduce_async(values)
             gathered = self.memory.all_gather(values.numpy().tobytes())
             total = torch.frombuffer(bytearray(b"".join(gathered)), dtype=torch.float64)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CREDENTIALS = struct.Struct("iii")  # process, user and group that SO_PEERCRED tells of
 GRANULARITY = 1 << 20  # of the size of a segment
+MESSAGE_BYTES = 1 << 16  # a socket takes so many before the peer has read any
 MEETING_SHARE = 0.25  # of the time limit: where one rank fails to meet, the others wait for it so long
 
 
@@ -43,6 +44,7 @@ class SharedMemory:
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self.rank, self.peers, self.timeout_s = rank, peers, timeout_s
+        self.max_message_bytes = MESSAGE_BYTES
         for peer in peers.values():
             peer.settimeout(timeout_s)
         self.capacity = 0  # bytes of each segment
@@ -75,7 +77,8 @@ class SharedMemory:
             self.has_ended = False
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """Each rank's few bytes, as many of each, by rank; through the sockets, not the segments."""
+        """At most MESSAGE_BYTES of each rank, as many of each, by rank; through the sockets."""
+        assert len(content) <= MESSAGE_BYTES, "all ranks write before they read"
         self.wait_for_end()
         for rank, peer in self.peers.items():
             self.ask(rank, lambda peer=peer: peer.sendall(content))  # type: ignore[misc]

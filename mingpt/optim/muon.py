@@ -68,7 +68,7 @@ class Muon:
         computed = self.join(list(self.orthogonal(nesterov).values()))
         sizes = [[self.weights[name].numel() for name in names] for names in self.names_by_rank]
         arriving = self.exchange.all_gather(computed, [sum(of_rank) for of_rank in sizes])
-        for names, of_rank, updates in zip(self.names_by_rank, sizes, arriving, strict=True):
+        for updates, names, of_rank in zip(arriving, self.names_by_rank, sizes, strict=True):
             self.apply(names, updates.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:

@@ -59,7 +59,7 @@ def gather_between_exchanges(context: DistributedContext) -> list[list[bytes]]:
             number
         ] * context.world_size
         memory.end()
-        for size in (1, 100_000):
+        for size in (1, memory.max_message_bytes // 2):
             rounds.append([part[:2] for part in memory.all_gather(bytes([number, context.rank]) * size)])
     context.all_gather_object(None)
     return rounds
