@@ -5,15 +5,13 @@ ends early where the model ends its document.
 """
 
 import argparse
-import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mingpt.cli import CommandParser
-from mingpt.errors import UserError
-from mingpt.redact import RedactingFormatter, redact
+from mingpt.base.command import CommandParser, run_command
+from mingpt.base.errors import UserError
 
 if TYPE_CHECKING:
     from mingpt.data import Tokenizer
@@ -25,13 +23,8 @@ PROMPTS = ("prompt", "prompt_file", "prompt_tokens")
 EMPTY = "the prompt is empty and there is nothing to continue: give at least one "
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = CommandParser(
-        prog="python sample.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser("python sample.py", __doc__)
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
     parser.add_argument("run", nargs="?", default="out/default", help=where)
     parser.add_argument(
@@ -62,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     check_arguments(parser, arguments)
     return arguments
 
@@ -90,15 +83,9 @@ def check_arguments(parser: CommandParser, arguments: argparse.Namespace) -> Non
         parser.error("--stop is text, and --prompt_tokens prints tokens")
 
 
-def main() -> int:
-    handler = logging.StreamHandler()
-    handler.setFormatter(RedactingFormatter("%(message)s"))
-    logging.basicConfig(handlers=[handler])
+def main(words: Sequence[str]) -> int:
     try:
-        sample(parse_arguments())
-    except UserError as error:
-        sys.stderr.write(f"error: {redact(str(error))}\n")
-        return 2
+        sample(parse_arguments(words))
     except BrokenPipeError:
         os._exit(1)  # the reader of the text is gone
     except KeyboardInterrupt:
@@ -112,7 +99,7 @@ def sample(arguments: argparse.Namespace) -> None:
     from mingpt.distributed.device import resolve_dtype
     from mingpt.model import GPT
     from mingpt.snapshot import open_snapshot
-    from mingpt.weights import check_model, load_weights, snapshot_tokenizer, snapshot_vocab_size
+    from mingpt.training.state import check_model, load_weights, snapshot_tokenizer, snapshot_vocab_size
 
     snapshot = open_snapshot(arguments.run, check_model, weights_only=True)
     config, vocab_size = snapshot.config, snapshot_vocab_size(snapshot.manifest)
@@ -227,4 +214,4 @@ def longest_overlap(text: str, stop: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -6,18 +6,18 @@ Exit codes: 0 finished, or stopped; 2 something only the user can put right; 1 a
 
 import sys
 
-from mingpt.worker import Worker
+from mingpt.launch.worker import Worker
 
 
 def main() -> None:
     with Worker() as worker:  # listens for signals; turns the end of this block into an exit code
-        from mingpt.cli import parse
+        from mingpt.config.cli import parse
 
         config = parse(sys.argv[1:])
         # Plain `python`: this process becomes the agent of one worker per GPU or core, and exits as they do.
         worker.start_workers(config, sys.argv)
 
-        from mingpt.trainer import Trainer  # imports torch, so only once the settings are known to be right
+        from mingpt.training.trainer import Trainer
 
         context = worker.connect(config)
         trainer = Trainer(config, context)

@@ -27,7 +27,7 @@ import numpy as np
 from common import row, spread
 from throughput import SIZES, measure
 
-from mingpt.jobs import clean_environment
+from mingpt.tools.jobs import clean_environment
 
 PEER = {
     "cpu": [

@@ -3,7 +3,7 @@
     python benchmarks/bits_per_byte.py [--text data/input.txt] [--megabytes 4]
 
 Trains one model per tokenizer (characters, byte-level BPE of 512 and of 4096 tokens, made by
-mingpt.prepare from the training part) until each has seen as many bytes of text. The first way is
+`python -m mingpt prepare` from the training part) until each has seen as many bytes of text. The first way is
 `val/bits_per_byte` of the run. The second knows neither the trainer's evaluation nor its count of a
 token's bytes: it loads the final snapshot, sums -log2 p over the validation text, and divides by the
 UTF-8 length of that text, less that of its first token. A row of JSON for each; exit code 1 unless both
@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from common import row, train
 
 from mingpt.data import Tokenizer
-from mingpt.jobs import ROOT, Job, read_metric
 from mingpt.model import GPT
 from mingpt.snapshot import Snapshot, open_snapshot
-from mingpt.weights import load_weights, snapshot_tokenizer, snapshot_vocab_size
+from mingpt.tools.jobs import ROOT, Job, read_metric
+from mingpt.training.state import load_weights, snapshot_tokenizer, snapshot_vocab_size
 
 VAL_FRACTION = 0.1
 SETTINGS = {"trainer.dtype": "float32", "trainer.sample_tokens": 0, "data.val_fraction": VAL_FRACTION}
@@ -36,7 +36,9 @@ def make_tokenizer(text: Path, vocab_size: int, work: Path) -> Path:
     """The tokenizer.json of a BPE trained on this text. Raises RuntimeError."""
     out = work / f"bpe-{vocab_size}"
     options = ["--tokenizer", "bpe", "--vocab_size", str(vocab_size), "--out", str(out)]
-    job = Job([sys.executable, "-m", "mingpt.prepare", str(text), *options], work / f"prepare-{vocab_size}")
+    job = Job(
+        [sys.executable, "-m", "mingpt", "prepare", str(text), *options], work / f"prepare-{vocab_size}"
+    )
     if job.wait(600):
         raise RuntimeError(job.err())
     return out / "tokenizer.json"

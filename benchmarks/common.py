@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `python benchmarks/x.py` finds only its own folder
-from mingpt.jobs import ROOT, Job, clean_environment, free_port, read_metric, tensor_hash, torchrun
+from mingpt.tools.jobs import ROOT, Job, clean_environment, free_port, read_metric, tensor_hash, torchrun
 
 Settings = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""What the compiler costs and saves: the constants of mingpt/model/compile_choice.py.
+"""What the compiler costs and saves: the constants of mingpt/model/compile.py.
 
     python benchmarks/compile_cost.py [--sizes default cpu 10M]
 
@@ -19,7 +19,7 @@ import time
 import torch
 from common import row, spread
 
-from mingpt.cli import build
+from mingpt.config.cli import build
 from mingpt.distributed.device import autocast, enable_determinism, resolve_dtype, tune_malloc
 from mingpt.model import GPT, LossModule, compile_model, import_compiler
 from mingpt.model.compile import Forward

@@ -40,13 +40,12 @@ from faulty_store import FAULTS, FaultyStore
 
 from mingpt.snapshot import (
     LocalChunks,
-    LocalTransfer,
     SnapshotSaver,
     SnapshotStore,
     StagingBuffer,
+    Transfer,
     make_layout,
     specs_of,
-    write_snapshot,
 )
 
 ON_FILES = {
@@ -68,12 +67,12 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.full((150,), float(step)) for name in names}
 
 
-def transfer(step: int) -> LocalTransfer:
+def transfer(step: int) -> Transfer:
     """The files of a step."""
     tensors = tensors_of(step)
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    return LocalTransfer(make_layout(specs_of(tensors), step, PART_BYTES), staging)
+    return Transfer(make_layout(specs_of(tensors), step, PART_BYTES), staging)
 
 
 def manifest(step: int) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def saver(store: SnapshotStore) -> SnapshotSaver:
 def write_first_two(store: SnapshotStore) -> None:
     store.prepare()
     for step in (10, 20):
-        write_snapshot(store, manifest(step), transfer(step))
+        saver(store).write_once(manifest(step), transfer(step))
 
 
 def verdict(store: SnapshotStore) -> str:

@@ -17,18 +17,17 @@ from pathlib import Path
 import torch
 from common import make_manifest, row
 
-from mingpt.config import Config
+from mingpt.config import Config, to_dict
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
-from mingpt.settings import to_dict
 from mingpt.snapshot import (
-    LocalTransfer,
     Snapshot,
+    SnapshotSaver,
     SnapshotStore,
     StagingBuffer,
+    Transfer,
     make_layout,
     specs_of,
-    write_snapshot,
 )
 
 OLDER, NEWER = 10, 20  # steps; the newer snapshot is damaged
@@ -80,9 +79,10 @@ def save_both(store: SnapshotStore, tensors: dict[str, torch.Tensor]) -> None:
     store.prepare()
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
+    saver = SnapshotSaver(store, keep_last=2, keep_best=False)
     for step in (OLDER, NEWER):
-        transfer = LocalTransfer(make_layout(specs_of(tensors), step, PART_BYTES), staging)
-        write_snapshot(store, make_manifest(step, 16 * step, to_dict(Config())), transfer)
+        transfer = Transfer(make_layout(specs_of(tensors), step, PART_BYTES), staging)
+        saver.write_once(make_manifest(step, 16 * step, to_dict(Config())), transfer)
 
 
 def holds(found: Snapshot, tensors: dict[str, torch.Tensor]) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common import row
 
-from mingpt.jobs import Job, last_step, read_history
+from mingpt.tools.jobs import Job, last_step, read_history
 
 KILL_AT_STEP = 170
 KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png")

@@ -3,10 +3,10 @@
     python benchmarks/doctor.py                # needs root, and the programs of tests/support/nodes.py
     python benchmarks/doctor.py --only clock --show
 
-Each fault is planted on one node, then `mingpt.doctor` is started there as a run would be: torchrun's agents,
-whose store is on the first node. The doctor must name the host and the cause, say what to change, end the job
-with exit code 1 on every node and start no second generation. Node 3 is the victim, and for `clock, rank 0`
-and `interface, rank 0` it is node 1.
+Each fault is planted on one node, then `python -m mingpt doctor` is started there as a run would be:
+torchrun's agents, whose store is on the first node. The doctor must name the host and the cause, say what to
+change, end the job with exit code 1 on every node and start no second generation. Node 3 is the victim, and
+for `clock, rank 0` and `interface, rank 0` it is node 1.
 
 A row each, as JSON; `seconds` is from the start of the agents to the end of the last one. Exit code 1 unless
 all is as it must be.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import exit_codes, row
 
-from mingpt.jobs import ROOT
+from mingpt.tools.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 from support.nodes import Cluster, Node, why_no_cluster
@@ -179,7 +179,7 @@ def agent(cluster: Cluster, node: Node, trial: Trial) -> list[str]:
     launcher = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc_per_node=1", "--max-restarts=5",
         "--rdzv_backend=c10d", "--rdzv_id=doctor", f"--rdzv_endpoint={cluster.nodes[0].address}:{PORT}",
-        f"--rdzv-conf={conf}", f"--local-addr={node.address}", "-m", "mingpt.doctor",
+        f"--rdzv-conf={conf}", f"--local-addr={node.address}", "-m", "mingpt", "doctor",
     ]  # fmt: skip
     own = {"run_dir": cluster.disk / "run", "data.path": cluster.disk / "play.txt"}
     settings = SETTINGS | own | trial.settings.get(node.number, {})

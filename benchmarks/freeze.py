@@ -27,7 +27,7 @@ from pathlib import Path
 
 from common import exit_codes, row, short_hash, start
 
-from mingpt.jobs import Job, is_alive, last_step, read_history
+from mingpt.tools.jobs import Job, is_alive, last_step, read_history
 
 STEPS = 150
 SETTINGS = {

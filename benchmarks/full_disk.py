@@ -36,7 +36,7 @@ from typing import Any
 
 from common import arguments_of, row, start_plain
 
-from mingpt.jobs import ROOT, Job, last_step, read_history, read_metric, tensor_hash, torchrun
+from mingpt.tools.jobs import ROOT, Job, last_step, read_history, read_metric, tensor_hash, torchrun
 
 STEPS, KILL_AT = 30, 12
 SETTINGS = {

@@ -24,7 +24,7 @@ from pathlib import Path
 from common import row
 from hostile_kinds import KINDS, VALID, Kind, read
 
-from mingpt.jobs import ROOT, clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 
 PROGRAMS = ("train", "sample", "init", "init file", "eval")
 SETTINGS = (

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import exit_codes, row, short_hash, signal_one, start, start_agents, start_plain
 
-from mingpt.jobs import Job, read_history
+from mingpt.tools.jobs import Job, read_history
 
 SETTINGS = {
     "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "trainer.batch_size": 8,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common import row, start, wait_for_success
 
-from mingpt.jobs import ROOT, Job, last_step, read_history
+from mingpt.tools.jobs import ROOT, Job, last_step, read_history
 
 EARLY, SEGMENT, BASE = 1000, 1000, 2000  # steps
 LIMIT_MB, LIMIT_RATIO = 10.0, 1.03

@@ -42,7 +42,7 @@ from typing import Any
 
 from common import row
 
-from mingpt.jobs import ROOT, read_history
+from mingpt.tools.jobs import ROOT, read_history
 
 sys.path.insert(0, str(ROOT / "tests"))
 from support.nodes import Cluster, Node, why_no_cluster

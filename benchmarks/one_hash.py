@@ -20,8 +20,8 @@ from pathlib import Path
 
 from common import Settings, row, short_hash, train
 
-from mingpt.cli import build
-from mingpt.jobs import free_port
+from mingpt.config.cli import build
+from mingpt.tools.jobs import free_port
 
 STRATEGIES: dict[str, dict[str, object]] = {
     "ddp": {"trainer.parallel": "ddp"},
@@ -52,8 +52,8 @@ def train_forked(settings: Settings, workers: int) -> None:
 
 def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
     """A forked worker, to the end of its process."""
-    from mingpt.trainer import Trainer
-    from mingpt.worker import Worker
+    from mingpt.launch.worker import Worker
+    from mingpt.training.trainer import Trainer
 
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
     os.environ.update({name: str(value) for name, value in place.items()})

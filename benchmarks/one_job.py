@@ -30,7 +30,7 @@ from typing import Any
 
 from common import Settings, row, short_hash, start
 
-from mingpt.jobs import ROOT, Job, clean_environment, descendants, free_port, last_step, read_history
+from mingpt.tools.jobs import ROOT, Job, clean_environment, descendants, free_port, last_step, read_history
 
 SETTINGS = {
     "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
@@ -56,7 +56,9 @@ def is_refused(job: Job, holder: int) -> bool:
     """Whether the job ended with one sentence that names the process of the other, and nothing else."""
     lines = refusals(job)
     return (
-        len(lines) == 1 and f"process {holder} on host" in lines[0] and "mingpt/trainer.py" not in job.err()
+        len(lines) == 1
+        and f"process {holder} on host" in lines[0]
+        and "mingpt/training/trainer.py" not in job.err()
     )
 
 

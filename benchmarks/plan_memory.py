@@ -1,4 +1,4 @@
-"""The memory that `python -m mingpt.plan` says a worker needs, beside its measured peak.
+"""The memory that `python -m mingpt plan` says a worker needs, beside its measured peak.
 
     python benchmarks/plan_memory.py [--shapes 6x384,8x512] [--workers 2] [--more KEY=VALUE ...]
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from common import arguments_of, row, start
 from sharded_memory import STRATEGIES, peaks, shape_settings
 
-from mingpt.cli import parse
-from mingpt.plan import Workload, estimate, measure_data
+from mingpt.config.cli import parse
+from mingpt.tools.plan import Workload, estimate, measure_data
 
 TOLERANCE = 0.1
 SETTINGS = {

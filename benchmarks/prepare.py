@@ -1,4 +1,4 @@
-"""`python -m mingpt.prepare` beside the tokenizers package alone, in turns; then killed half way.
+"""`python -m mingpt prepare` beside the tokenizers package alone, in turns; then killed half way.
 
     python benchmarks/prepare.py [--megabytes 100] [--rounds 5]
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from common import row, spread
 
-from mingpt.jobs import ROOT, clean_environment
+from mingpt.tools.jobs import ROOT, clean_environment
 
 MAX_RATIO, MAX_BYTES = 1.3, 10**9
 SHARD_TOKENS = 4_000_000
@@ -59,11 +59,9 @@ def child(kind: str, text: Path, tokenizer: Path) -> None:
     """Times one thing in this process and prints a row: encode, train or train_ours."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    from mingpt.prepare import Options
-    from mingpt.prepare.batches import Split
-    from mingpt.prepare.documents import InputStats
-    from mingpt.prepare.inputs import find_inputs
-    from mingpt.prepare.vocabulary import train_bpe
+    from mingpt.tools.prepare import Options
+    from mingpt.tools.prepare.documents import InputStats, Split, find_inputs
+    from mingpt.tools.prepare.job import train_bpe
 
     lines, tokens = read_lines(text), 0
     if kind == "encode":
@@ -97,7 +95,7 @@ def run_child(kind: str, text: Path, tokenizer: Path) -> dict[str, float]:
 
 def start_prepare(text: Path, out: Path, tokenizer: str) -> subprocess.Popen[bytes]:
     options = ["--tokenizer", tokenizer, "--shard_tokens", str(SHARD_TOKENS)]  # bpe has 4096 tokens
-    command = [sys.executable, "-m", "mingpt.prepare", str(text), "--out", str(out), *options]
+    command = [sys.executable, "-m", "mingpt", "prepare", str(text), "--out", str(out), *options]
     return subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-from mingpt.cli import parse
 from mingpt.config import Config
-from mingpt.jobs import ROOT
+from mingpt.config.cli import parse
 from mingpt.model import GPT, parameter_shapes
 from mingpt.optim import state_shapes
+from mingpt.tools.jobs import ROOT
 
 SHAKESPEARE_CHARACTERS = 65
 HEADER = (

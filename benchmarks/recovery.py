@@ -31,7 +31,7 @@ from common import (
     train,
 )
 
-from mingpt.jobs import Job, last_step, read_history
+from mingpt.tools.jobs import Job, last_step, read_history
 
 SETTINGS = {"trainer.log_every": 1}  # a record for each step, so that a completed step is seen
 STEPS = 340

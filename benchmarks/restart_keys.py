@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from common import row
 
-from mingpt.jobs import ROOT, Job, torchrun
+from mingpt.tools.jobs import ROOT, Job, torchrun
 
 OWN = "dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout)"
 STOCK = "dist.init_process_group(timeout=timeout)"

@@ -23,7 +23,7 @@ from common import row, spread
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT, generate
-from mingpt.model.generate import choose, generate_batch
+from mingpt.model.gpt import choose, generate_batch
 
 MODELS = {  # n_layer, n_head, n_embd, vocab_size, block_size, tokens in a round
     "10M": (6, 6, 384, 65, 256, 60),

@@ -16,14 +16,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
-from mingpt.cli import parse
-from mingpt.elastic.decisions import RUNNING, Entry
-from mingpt.jobs import ROOT
+from mingpt.config.cli import parse
+from mingpt.launch.elastic.decisions import RUNNING, Entry
 from mingpt.optim.muon import assign_batches
 from mingpt.optim.optimizer import uses_muon
-from mingpt.parallel.buckets import make_buckets
-from mingpt.plan import Workload, bytes_sent
+from mingpt.parallel.ddp import make_buckets
 from mingpt.snapshot import TensorSpec, make_layout
+from mingpt.tools.jobs import ROOT
+from mingpt.tools.plan import Workload, bytes_sent
 
 RESULTS = Path(__file__).parent / "results" / "2026-11-22_traffic" / "rows.jsonl"
 VOCABULARY = 50257
@@ -78,7 +78,9 @@ def counted_steps() -> Iterator[str]:
         )
     head = ["strategy", *(f"{count} workers" for count in counts)]
     yield from table("Sent by a worker in a step, over a ring's all-reduce; collectives.", head, lines)
-    yield from table("Sent by the worker that sends most, over what `mingpt.plan` computes.", head, over)
+    yield from table(
+        "Sent by the worker that sends most, over what `python -m mingpt plan` computes.", head, over
+    )
     wires = [row["step"]["wire"] / row["step"]["sent"] for row in rows]
     yield f"On the wire over sent, in all of these: {min(wires):.2f} to {max(wires):.2f}.\n"
 

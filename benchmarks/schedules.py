@@ -19,7 +19,7 @@ from pathlib import Path
 from common import row
 
 from mingpt.config import Config
-from mingpt.verify import Outcome, find_problems, make_schedule, train_undisturbed
+from mingpt.tools.verify import Outcome, find_problems, make_schedule, train_undisturbed
 
 
 def is_identical(seed: int, folder: Path, reference: Outcome, config: Config) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from common import row, start
 
-from mingpt.jobs import Job, children
+from mingpt.tools.jobs import Job, children
 
 WORKERS_RUNS: dict[str, dict[str, Any]] = {
     "fsdp float32": {"trainer.parallel": "fsdp", "trainer.dtype": "float32"},

@@ -27,7 +27,7 @@ from typing import Any
 
 from common import Settings, arguments_of, row, short_hash, wait_for_success
 
-from mingpt.jobs import ROOT, Job, last_step, read_history
+from mingpt.tools.jobs import ROOT, Job, last_step, read_history
 
 sys.path.append(str(ROOT / "tests"))
 from support.slurm import MISSING, SlurmCluster

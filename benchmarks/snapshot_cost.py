@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from common import arguments_of, row, wait_for_success
 
-from mingpt import events
-from mingpt.cli import parse
-from mingpt.jobs import Job, torchrun
+from mingpt.base import events
+from mingpt.config.cli import parse
+from mingpt.tools.jobs import Job, torchrun
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mingpt.distributed import Launch
     from mingpt.parallel import Strategy
-    from mingpt.state import TrainState
+    from mingpt.training.state import TrainState
 
 SETTINGS = {
     "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2,

@@ -25,17 +25,9 @@ from pathlib import Path
 import torch
 from common import make_manifest, row
 
-from mingpt.errors import CorruptSnapshot
-from mingpt.jobs import free_port
-from mingpt.snapshot import (
-    FileLayout,
-    FileRecord,
-    Snapshot,
-    SnapshotStore,
-    TensorSpec,
-    make_layout,
-    write_snapshot,
-)
+from mingpt.base.errors import CorruptSnapshot
+from mingpt.snapshot import FileLayout, Snapshot, SnapshotStore, TensorSpec, make_layout
+from mingpt.tools.jobs import free_port
 
 CHUNK_BYTES = 16 << 20
 COLUMNS = 1024
@@ -78,16 +70,6 @@ class Source:
                 if not torch.equal(rows.view(-1), self.fill(name, number)[: rows.numel()]):
                     return False
         return snapshot.entries.keys() == self.specs.keys()
-
-
-class StreamedTransfer:
-    """Brings files that are made while they are written."""
-
-    def __init__(self, source: Source, layouts: list[FileLayout]) -> None:
-        self.source, self.layouts = source, layouts
-
-    def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
-        return [store.write_file(layout, self.source.chunks(layout)) for layout in self.layouts]
 
 
 def peak_bytes() -> int:
@@ -153,7 +135,9 @@ def measure(url: str, size: int, part_bytes: int, tensors: int, max_memory_mb: f
     hashing = hash_rate(source, min(size, 4 << 30))
     plain = plain_write_rate(source, store.root, size, part_bytes) if store.is_local else None
     before, marks = peak_bytes(), [time.monotonic()]
-    write_snapshot(store, make_manifest(STEP, 16 * STEP, {}), StreamedTransfer(source, layouts))
+    store.begin(STEP)
+    records = [store.write_file(layout, source.chunks(layout)) for layout in layouts]
+    store.commit(make_manifest(STEP, 16 * STEP, {}), records)
     marks.append(time.monotonic())
     snapshot = store.read(STEP)
     marks.append(time.monotonic())

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import arguments_of, row, seconds_to_import_torch, spread, wait_for_success
 
-from mingpt.jobs import ROOT, Job, clean_environment, torchrun
+from mingpt.tools.jobs import ROOT, Job, clean_environment, torchrun
 
 POLL_S = 0.002
 SETTINGS = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from common import median_step_s, row, spread, train
 from throughput import SIZES
 
-from mingpt.jobs import ROOT
+from mingpt.tools.jobs import ROOT
 
 ALONE = {
     "trainer.eval_at_start": False,

@@ -28,8 +28,8 @@ from typing import Any
 
 from common import arguments_of, row, short_hash
 
-from mingpt import events
-from mingpt.jobs import ROOT, Job, is_alive, read_history, torchrun
+from mingpt.base import events
+from mingpt.tools.jobs import ROOT, Job, is_alive, read_history, torchrun
 
 STEPS = 150
 SETTINGS = {
@@ -56,7 +56,7 @@ def leave_marks(marks: Path) -> None:
     """In a worker: files that tell when it has imported everything, and that it evaluates."""
 
     def note_imports() -> None:
-        while not hasattr(sys.modules.get("mingpt.trainer"), "Trainer"):
+        while not hasattr(sys.modules.get("mingpt.training.trainer"), "Trainer"):
             time.sleep(0.01)
         (marks / f"imported-{os.getpid()}").write_text(str(time.monotonic()))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from common import Settings, exit_codes, row, short_hash, signal_one, start
 
-from mingpt.jobs import last_step, read_history
+from mingpt.tools.jobs import last_step, read_history
 
 PROBE_STEPS = 120
 DAY_S = 24 * 3600

@@ -24,8 +24,8 @@ from typing import Any
 
 from common import arguments_of, row, short_hash, start, wait_for_success
 
-from mingpt import events
-from mingpt.jobs import ROOT, Job, is_alive, read_history, torchrun
+from mingpt.base import events
+from mingpt.tools.jobs import ROOT, Job, is_alive, read_history, torchrun
 
 STEPS, LIMIT_S = 60, 1.5
 SETTINGS = {

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from common import Settings, arguments_of, row, wait_for_success
 
-from mingpt import events
-from mingpt.cli import parse
+from mingpt.base import events
 from mingpt.config import Config
-from mingpt.jobs import Job, torchrun
+from mingpt.config.cli import parse
+from mingpt.tools.jobs import Job, torchrun
 
 if TYPE_CHECKING:
     from mingpt.distributed import Launch
-    from mingpt.state import TrainState
+    from mingpt.training.state import TrainState
 
 CPU = {
     "model.arch": "gpt2", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import Settings, arguments_of, row, wait_for_success
 
-from mingpt.jobs import Job, read_metric
+from mingpt.tools.jobs import Job, read_metric
 
 POLL_S = 0.005
 CPU = {

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from common import row, short_hash, spread, start_plain, wait_for_success
 
-from mingpt.jobs import Job, last_step, read_history, read_metric
+from mingpt.tools.jobs import Job, last_step, read_history, read_metric
 
 FILES, FILE_BYTES, HEADER_BYTES = 1000, 200_000_000, 1024
 TOKENS = (FILE_BYTES - HEADER_BYTES) // 2

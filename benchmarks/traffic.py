@@ -15,10 +15,10 @@ bytes that it gives to a collective of W:
     broadcast    n (W - 1) / W     on average over the workers
 
 `sent` is that sum, `wire` what the sockets between workers have sent, `store` what those to the store have
-sent and received. `asked` is what mingpt.plan computes for a step, `ring` what an all-reduce of the gradient
-sends: 2 (W - 1) / W x 4 bytes x parameters. Figures are means over the workers; `largest` is that of the
-worker that sends most; calls are those of the first worker. One row per strategy, optimizer and number of
-workers, as JSON. Then the buckets of GPT-2 XL.
+sent and received. `asked` is what `python -m mingpt plan` computes for a step, `ring` what an all-reduce of
+the gradient sends: 2 (W - 1) / W x 4 bytes x parameters. Figures are means over the workers; `largest` is
+that of the worker that sends most; calls are those of the first worker. One row per strategy, optimizer and
+number of workers, as JSON. Then the buckets of GPT-2 XL.
 """
 
 import argparse
@@ -39,11 +39,11 @@ from typing import Any
 from common import row
 from one_hash import train_forked
 
-from mingpt import events
-from mingpt.cli import build, parse
+from mingpt.base import events
 from mingpt.config import Config
+from mingpt.config.cli import build, parse
 from mingpt.distributed import shared_memory
-from mingpt.jobs import ROOT
+from mingpt.tools.jobs import ROOT
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp exact": {},
@@ -207,8 +207,8 @@ def summary(phases: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
 
 
 def asked_of_step(config: Config, workers: int) -> tuple[int, int]:
-    """Bytes that a worker sends in a step by mingpt.plan, and the number of parameters."""
-    from mingpt.plan import Workload, bytes_sent, measure_data
+    """Bytes that a worker sends in a step by `python -m mingpt plan`, and the number of parameters."""
+    from mingpt.tools.plan import Workload, bytes_sent, measure_data
 
     work = Workload(config, measure_data(config).vocab_size, workers, on_cpu=True, dtype="float32")
     return bytes_sent(work), work.parameters
@@ -244,7 +244,7 @@ def buckets_of_xl() -> None:
     import torch
 
     from mingpt.model import parameter_shapes
-    from mingpt.parallel.buckets import make_buckets
+    from mingpt.parallel.ddp import make_buckets
 
     config = parse([str(ROOT / "configs/gpt2-xl.yaml")])
     assert config.data.vocab_size

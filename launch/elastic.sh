@@ -9,4 +9,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$(command -v python || command -v python3)}
 # torchrun finds the rendezvous among the entry points on this path, so nothing has to be installed.
 export PYTHONPATH="$root:$root/launch/plugin${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -P -m mingpt.elastic.launch "$@"
+exec "$python" -P -m mingpt.launch.elastic.command "$@"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.nodes import Cluster, why_no_cluster
 
-from mingpt.jobs import Job, is_alive, last_step, tensor_hash, torchrun
+from mingpt.tools.jobs import Job, is_alive, last_step, tensor_hash, torchrun
 
 Start = Callable[..., Job]
 ROOT = Path(__file__).parent.parent
@@ -85,7 +85,7 @@ def command(
 def changed_program(folder: Path, code: str) -> Path:
     """A program like train.py in which every process runs `code` first, which finds `events` and `train`."""
     path = folder / "changed_train.py"
-    imports = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt import events\n"
+    imports = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt.base import events\n"
     path.write_text(f"{imports}{code}\ntrain.main()\n")
     return path
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mingpt.jobs import clean_environment
+from mingpt.tools.jobs import clean_environment
 
 
 def all_rows(*words: str) -> list[dict[str, Any]]:

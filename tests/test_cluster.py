@@ -14,7 +14,7 @@ from support.nodes import Cluster, Node, why_no_cluster
 from support.nodes_job import listens
 from support.switch import state_of
 
-from mingpt.jobs import clean_environment
+from mingpt.tools.jobs import clean_environment
 
 MakeCluster = Callable[..., Cluster]
 CONNECT = """

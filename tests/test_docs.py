@@ -39,7 +39,7 @@ def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, t
             path.write_text(f'{docstring}"""\n\n{content}{imports}')
             lines_added[content] = len(content.splitlines())
         elif language == "diff":
-            assert attributes["file"] == "mingpt/config.py"
+            assert attributes["file"] == "mingpt/config/settings.py"
             path = tmp_path / attributes["file"]
             old, new = (line[1:] for line in content.splitlines())
             assert path.read_text().count(old) == 1

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mingpt.config import ModelConfig, OptimizerConfig
 from mingpt.model import GPT, LossModule
-from mingpt.parallel.buckets import allocate
-from mingpt.parallel.norm import clip, row_norms, total_norm
+from mingpt.parallel.ddp import allocate
+from mingpt.parallel.strategy import clip, row_norms, total_norm
 
 CUDA = torch.device("cuda", 0)
 NEEDS_CUDA_BUILD = pytest.mark.skipif(

@@ -19,12 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt.config import Config, ModelConfig
 from mingpt.data import CharDataset, ElasticSampler
+from mingpt.distributed.device import autocast, resolve_dtype
 from mingpt.model import GPT
 
 CONFIG = Config()
 SIZE = CONFIG.trainer.micro_batch_size
 WRITTEN_MB = {"modern": 58.3, "gpt2": 52.2}  # measured; a twentieth more is allowed
-MAX_RATIO = 1.05  # of the time of torch's own operations; measured: 0.92 and 0.86
+# Of the time of torch's own operations. Measured: 0.92 and 0.86 where bfloat16 is native, on an EPYC that has
+# no AVX512, where the default run computes in float32, 0.95 and 1.02.
+MAX_RATIO = {torch.bfloat16: 1.05, torch.float32: 1.1}
+CPU = torch.device("cpu")
 
 
 class Written(TorchDispatchMode):
@@ -44,15 +48,15 @@ class Written(TorchDispatchMode):
         return result
 
 
-def micro_batch(arch: str) -> Callable[[], None]:
-    """A forward and backward pass as the default run makes them on a CPU with bfloat16."""
+def micro_batch(arch: str, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    """A forward and backward pass as the default run makes them on a CPU whose dtype is this one."""
     torch.manual_seed(0)
     config = ModelConfig(arch=arch)  # type: ignore[arg-type]
     model = GPT(config, vocab_size=65, block_size=CONFIG.data.block_size)
     tokens = torch.randint(0, 65, (SIZE, CONFIG.data.block_size))
 
     def run() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast(CPU, dtype):
             loss = model(tokens, tokens)[1]
         loss.backward()
         model.zero_grad(set_to_none=True)
@@ -82,7 +86,8 @@ def test_a_micro_batch_takes_less_time_than_one_of_torchs_own_operations(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured alternately, and the least of each: whatever else happens only ever adds time."""
-    threads, work = torch.get_num_threads(), micro_batch(arch)
+    dtype = resolve_dtype("auto", CPU)  # bfloat16 that is not native takes eight times as long
+    threads, work = torch.get_num_threads(), micro_batch(arch, dtype)
     ours, plain = [], []
     torch.set_num_threads(1)
     try:
@@ -94,7 +99,7 @@ def test_a_micro_batch_takes_less_time_than_one_of_torchs_own_operations(
                 plain.append(cpu_seconds(work))
     finally:
         torch.set_num_threads(threads)
-    assert min(ours) < MAX_RATIO * min(plain), f"{min(ours) / min(plain):.2f}"
+    assert min(ours) < MAX_RATIO[dtype] * min(plain), f"{min(ours) / min(plain):.2f}"
 
 
 def test_fetching_a_batch_takes_hardly_any_time_of_its_step() -> None:
@@ -124,8 +129,8 @@ import torch
 from mingpt.config import Config
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
-from mingpt.parallel.buckets import allocate
-import mingpt.trainer, mingpt.distributed
+from mingpt.parallel.ddp import allocate
+import mingpt.training.trainer, mingpt.distributed
 weights = dict(GPT(Config().model, vocab_size=5, block_size=4).named_parameters())
 shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 optimizer = Optimizer(weights, shapes, Config().optimizer)

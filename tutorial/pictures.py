@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
-from mingpt.parallel.shards import numel_by_rank
+from mingpt.parallel.strategy import numel_by_rank
 from tutorial.drawing import BLUE, BOLD, GREEN, GREY, LEFT, ORANGE, PURPLE, RED, WHITE, WIDTH, Picture
 
 single = importlib.import_module("tutorial.1_single")  # an import statement takes no name that begins with 1

@@ -9,7 +9,7 @@ address=$(getent ahostsv4 "$name" | awk -v name="$name" '$1 !~ /^127\./ || $1 ==
 first=$(hostname -I | cut -d ' ' -f 1)
 
 trap : TERM # the agent gets it too, and ends in order
-# MINGPT_PROGRAM is not quoted, since it may be several words: -m mingpt.doctor
+# MINGPT_PROGRAM is not quoted, since it may be several words: -m mingpt doctor
 bash launch/elastic.sh --nnodes "$MIN_NODES:$SLURM_NNODES" \
     --nproc "${SLURM_GPUS_ON_NODE:-$SLURM_CPUS_PER_TASK}" \
     --rdzv "${RENDEZVOUS:-$PWD/out/rendezvous}" --rdzv_id "$SLURM_JOB_ID" \

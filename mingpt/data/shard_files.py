@@ -1,7 +1,8 @@
 """Which files hold the tokens, in which order, and whether each is what its header says.
 
 Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
-modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32).
+modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). meta.json is what
+`python -m mingpt prepare` knows of the shards beside it; it is checked before anybody uses it.
 """
 
 import errno
@@ -14,12 +15,14 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 
+from mingpt.base.errors import UserError
+from mingpt.base.files import BadJson, Count, Sha256, check_json, read_json
 from mingpt.data.source import hint_to_prepare, relative_to
-from mingpt.errors import UserError
 
 HEADER_BYTES = 1024
 UINT16: np.dtype[Any] = np.dtype("<u2")
@@ -29,6 +32,36 @@ EVAL_MAGIC = 20240522
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # the first, the last and two between are part of a fingerprint
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
+META_FORMAT = 1
+Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
+
+
+class TokenizerMeta(pydantic.BaseModel):
+    sha256: Sha256 | None
+    vocab_size: Positive
+    end_of_text: Count | None
+
+
+class DocumentsMeta(pydantic.BaseModel):
+    train: Count
+    val: Count
+
+
+class FileMeta(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(pattern=r"^[^/\x00]+\.bin$")]
+    tokens: Positive
+    bytes: Positive
+    sha256: Sha256
+
+
+class Meta(pydantic.BaseModel):
+    """What this program uses of a finished meta.json; other fields may be there."""
+
+    complete: Literal[True]
+    val_bytes: Count | None
+    tokenizer: TokenizerMeta
+    documents: DocumentsMeta
+    files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -228,3 +261,57 @@ def sampled_fingerprint(name: str, size: int, first: bytes, descriptor: int) -> 
 def is_users_mistake(error: OSError) -> bool:
     """Whether trying again cannot help, as it may with a file system that fails for a while."""
     return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR)
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """The checked content of the folder's meta.json; None if there is none.
+
+    Raises UserError if it is damaged, of another format, or says that prepare has not finished.
+    """
+    path = folder / "meta.json"
+    try:
+        meta = read_json(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except BadJson as error:
+        raise damaged(path, str(error)) from None
+    if not isinstance(meta, dict):
+        raise damaged(path, "no JSON object")
+    if "format" not in meta:
+        raise UserError(
+            f"{path} has no format, so prepare did not write it: rename it to read the shards without it"
+        )
+    if meta["format"] != META_FORMAT:
+        raise UserError(
+            f"{path} has format {str(meta['format'])[:20]}, and this program reads format {META_FORMAT}: "
+            "prepare the data again"
+        )
+    if meta.get("complete") is False:
+        raise UserError(f"{path} says that prepare has not finished: run the same command of it again")
+    try:
+        check_json(meta, Meta)
+    except BadJson as error:
+        raise damaged(path, f"{in_words(error.place)} is missing or not what it should be") from None
+    names = [entry["name"] for entry in meta["files"]]
+    if len(set(names)) != len(names):
+        raise damaged(path, "it lists a file twice")
+    return meta
+
+
+def damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} is damaged: {reason}; prepare the data again")
+
+
+def in_words(place: tuple[str | int, ...]) -> str:
+    """Which value of meta.json it is that `place` leads to."""
+    match place:
+        case ("files", number):
+            return f"file {number}"
+        case ("files", number, name):
+            return f'"{name}" of file {number}'
+        case (outer, name):
+            return f'"{name}" of "{outer}"'
+        case _:
+            return f'"{place[0]}"'

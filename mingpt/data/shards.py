@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mingpt.base.errors import ExpectedError, UserError
 from mingpt.data.shard_files import (
     ShardFile,
     find_files,
@@ -26,9 +27,8 @@ from mingpt.data.shard_files import (
     is_validation,
     open_file,
     read_at,
+    read_meta,
 )
-from mingpt.data.shard_meta import read_meta
-from mingpt.errors import ExpectedError, UserError
 
 MAX_OPEN_FILES = 256
 LOCAL = ("file://", "local://")

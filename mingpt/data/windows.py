@@ -1,25 +1,39 @@
-"""Windows of a token array: `block_size + 1` neighbouring tokens, an input and its targets one to the right.
+"""Text or shards as tokens, their windows, and which worker reads which window at which step.
 
-A batch of windows is one gather from the array. Which window is read when is decided by the sampler.
+The split comes first: no character or token of the validation part is ever trained on. A window is
+`block_size + 1` neighbouring tokens, an input and its targets one to the right; a batch of windows is one
+gather from the array. The order is a seeded permutation per epoch, cut into micro-batches.
 """
 
+import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler
 
-from mingpt.data.shards import TokenShards
-from mingpt.errors import UserError
+from mingpt.base.errors import UserError
+from mingpt.base.files import read_json
+from mingpt.config import DataConfig
+from mingpt.data.shards import ShardData, TokenShards
+from mingpt.data.source import hint_to_prepare
+from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
 PREFETCH_BATCHES = 64  # gathered, and moved to the device, at once
 PREFETCH_FROM_DISK = 128  # windows
 FIRST_FROM_DISK = 8  # batches; the first step waits for them
+FEISTEL_ROUNDS = 6
+PREFETCH_STEPS = 32  # a permutation of a thousand windows costs about as much as one of ten
+MIX_1, MIX_2, GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
+MASK_64 = 0xFFFFFFFFFFFFFFFF
+GPT2_VOCABULARY = 50257  # tokens; of shards that have no tokenizer
 
 
 class CharDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -131,3 +145,217 @@ class EvalBatches(Sequence[tuple[Tensor, Tensor]]):
             return last[:, :-1], last[:, 1:]
         numbers = range(first, min(first + self.batch_size, self.windows))
         return self.dataset.__getitems__([one * self.whole // self.windows * block_size for one in numbers])
+
+
+def mix(*numbers: int) -> int:
+    """A 64-bit hash of `numbers` and their order (SplitMix64's finalizer, Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + GOLDEN) & MASK_64
+        state = ((state ^ (state >> 30)) * MIX_1) & MASK_64
+        state = ((state ^ (state >> 27)) * MIX_2) & MASK_64
+        state ^= state >> 31
+    return state
+
+
+def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
+    """The images of `indices` under a keyed permutation of range(size); (N,) uint64 to (N,) uint64.
+
+    Its memory does not grow with `size`: a balanced Feistel network over the next power of four, repeated
+    until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Neither
+    numpy nor torch promises its random streams across versions, so this is our own.
+    """
+    half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = [np.uint64(mix(key, number)) for number in range(FEISTEL_ROUNDS)]
+    outside = np.ones(len(indices), dtype=bool)
+    indices = indices.astype(np.uint64)
+    while outside.any():
+        left, right = indices[outside] >> half, indices[outside] & mask
+        for round_key in keys:
+            mixed = (right + round_key) * np.uint64(MIX_1)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(MIX_2)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+        indices[outside] = (left << half) | right
+        outside = indices >= size
+    return indices
+
+
+class ElasticSampler(DistributedSampler[int]):
+    """Assign the windows of a shuffled epoch to any number of workers.
+
+    The order depends on (seed, epoch) alone. Save on eight workers, resume on three: each window of the epoch
+    is still read exactly once. The whole state is `windows_seen`, one integer: the windows that all workers
+    have read.
+
+    An epoch's windows lie end to end from an offset that the epoch draws, in the order of a permutation. A
+    step takes the next `batch_size` of them, across the end of an epoch too, in micro-batches of
+    `micro_batch_size`. Iterating yields the first positions of this worker's windows, from `windows_seen` on,
+    without end.
+    """
+
+    def __init__(
+        self,
+        dataset: CharDataset,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        takes_turns: bool = False,
+    ) -> None:
+        super().__init__(
+            dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=False
+        )
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
+        self.takes_turns = takes_turns
+        self.block_size = dataset.block_size
+        self.windows_per_epoch = (len(dataset.tokens) - 1) // dataset.block_size
+        self.offsets = (len(dataset.tokens) - 1) % dataset.block_size + 1
+        self.windows_seen = 0
+
+    def seek(self, windows_seen: int) -> None:
+        """Continue as if so many windows had been read already, by whichever workers. O(1)."""
+        self.windows_seen = windows_seen
+
+    def micro_batches_by_rank(self) -> list[range]:
+        """Which of a step's m micro-batches each rank r of n reads: r * m // n to (r + 1) * m // n.
+
+        Contiguous and as even as can be; if `takes_turns`, r, r + n, r + 2 n, ... Empty for surplus workers.
+        """
+        count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
+        if self.takes_turns:
+            return [range(rank, count, workers) for rank in range(workers)]
+        return [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
+
+    def my_micro_batches(self) -> range:
+        return self.micro_batches_by_rank()[self.rank]
+
+    def window_starts(self, first: int, count: int) -> np.ndarray:
+        """(count,) first positions of the windows number `first`, `first` + 1, ... since the run began."""
+        starts = []
+        while count:
+            epoch, place = divmod(first, self.windows_per_epoch)
+            here = min(count, self.windows_per_epoch - place)
+            places = np.arange(place, place + here, dtype=np.uint64)
+            order = permute(places, self.windows_per_epoch, mix(self.seed, epoch, 0))
+            offset = mix(self.seed, epoch, 1) % self.offsets
+            starts.append(order.astype(np.int64) * self.block_size + offset)
+            first, count = first + here, count - here
+        return np.concatenate(starts) if starts else np.empty(0, dtype=np.int64)
+
+    def __iter__(self) -> Iterator[int]:
+        next_window, micro_batches = self.windows_seen, self.my_micro_batches()
+        size = self.micro_batch_size
+        columns = np.add.outer(np.array(micro_batches, dtype=np.int64) * size, np.arange(size)).ravel()
+        while micro_batches:
+            starts = self.window_starts(next_window, PREFETCH_STEPS * self.batch_size)
+            yield from starts.reshape(PREFETCH_STEPS, self.batch_size)[:, columns].ravel().tolist()
+            next_window += starts.size
+
+    def __len__(self) -> int:
+        """Windows of an epoch, of all workers together."""
+        return self.windows_per_epoch
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is trained on and evaluated."""
+
+    train: CharDataset
+    val: CharDataset
+    tokenizer: Tokenizer | None
+    vocab_size: int  # rows of the embedding; at least the tokenizer's size
+    fingerprint: str  # of the data, 64 hexadecimal digits
+    files: Mapping[str, str] = field(default_factory=dict)  # token shards and their fingerprints
+    val_bytes: int | None = None  # of UTF-8 in the validation text after its first token
+    entropy_floor: float | None = None  # nats per token of the validation part, where they are known
+
+
+class TextData:
+    """A text: its tail is the validation part. Raises UserError for one that is empty or not UTF-8."""
+
+    def __init__(self, content: bytes, config: DataConfig) -> None:
+        if not content:
+            raise UserError(f"data.path {config.path} is empty")
+        if config.path.endswith((".jsonl", ".ndjson")):
+            raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
+        try:
+            self.text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            byte, offset = content[error.start], error.start
+            raise UserError(
+                f"data.path {config.path} is not UTF-8, byte 0x{byte:02x} at offset {offset:,}"
+                f"{hint_to_prepare(config.path)}"
+            ) from None
+        self.files: Mapping[str, str] = {}
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+
+
+Data = TextData | ShardData
+
+
+def make_corpus(content: bytes, config: DataConfig) -> Corpus:
+    """A text with a tokenizer of its own. Raises UserError for a text that cannot be used."""
+    data = TextData(content, config)
+    return tokenize(data, config, train_tokenizer(data, config))
+
+
+def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
+    """The tokens of the data, with the tokenizer that goes with it; a text needs one.
+
+    `rows` of the embedding are those of the model to go on with, if there is one. Raises UserError for data
+    that is too short for the split, or that the tokenizer cannot encode.
+    """
+    meta = data.meta if isinstance(data, ShardData) else None
+    vocab_size = rows or vocabulary_size(config, tokenizer, meta)
+    if isinstance(data, ShardData):
+        val_bytes = meta["val_bytes"] if meta else None
+        known = vocab_size if tokenizer is None else len(tokenizer)
+        parts = [CharDataset(part, config.block_size, known) for part in (data.train, data.val)]
+    else:
+        assert tokenizer is not None, "a text needs a tokenizer"
+        n_train = int(len(data.text) * (1 - config.val_fraction))
+        val_text = data.text[n_train:]
+        tokens = [tokenizer.encode(text) for text in (data.text[:n_train], val_text)]
+        val_bytes = len(val_text.encode()) - len(tokenizer.decode(tokens[1][:1].tolist()).encode())
+        parts = [CharDataset(part, config.block_size) for part in tokens]
+    for part, dataset in zip(("training", "validation"), parts, strict=True):
+        if len(dataset.tokens) < config.block_size + 1:
+            raise UserError(
+                f"the {part} part of {config.path} has {len(dataset.tokens):,} tokens, fewer than one window "
+                f"of data.block_size + 1 = {config.block_size + 1}: use a longer text, a smaller "
+                "data.block_size or another data.val_fraction"
+            )
+    floor = entropy_floor(config, data.fingerprint) if isinstance(tokenizer, CharTokenizer) else None
+    train, val = parts
+    return Corpus(train, val, tokenizer, vocab_size, data.fingerprint, data.files, val_bytes, floor)
+
+
+def train_tokenizer(data: TextData, config: DataConfig) -> Tokenizer:
+    """A tokenizer for this text, of the kind that `data.tokenizer` names; characters for auto."""
+    return TOKENIZERS["char" if config.tokenizer == "auto" else config.tokenizer].train(data.text)
+
+
+def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[str, Any] | None) -> int:
+    """Rows of a new model's embedding; `meta` is what meta.json says of shards. Raises UserError.
+
+    There must be one for each token of the tokenizer.
+    """
+    size = meta["tokenizer"]["vocab_size"] if meta else GPT2_VOCABULARY
+    size = size if tokenizer is None else len(tokenizer)
+    if tokenizer is not None and config.vocab_size is not None and config.vocab_size < size:
+        raise UserError(f"data.vocab_size is {config.vocab_size}, and the tokenizer has {size} tokens")
+    return config.vocab_size or size
+
+
+def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
+    """Nats per character from the .json beside the text, if it describes this text and this split."""
+    beside = Path(config.path.removeprefix("file://")).with_suffix(".json")
+    try:
+        about = read_json(beside)
+        matches = about["sha256"] == fingerprint and about["val_fraction"] == config.val_fraction
+        return float(about["val_nats_per_character"]) if matches else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # there is no such file, or it has another purpose

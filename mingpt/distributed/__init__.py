@@ -6,8 +6,8 @@ Importing this package does not import torch.
 
 from mingpt.distributed.context import DistributedContext
 from mingpt.distributed.exit import ProcessExit, is_lost_peer, write_stderr
-from mingpt.distributed.generation import GenerationEnd
 from mingpt.distributed.launch import Launch
+from mingpt.distributed.rendezvous import GenerationEnd
 from mingpt.distributed.signals import StopSignal
 
 __all__ = [

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mingpt.base.errors import SaveAborted
 from mingpt.distributed.exit import is_lost_peer
-from mingpt.errors import SaveAborted
 
 # Of an exchange: a rank may write slowly meanwhile. The loss of one is noticed at once, and the
 # training's own exchanges notice one that is frozen.
@@ -35,16 +35,21 @@ def save_needs_peers() -> Iterator[None]:
 class BackgroundGroup:
     """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
 
-    Exchanges raise SaveAborted if a rank is gone.
+    Exchanges raise SaveAborted if a rank is gone. A group of one rank exchanges nothing and needs no process
+    group.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        assert isinstance(group, dist.ProcessGroup)
-        self.group = group
+        self.group: dist.ProcessGroup | None = None
+        if world_size > 1:
+            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup)
+            self.group = group
 
     def all_gather_object(self, value: T) -> list[T]:
+        if self.world_size == 1:
+            return [value]
         values: list[Any] = [None] * self.world_size
         with save_needs_peers():
             dist.all_gather_object(values, value, group=self.group)
@@ -52,16 +57,35 @@ class BackgroundGroup:
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank; what it raises on any, all raise."""
+        if self.world_size == 1:
+            return [work()]
         result, error = None, None
         try:
             result = work()
-        except Exception as problem:  # each driver raises exceptions of its own
+        except Exception as problem:  # whatever it is, all ranks raise it
             error = problem
         outcomes = self.all_gather_object((result, picklable(error)))
         for _, error_there in outcomes:
             if error_there is not None:
                 raise error_there
         return [result_there for result_there, _ in outcomes]  # type: ignore[misc]
+
+    def on_rank(self, rank: int, work: Callable[[], T]) -> T:
+        """What `work` returns or raises on this rank, on all ranks."""
+        is_here = self.rank == rank
+        result = self.on_all_ranks(lambda: work() if is_here else None)[rank]
+        return result  # type: ignore[return-value]
+
+    def send_and_receive(
+        self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Send tensors to ranks, and receive those of other ranks in place."""
+        with save_needs_peers():
+            work = [dist.isend(tensor, rank, group=self.group) for rank, tensor in sent]
+            work += [dist.irecv(tensor, rank, group=self.group) for rank, tensor in received]
+            for one in work:
+                assert one is not None  # this rank is in the group
+                one.wait()
 
     def all_to_all(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]

@@ -1,37 +1,106 @@
 """A worker's place in its generation, and what the ranks exchange besides gradients.
 
 Every method that exchanges something is collective: all ranks must call it. What one rank cannot accept, all
-ranks refuse. torch is imported where it is needed, so that a wrong setting is answered without waiting for
-it.
+ranks refuse. During work that takes long, or that only some ranks have, the ranks exchange heartbeats, so
+that timeouts do not fire, a lost peer is noticed, and a request to stop is agreed on meanwhile. torch is
+imported where it is needed, so that a wrong setting is answered without waiting for it.
 """
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mingpt.distributed import heartbeat
-from mingpt.distributed.device import check_device_types, find_device, keeps_freed_memory, tune_malloc
+from mingpt.base.errors import StopRequested, UserError
+from mingpt.base.system import start
+from mingpt.distributed.device import (
+    Environment,
+    check_device_types,
+    find_device,
+    find_environment,
+    keeps_freed_memory,
+    resolve_dtype,
+    tune_malloc,
+)
 from mingpt.distributed.exit import ProcessExit
-from mingpt.distributed.generation import GenerationEnd
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import Rendezvous
+from mingpt.distributed.rendezvous import GenerationEnd, Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
-from mingpt.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
     from mingpt.config import TrainerConfig
     from mingpt.distributed.shared_memory import SharedMemory
-
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+HEARTBEAT_S = 0.5
 SLOWEST_START = 3.0  # a worker is given up that needs so many times the start of one that waits for it
 UNMANAGED_WAIT_S = 180.0  # without an agent workers are started one by one, and nobody starts them again
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
+log = logging.getLogger(__name__)
+
+
+def exchange_heartbeat(context: "DistributedContext", is_busy: bool) -> bool:
+    """Whether any rank is busy. Raises StopRequested on all ranks if any has a request that is not deferred.
+
+    One that is deferred becomes `context.agreed_stop`.
+    """
+    states = context.all_gather_object((is_busy, context.stop_signal.reason))
+    received = [name for name in REASONS if any(reason == name for _, reason in states)]
+    if received and context.agreed_stop is None:
+        context.agreed_stop = received[0]
+    if context.agreed_stop and not context.stop_signal.deferred:
+        raise StopRequested(context.agreed_stop)
+    return any(busy for busy, _ in states)
+
+
+def run_with_heartbeat(context: "DistributedContext", work: Callable[[], T]) -> T:
+    """See DistributedContext.run_with_heartbeat."""
+
+    def run() -> T:
+        import torch
+
+        torch.set_num_threads(context.threads)  # both are set per thread
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)
+        return work()
+
+    outcome, thread = start(run)
+    thread.join(HEARTBEAT_S / 50)  # most often that is enough
+    is_busy = True
+    while is_busy:
+        if outcome.done() and not isinstance(outcome.exception(), UserError | None):
+            outcome.result()  # other ranks may wait for this one in their work, so they have to lose a peer
+        is_busy = exchange_heartbeat(context, thread.is_alive())
+        thread.join(HEARTBEAT_S)
+    return context.raise_on_all_ranks(outcome.result)
+
+
+def heartbeat_while(context: "DistributedContext", work: Callable[[], T]) -> T:
+    """See DistributedContext.heartbeat_while."""
+    done = threading.Event()
+
+    def exchange_heartbeats() -> None:
+        try:
+            is_busy = True
+            while is_busy:
+                is_waiting = not done.wait(HEARTBEAT_S)
+                is_busy = exchange_heartbeat(context, is_waiting)
+        except StopRequested as request:
+            context.stop_signal.exit_before_training(request.reason)
+        except BaseException as error:
+            context.exit.exit_with_error(error)
+
+    thread = threading.Thread(target=exchange_heartbeats, daemon=True)
+    thread.start()
+    try:
+        return work()
+    finally:
+        done.set()
+        thread.join()
 
 
 class StepStatus(NamedTuple):
@@ -43,7 +112,7 @@ class StepStatus(NamedTuple):
 
 
 class DistributedContext:
-    """Rank, world size, device and collectives; constructing it meets the other workers.
+    """Rank, world size, device, dtype and collectives; constructing it meets the other workers.
 
     Raises UserError if `trainer.device` is not there, PeersMissing if the other workers do not come, and
     StopRequested.
@@ -63,11 +132,9 @@ class DistributedContext:
         self.previous_generation: GenerationEnd | None = None  # how it ended, as far as the store tells
         self.rendezvous: Rendezvous | None = None
         self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected them
-        process_exit.timeout_s = config.timeout_s
         if launch.is_distributed:
             self.rendezvous = Rendezvous(launch, self._patience_s(config.timeout_s))
-            process_exit.rendezvous = self.rendezvous
-            process_exit.local_peer_pidfds = self.rendezvous.local_peer_pidfds
+            process_exit.join(self.rendezvous, config.timeout_s, self.rendezvous.local_peer_pidfds)
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=self.rendezvous.process_group_store,
@@ -75,13 +142,25 @@ class DistributedContext:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=config.timeout_s),
             )
-            heartbeat.exchange_heartbeat(self, is_busy=False)  # a request may have come during the imports
+            exchange_heartbeat(self, is_busy=False)  # a request may have come during the imports
             told = (self.rendezvous.repeated_failure, self.rendezvous.previous_generation)
             self.repeated_failure, self.previous_generation = self.broadcast_object(told, 0)
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
+        self.dtype = self._agree_on_dtype(config.dtype)
         if self.device.type == "cpu":
             tune_malloc(keeps_freed_memory(config))
+
+    def _agree_on_dtype(self, wanted: str) -> "torch.dtype":
+        """The type of the matrix products; auto is float32 where bfloat16 is not native on every rank."""
+        import torch
+
+        dtypes = set(self.all_gather_object(resolve_dtype(wanted, self.device)))
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def environment(self) -> Environment:
+        """What the bits depend on besides the configuration."""
+        return find_environment(self.device, self.threads, self.dtype)
 
     def _patience_s(self, timeout_s: float) -> float:
         """How long to wait for the other workers to come to the rendezvous."""
@@ -226,6 +305,15 @@ class DistributedContext:
             wait()
             yield part
 
+    def connect_memory(self, timeout_s: float) -> "SharedMemory | None":
+        """Have all ranks share memory from here on, if they are on one node and can. Collective."""
+        from mingpt.distributed.shared_memory import connect
+
+        if self.world_size > 1:
+            is_on_cpu = self.device.type == "cpu"
+            self.memory = connect(self.rank, self.all_gather_object, is_on_cpu, timeout_s)
+        return self.memory
+
     def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
         """Exchange what all ranks must know after a step, in the background; the result waits for it.
 
@@ -278,14 +366,14 @@ class DistributedContext:
         For work that takes long, or that only some ranks have. Raises StopRequested, and leaves the work
         alone, if a request to stop comes before the run has begun; later it becomes `agreed_stop`.
         """
-        return work() if self.world_size == 1 else heartbeat.run_with_heartbeat(self, work)
+        return work() if self.world_size == 1 else run_with_heartbeat(self, work)
 
     def heartbeat_while(self, work: Callable[[], T]) -> T:
         """Run `work` in the calling thread, as a compiler needs it, while another one exchanges heartbeats.
 
         A peer that is lost meanwhile ends this process; so does a request to stop before the run has begun.
         """
-        return work() if self.world_size == 1 else heartbeat.heartbeat_while(self, work)
+        return work() if self.world_size == 1 else heartbeat_while(self, work)
 
     def should_stop(self) -> bool:
         """Whether work that can be cut is to be: all ranks know of a request to stop. Not collective."""

@@ -2,11 +2,12 @@
 
 import ctypes
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mingpt.base.errors import UserError
 from mingpt.distributed.launch import Launch
-from mingpt.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -86,23 +87,43 @@ def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
 NUMERICS = 3
 
 
-def environment_info(device: "torch.device", threads: int) -> dict[str, Any]:
-    """What the bits depend on besides the configuration; a snapshot records it."""
+@dataclass(frozen=True)
+class Environment:
+    """What the bits depend on besides the configuration; a snapshot records it as `software`."""
+
+    torch: str
+    device: str  # its name
+    device_type: str
+    threads: int  # of a worker, on the CPU
+    numerics: int
+    dtype: str  # that the model computes in
+    compiled: bool | str  # "blocks": each block by itself
+
+
+def device_name(device: "torch.device") -> str:
+    """The name of a GPU, or the instruction set of a CPU."""
     import torch
 
     if device.type == "cuda":
-        name = torch.cuda.get_device_name()
-    else:
-        # AMX computes products with other bits than AVX512.
-        amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
-        name = f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
-    return {
-        "torch": torch.__version__,
-        "device": name,
-        "device_type": device.type,
-        "threads": threads,
-        "numerics": NUMERICS,
-    }
+        return torch.cuda.get_device_name()
+    # AMX computes products with other bits than AVX512.
+    amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
+
+
+def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype") -> Environment:
+    """The environment of this process, in which nothing is compiled yet."""
+    import torch
+
+    return Environment(
+        torch=torch.__version__,
+        device=device_name(device),
+        device_type=device.type,
+        threads=threads,
+        numerics=NUMERICS,
+        dtype=str(dtype).removeprefix("torch."),
+        compiled=False,
+    )
 
 
 def enable_determinism() -> None:

@@ -7,15 +7,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from mingpt.distributed import peers
-from mingpt.distributed.generation import FAILED, LOST_PEER, TIMED_OUT, TOLD, PeerEnd
+from mingpt.base.errors import ClaimLost, ExpectedError, NodeRefused, UserError
+from mingpt.base.system import try_within
+from mingpt.base.urls import redact
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import Rendezvous
-from mingpt.errors import ClaimLost, ExpectedError, NodeRefused, UserError
-from mingpt.redact import redact
+from mingpt.distributed.rendezvous import (
+    FAILED,
+    LOST_PEER,
+    TIMED_OUT,
+    TOLD,
+    PeerEnd,
+    Rendezvous,
+    kill_by_pidfd,
+    wait_readable,
+)
 
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
@@ -37,13 +45,28 @@ class ProcessExit:
         self.rendezvous: Rendezvous | None = None
         self.step = 0
         self.timeout_s = 0.0
-        self.release_claims: Callable[[], None] = lambda: None  # at the end of the job
+        self.release_claims: Callable[[], None] = lambda: None
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
         self.note_failure: Callable[[str], None] | None = None  # on rank 0: for run.json
         self.noting = threading.Lock()
         self.exiting = threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
             launch.status_file.unlink(missing_ok=True)  # an earlier generation's
+
+    def join(
+        self, rendezvous: Rendezvous, timeout_s: float, local_peer_pidfds: Mapping[int, int] | None = None
+    ) -> None:
+        """This worker has met the others; its exit reason goes to their store."""
+        self.rendezvous, self.timeout_s = rendezvous, timeout_s
+        self.local_peer_pidfds = dict(local_peer_pidfds or {})
+
+    def on_job_end(self, release_claims: Callable[[], None]) -> None:
+        """Have `release_claims` called where the whole job ends, not where a generation does."""
+        self.release_claims = release_claims
+
+    def on_failure(self, note: Callable[[str], None]) -> None:
+        """Have `note` called, once, with the reason of a failure after which no generation follows."""
+        self.note_failure = note
 
     def record_exit_reason(self, why: str, agreed: bool = False) -> None:
         if self.rendezvous is not None:
@@ -115,9 +138,7 @@ class ProcessExit:
             # With a time limit: the main thread may be noting it, or the disk be the reason why it is stuck.
             reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
             why = f"worker {rank} {reason['why']}" if reason else f"worker {rank} vanished"
-            noting = threading.Thread(target=self.note_end_of_job, args=(why,), daemon=True)
-            noting.start()
-            noting.join(NOTE_FAILURE_S)
+            try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(why))
         self.report_lost_peer()
         os._exit(1)
 
@@ -147,7 +168,7 @@ class ProcessExit:
         os._exit(1)
 
     def report_lost_peer(self) -> None:
-        agent_reports = self.launch.status_file is not None  # that no restart is left; see mingpt.agent
+        agent_reports = self.launch.status_file is not None  # that no restart is left; see launch/agent.py
         if not self.launch.has_restarts_left() and not agent_reports:
             write_stderr(
                 f"worker {self.launch.rank} lost a peer after step {self.step}, "
@@ -189,9 +210,7 @@ class ProcessExit:
         if is_first or self.rendezvous is None:  # without one, rank 0 may not know of the error
             write_stderr(f"error: {error}\n")
         # With a time limit: the storage may be what has failed.
-        releasing = threading.Thread(target=self.release_claims, daemon=True)
-        releasing.start()
-        releasing.join(RELEASE_S)
+        try_within(RELEASE_S, self.release_claims)
         if agent_pid:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
             os.kill(agent_pid, signal.SIGTERM)
@@ -207,14 +226,14 @@ class ProcessExit:
         waiting = dict(self.local_peer_pidfds)
         deadline = time.monotonic() + PEER_EXIT_S
         while waiting and time.monotonic() < deadline:
-            for rank in peers.wait_readable(waiting, POLL_S):
+            for rank in wait_readable(waiting, POLL_S):
                 del waiting[rank]
             if self.rendezvous is not None:
                 waiting = {rank: fd for rank, fd in waiting.items() if not self.rendezvous.is_leaving(rank)}
         for rank, pidfd in waiting.items():
             if self.rendezvous is not None and not are_frozen:
                 self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)
-            peers.kill(pidfd)
+            kill_by_pidfd(pidfd)
 
 
 def write_stderr(text: str) -> None:

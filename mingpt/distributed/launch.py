@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mingpt.errors import UserError
+from mingpt.base.errors import UserError
 
 if TYPE_CHECKING:  # importing pydantic would delay the moment from which signals are heard
     from mingpt.config import TrainerConfig
 
-# Set by mingpt.agent for its workers.
+# Set by mingpt.launch.agent for its workers.
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before a worker asks
 STATUS_FILE = "MINGPT_STATUS_FILE"
-# Set by mingpt.elastic for its workers (handler.py has the same names); the same on all nodes, whatever
-# happens to any of them.
+# Set by launch/elastic/handler.py for its workers; the same on all nodes, whatever happens to any of them.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 
 
@@ -42,7 +41,7 @@ class Launch:
     slurm_job: str | None = None
     slurm_restarts: int = 0  # how often Slurm has requeued that job
     slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
-    status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.agent
+    status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
 
     @classmethod
     def from_environment(cls) -> "Launch":

@@ -4,35 +4,190 @@ Workers meet under keys that no earlier generation wrote. The agent's store outl
 several agents neither the restart count nor the port tells generations apart. So each worker offers a fresh
 nonce, and rank 0 answers under that nonce with the generation's name: nothing that a dead worker left can be
 mistaken for an answer.
+
+A generation leaves the reasons why its workers exited, from which the next one tells how it ended. The other
+workers of this worker's agent are found in /proc, watched and killed by pidfd, on Linux only.
 """
 
+import contextlib
 import json
 import os
 import platform
-import threading
+import select
+import signal
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from mingpt.distributed import peers
-from mingpt.distributed.generation import (
-    MAX_REPEATS,
-    GenerationEnd,
-    PeerEnd,
-    repeated_failure,
-    repeated_sentence,
-)
+from mingpt.base.errors import PeersMissing
+from mingpt.base.system import run_within
 from mingpt.distributed.launch import Launch
-from mingpt.errors import PeersMissing
 
+TIMED_OUT = "timed out waiting for a peer"
+LOST_PEER = "lost a peer"
+FAILED = "failed"
+TOLD = "told to stop"
+MAX_REPEATS = 3  # generations, one after the other, that fail in the same place
 T = TypeVar("T")
 STORE_TIMEOUT_S = 180.0  # of what else the process group waits for in the store
 AGENT_STORE_TIMEOUT_S = 10.0
 EXIT_REASON_TIMEOUT_S = 2.0
 PEER_END_TIMEOUT_S = 0.3
 POLL_S = 0.01
+
+
+def parent_pid(pid: int) -> int | None:
+    """The process id of a process's parent, where the system says."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def open_pidfd(pid: int, agent_pid: int | None) -> int | None:
+    """A pidfd of a child of the agent, which never refers to a later process; None if it is none."""
+    if agent_pid is None or pid == os.getpid() or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None  # it has gone, or this kernel does not allow it: then the agent kills it
+    if parent_pid(pid) == agent_pid:  # asked after opening, so it is this very process's parent
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def find_local_peers(agent_pid: int | None) -> dict[int, int]:
+    """{rank: pidfd} of the agent's other children that have a rank."""
+    found: dict[int, int] = {}
+    if agent_pid is None:
+        return found
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        if parent_pid(pid) != agent_pid:
+            continue
+        pidfd = open_pidfd(pid, agent_pid)
+        if pidfd is None:
+            continue
+        rank = rank_of(pid)
+        if rank is None:
+            os.close(pidfd)
+        else:
+            found[rank] = pidfd
+    return found
+
+
+def rank_of(pid: int) -> int | None:
+    """The RANK that a process was started with."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
+    return ranks[0] if ranks else None
+
+
+def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
+    """The keys of those file descriptors that are readable; waits for one. A pidfd is once it has exited."""
+    poller = select.poll()
+    keys = {fd: key for key, fd in fds.items()}
+    for fd in keys:
+        poller.register(fd, select.POLLIN)
+    return [keys[fd] for fd, _ in poller.poll(1000 * timeout_s)]
+
+
+def kill_by_pidfd(pidfd: int) -> None:
+    with contextlib.suppress(OSError):  # it has gone
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+class PeerEnd(Enum):
+    """What the exit of a worker means for those of its generation that still run."""
+
+    AGREED = "the job ends, or all workers leave for the same reason"
+    STOPPED = "it was told to stop by a signal that could not wait for the others"
+    LOST = "it failed, or was killed"
+
+    @classmethod
+    def of(cls, reason: dict[str, Any] | None) -> "PeerEnd":
+        """From an exit reason; None: it left none."""
+        if reason is None:
+            return cls.LOST
+        if reason.get("agreed"):
+            return cls.AGREED
+        return cls.STOPPED if reason["why"].startswith(TOLD) else cls.LOST
+
+
+@dataclass(frozen=True)
+class GenerationEnd:
+    """How a generation ended, as its store says. A rank without an exit reason was killed or cut off."""
+
+    world_size: int
+    exit_reasons: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
+
+    def to_json(self) -> list[Any]:
+        return [self.world_size, list(self.exit_reasons.items())]
+
+    @classmethod
+    def from_json(cls, content: list[Any]) -> "GenerationEnd":
+        return cls(content[0], dict(content[1]))
+
+    def step(self) -> int | None:
+        """The last step that the generation had completed."""
+        return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
+
+    def failures(self) -> dict[int, str]:
+        """{rank: why} of those that failed."""
+        reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
+        return {rank: why for rank, why in reasons.items() if why.startswith(FAILED)}
+
+    def failed_to_begin(self) -> bool:
+        """Whether it failed before it had begun to train, and no worker merely vanished."""
+        failed = [self.exit_reasons[rank] for rank in self.failures()]
+        all_known = len(self.exit_reasons) == self.world_size
+        return bool(failed) and all_known and not any(reason.get("began") for reason in failed)
+
+    def sentence(self) -> str:
+        reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
+        missing = [rank for rank in range(self.world_size) if rank not in reasons]
+        parts = []
+        if missing:
+            who = ("worker " if len(missing) == 1 else "workers ") + ", ".join(map(str, missing))
+            timeouts = [why.removeprefix(TIMED_OUT) for why in reasons.values() if why.startswith(TIMED_OUT)]
+            parts.append(f"{who} timed out{timeouts[0]}" if timeouts else f"{who} vanished")
+        parts += [f"worker {rank} {why}" for rank, why in self.failures().items()]
+        if parts:
+            return "; ".join(parts)
+        if any(why.startswith(TIMED_OUT) for why in reasons.values()):
+            return "the workers timed out waiting for each other"
+        lost = [why for why in reasons.values() if why.startswith(LOST_PEER)]
+        others = {passive(why) for why in reasons.values() if why not in lost}
+        return "; ".join(([f"the workers {max(lost, key=len)}"] if lost else []) + sorted(others))
+
+
+def passive(why: str) -> str:
+    """ "the workers were told to stop by SIGTERM", "the workers finished" """
+    return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
+
+
+def repeated_failure(ends: Sequence[GenerationEnd]) -> str | None:
+    """One sentence if the last generations all failed before they had begun to train, at the same step."""
+    last = ends[-MAX_REPEATS:]
+    same_step = len({end.step() for end in last}) == 1
+    if len(last) < MAX_REPEATS or not same_step or not all(end.failed_to_begin() for end in last):
+        return None
+    return repeated_sentence("before the first step", last[-1].sentence())
+
+
+def repeated_sentence(where: str, end: str) -> str:
+    repeats = f"{MAX_REPEATS} generations failed one after the other {where} ({end})"
+    return f"{repeats}: a restart would repeat it"
 
 
 class Rendezvous:
@@ -141,9 +296,9 @@ class Rendezvous:
 
     def _give_up(self, missing: Sequence[int], can_tell: bool = True) -> NoReturn:
         """Kill the missing workers of this node, as the agent would after 30 s, and record who they are."""
-        for rank, pidfd in peers.find_local_peers(self.launch.agent_pid).items():
+        for rank, pidfd in find_local_peers(self.launch.agent_pid).items():
             if rank in missing:
-                peers.kill(pidfd)
+                kill_by_pidfd(pidfd)
         sentence = (
             f"{list_workers(missing)} did not reach the rendezvous within {round(self.timeout_s, 1):g} s"
         )
@@ -196,7 +351,7 @@ class Rendezvous:
         for rank, place in enumerate(places):
             node_rank, pid = json.loads(place)
             if node_rank == self.launch.node_rank:
-                pidfd = peers.open_pidfd(pid, self.launch.agent_pid)
+                pidfd = open_pidfd(pid, self.launch.agent_pid)
                 if pidfd is not None:
                     found[rank] = pidfd
         return found
@@ -284,17 +439,7 @@ def list_workers(ranks: Sequence[int]) -> str:
 
 def within(timeout_s: float, work: Callable[[], T], otherwise: T) -> T:
     """The result of `work` on a store that may have died with its agent, or be unreachable."""
-    from torch.distributed import DistError
-
-    results: list[T] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except DistError:
-            pass  # the store is gone, and with it the generation that would read this
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return results[0] if results else otherwise
+    try:
+        return run_within(timeout_s, work)
+    except Exception:  # the store is gone, and with it the generation that would read this
+        return otherwise

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch
 
-    from mingpt.distributed.context import DistributedContext
-
 CREDENTIALS = struct.Struct("iii")  # process, user and group that SO_PEERCRED tells of
 GRANULARITY = 1 << 20  # of the size of a segment
 MESSAGE_BYTES = 1 << 16  # a socket takes so many before the peer has read any
@@ -165,27 +163,26 @@ class SharedMemory:
         raise DistNetworkError(f"Connection closed by worker {rank}")
 
 
-def connect(context: "DistributedContext", timeout_s: float) -> SharedMemory | None:
-    """The memory that all ranks share, `context.memory` from here on. Collective.
+def connect(
+    rank: int, all_gather_object: Callable[[Any], list[Any]], is_possible: bool, timeout_s: float
+) -> SharedMemory | None:
+    """The memory that all ranks share; None unless they are on one node, where they can. Collective.
 
-    None unless they are on one node, where they can.
+    A rank for which it is not `is_possible` keeps all of them from it.
     """
-    if context.world_size == 1:
-        return None
-    listener = listen() if context.device.type == "cpu" else None
+    listener = listen() if is_possible else None
     name = listener.getsockname() if listener else b""
-    places = context.all_gather_object((node() if listener else None, os.getpid(), name))
+    places = all_gather_object((node() if listener else None, os.getpid(), name))
     memory = None
     if listener and len({place for place, *_ in places}) == 1:
         pids, names = [pid for _, pid, _ in places], [there for *_, there in places]
-        peers = meet(listener, context.rank, pids, names, MEETING_SHARE * timeout_s)
+        peers = meet(listener, rank, pids, names, MEETING_SHARE * timeout_s)
         if peers:
-            memory = SharedMemory(context.rank, peers, timeout_s)
+            memory = SharedMemory(rank, peers, timeout_s)
     if listener:
         listener.close()
-    succeeded = context.all_gather_object(memory is not None)
-    context.memory = memory if all(succeeded) else None
-    return context.memory
+    succeeded = all_gather_object(memory is not None)
+    return memory if all(succeeded) else None
 
 
 def node() -> str:

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mingpt.distributed.generation import PeerEnd
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.peers import wait_readable
+from mingpt.distributed.rendezvous import PeerEnd, wait_readable
 
 if TYPE_CHECKING:
     from mingpt.distributed.exit import ProcessExit
@@ -60,13 +59,13 @@ class StopSignal:
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe is what counts
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # mingpt.agent blocks them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # mingpt.launch.agent blocks them
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 
-    def watch_stop_file(self, path: Path) -> None:
-        """From here on this file is a request too."""
-        self.stop_file = path
+    def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
+        """From here on this file is a request too. `note_stop`: to call, on rank 0, for any early stop."""
+        self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
         """From here on all ranks agree on a request, after a step or while they exchange heartbeats."""

@@ -4,13 +4,24 @@ Exports the model, the module that is trained (`LossModule`), generation and com
 ranks.
 """
 
-from mingpt.model.compile import can_compile_block, compile_blocks, compile_model, import_compiler
-from mingpt.model.compile_choice import CompileChoice, choose_compile
-from mingpt.model.generate import generate, generate_batch
-from mingpt.model.gpt import GPT, LossModule
+from mingpt.model.compile import (
+    CompileChoice,
+    can_compile_block,
+    choose_compile,
+    compile_blocks,
+    compile_model,
+    import_compiler,
+)
+from mingpt.model.gpt import (
+    GPT,
+    LossModule,
+    draw_weight,
+    flops_per_token,
+    generate,
+    generate_batch,
+    parameter_shapes,
+)
 from mingpt.model.hf import HFModel, from_gpt2, from_hf, hf_config, hf_model_of, hf_shapes, to_hf
-from mingpt.model.initial import draw_weight
-from mingpt.model.shapes import flops_per_token, parameter_shapes
 
 __all__ = [
     "GPT",

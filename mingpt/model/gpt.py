@@ -1,4 +1,4 @@
-"""GPT, in two architectures of the same shape.
+"""GPT, in two architectures of the same shape; its parameters' shapes and initial weights; generation.
 
 | | `gpt2` (Radford et al. 2019) | `modern` |
 |---|---|---|
@@ -10,10 +10,13 @@
 | weights begin as | N(0, 0.02) | N(0, 1 / fan_in); `wte` N(0, 1); head zero |
 | `c_proj` begins as | N(0, 0.02 / sqrt(2 n_layer)) | zero |
 
-B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size.
+B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size. Each initial
+weight comes from a random stream of its own, so a worker can draw them one by one.
 """
 
+import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -23,12 +26,13 @@ from torch.utils import checkpoint
 
 from mingpt.config import ModelConfig
 from mingpt.model import cpu_ops, loss
-from mingpt.model.initial import draw_weight
 from mingpt.model.layers import (
     Dropout,
     Embedding,
     Linear,
+    Positions,
     RMSNorm,
+    Rotary,
     compiled_dropout,
     compiling_for_cpu,
     gelu,
@@ -36,12 +40,74 @@ from mingpt.model.layers import (
     squared_relu,
     use_torch_ops,
 )
-from mingpt.model.positions import Positions, Rotary
-from mingpt.model.shapes import flops_per_token
 
+Shape = tuple[int, ...]
 # Tokens up to which plain products are faster than the CPU's flash-attention kernel, whose backward pass is
 # slow.
 MAX_MATH_ATTENTION = 512
+
+
+def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
+    """Those of GPT(config, vocab_size=..., block_size=...).named_parameters(), by name.
+
+    Allocates little, and takes time in proportion to n_layer.
+    """
+    width, gpt2 = config.n_embd, config.arch == "gpt2"
+    shapes: dict[str, Shape] = {"wte.weight": (vocab_size, width)}
+    if gpt2:
+        shapes["wpe.weight"] = (block_size, width)
+    for number in range(config.n_layer):
+        block: dict[str, Shape] = {
+            "attn.c_attn": (3 * width, width),
+            "attn.c_proj": (width, width),
+            "mlp.c_fc": (4 * width, width),
+            "mlp.c_proj": (width, 4 * width),
+        }
+        if gpt2:
+            block |= {"ln_1": (width,), "ln_2": (width,)}
+        for name, shape in block.items():
+            shapes[f"h.{number}.{name}.weight"] = shape
+            if gpt2:
+                shapes[f"h.{number}.{name}.bias"] = shape[:1]
+    if gpt2:
+        return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    return shapes | {"lm_head.weight": (vocab_size, width)}
+
+
+def flops_per_token(config: ModelConfig, *, vocab_size: int, block_size: int) -> float:
+    """FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
+    shapes = parameter_shapes(config, vocab_size=vocab_size, block_size=block_size)
+    embeddings = {"wpe.weight"} if config.arch == "gpt2" else {"wte.weight"}  # gpt2's wte is the head too
+    matrices = sum(
+        math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in embeddings
+    )
+    return 6.0 * matrices + 12.0 * config.n_layer * config.n_embd * block_size
+
+
+def draw_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
+    """The initial value of a parameter of GPT, float32 on the CPU, by the table in gpt.py.
+
+    It depends on the arguments alone, whatever the device, the number of threads, and the other parameters.
+    """
+    is_projection = name.endswith("c_proj.weight")
+    weight = torch.zeros(shape, dtype=torch.float32, device="cpu")
+    if name.endswith("bias"):
+        return weight
+    if "ln_" in name:
+        return weight.fill_(1.0)
+    if config.arch == "gpt2":
+        std = 0.02 / math.sqrt(2 * config.n_layer) if is_projection else 0.02
+    elif is_projection or name == "lm_head.weight":
+        return weight
+    else:
+        std = 1.0 if name == "wte.weight" else shape[1] ** -0.5
+    generator = torch.Generator(device="cpu").manual_seed(stream_seed(seed, name))
+    return weight.normal_(std=std, generator=generator)
+
+
+def stream_seed(seed: int, name: str) -> int:
+    """64 bits that depend on both."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
 
 
 class KeyValueCache(Protocol):
@@ -228,3 +294,105 @@ class LossModule(nn.Module):
         """(B, T) tokens and targets to the loss in nats per token."""
         loss: Tensor = self.model(tokens, targets)[1]
         return loss
+
+
+class Cache:
+    """Keys and values of all positions so far, per block, in buffers of the model's context length."""
+
+    def __init__(self, model: GPT, batch_size: int = 1) -> None:
+        config, weight = model.config, model.wte.weight
+        head_size = config.n_embd // config.n_head
+        shape = (2, config.n_layer, batch_size, config.n_head, model.block_size, head_size)
+        self.stored = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        self.last_block = config.n_layer - 1
+        self.length = 0
+
+    def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (B, H, T, D) keys and values; returns those of all positions, (B, H, length + T, D)."""
+        end = self.length + key.size(2)
+        for stored, new in zip(self.stored[:, block], (key, value), strict=True):
+            stored[:, :, self.length : end] = new
+        if block == self.last_block:
+            self.length = end
+        keys, values = self.stored[:, block, :, :, :end]
+        return keys.to(key.dtype), values.to(key.dtype)
+
+
+def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """Draw a token from (V,) logits; temperature 0 takes the most likely one."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = (logits.float() - logits.max()) / temperature  # the largest is 0 at any temperature
+    if top_k:
+        logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = float("-inf")
+    return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
+
+
+def generate(
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    end: int | None = None,
+) -> Iterator[int]:
+    """Yield `count` tokens that continue `prompt`: `generate_batch` with one seed, fewer if `end` comes."""
+    samples = generate_batch(
+        model, prompt, count, [seed], temperature=temperature, top_k=top_k, vocab_size=vocab_size, end=end
+    )
+    for (token,) in samples:
+        assert token is not None, "nothing follows the end"
+        yield token
+
+
+@torch.no_grad()  # not inference_mode: FSDP2 goes on to train with tensors that it makes here
+def generate_batch(
+    model: GPT,
+    prompt: Sequence[int],
+    count: int,
+    seeds: Sequence[int],
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    vocab_size: int | None = None,
+    end: int | None = None,
+) -> Iterator[list[int | None]]:
+    """Yield `count` times the next token of each sample, one sample per seed, that continues `prompt`.
+
+    The prompt must hold at least one token. A sample's tokens are None from `end` on, and nothing is yielded
+    when all have ended. Only the first `vocab_size` tokens are drawn, where the embedding has more rows. The
+    same seeds give the same tokens on the same device; each sample has a random stream of its own, and other
+    samples beside it change no more than the rounding of its logits. When the cache's `block_size` positions
+    are full, the newer half of the context is read into a fresh cache, so a token costs two positions on
+    average.
+    """
+    was_training = model.training
+    model.eval()
+    device = model.wte.weight.device
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    contexts = [list(prompt)[-model.block_size :] for _ in seeds]
+    cache, unread = Cache(model, len(seeds)), contexts
+    has_ended = [False for _ in seeds]
+    try:
+        for _ in range(count):
+            if cache.length + len(unread[0]) > model.block_size:
+                unread = [context[-max(1, model.block_size // 2) :] for context in contexts]
+                cache = Cache(model, len(seeds))
+            logits, _ = model(torch.tensor(unread, device=device), cache=cache)
+            rows = logits[:, -1, :vocab_size].cpu()
+            unread = [
+                [choose(row, temperature, top_k, generator)]
+                for row, generator in zip(rows, generators, strict=True)
+            ]
+            has_ended = [ended or token == end for ended, (token,) in zip(has_ended, unread, strict=True)]
+            if all(has_ended):
+                return
+            contexts = [
+                (context + new)[-model.block_size :] for context, new in zip(contexts, unread, strict=True)
+            ]
+            yield [None if ended else token for ended, (token,) in zip(has_ended, unread, strict=True)]
+    finally:
+        model.train(was_training)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mingpt.base.errors import UserError
 from mingpt.config import Config, ModelConfig, check
-from mingpt.errors import UserError
 from mingpt.model.cpu_ops import EPSILON
-from mingpt.model.positions import ROTARY_BASE
-from mingpt.model.shapes import Shape, parameter_shapes
+from mingpt.model.gpt import Shape, parameter_shapes
+from mingpt.model.layers import ROTARY_BASE
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files of GPT-2 hold

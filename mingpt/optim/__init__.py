@@ -4,11 +4,8 @@ Works on the rows of each parameter that a worker holds. State is held by parame
 it. Knows no model beyond names and shapes.
 """
 
-from mingpt.optim.adamw import AdamW
-from mingpt.optim.exchange import Exchange
-from mingpt.optim.muon import Muon
-from mingpt.optim.optimizer import Optimizer, state_shapes
-from mingpt.optim.schedule import SCHEDULES, learning_rate
+from mingpt.optim.muon import Exchange, Muon
+from mingpt.optim.optimizer import SCHEDULES, AdamW, Optimizer, learning_rate, state_shapes
 
 __all__ = [
     "SCHEDULES",

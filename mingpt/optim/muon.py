@@ -2,19 +2,20 @@
 
 Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. A batch is
 computed by one worker, whole, so the bits do not depend on which one it is. Workers that hold whole matrices
-all get the updates that each has computed. Workers that hold rows send them to the worker of each batch,
-and get the same rows of the update back.
+all get the updates that each has computed. Workers that hold rows send them to the worker of each batch, and
+get the same rows of the update back. `Exchange` tells which rows each worker holds, and has the collectives
+between them.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim.exchange import Exchange
 
 # Matrices per batched product, at most; independent of the number of workers. On a CPU one alone takes as
 # long as two together. On a GPU launches are the bottleneck.
@@ -22,6 +23,38 @@ BATCH_SIZE = {"cpu": 4, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
 Shape = tuple[int, ...]
+
+
+def all_rows(count: int) -> list[range]:
+    """The rows of a single worker."""
+    return [range(count)]
+
+
+def receive_own(sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """The all-to-all of a single worker."""
+    return sent
+
+
+def keep(own: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """The all-gather of a single worker."""
+    return iter([own])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The defaults are those of a single worker."""
+
+    rank: int = 0
+    workers: int = 1
+    # Whether each worker holds rows(n)[rank] of each tensor with n rows; else each holds all rows.
+    is_sharded: bool = False
+    # n rows to the rows of each rank.
+    rows: Callable[[int], Sequence[range]] = all_rows
+    # (sum(send),) elements for the ranks in order, `send` and `receive` counts per rank, to (sum(receive),).
+    all_to_all: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] = receive_own
+    # (sizes[rank],) elements of this rank to those of all ranks, in order, each as soon as it is there. To be
+    # taken to the last, by all ranks.
+    all_gather: Callable[[Tensor, Sequence[int]], Iterator[Tensor]] = keep
 
 
 class Muon:

@@ -1,15 +1,132 @@
-"""The optimizer of a run: which parameter is updated by which algorithm."""
+"""The optimizer of a run: which parameter is updated by which algorithm, and at which learning rate.
 
-from collections.abc import Mapping
+A learning-rate schedule is a function of progress, registered in SCHEDULES.
 
+AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim around it: the first
+torch.optim.Optimizer that is constructed imports torch._dynamo, which takes as long as torch itself, at every
+start and every restart. On the CPU the kernel computes 16 elements at a time, and rounds those that are left
+over differently from the others. Tensors are therefore padded with zeros to a multiple of 16: an element's
+bits do not depend on where the tensor is cut.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
 from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim.adamw import AdamW
-from mingpt.optim.exchange import Exchange
-from mingpt.optim.muon import Muon
+from mingpt.optim.muon import Exchange, Muon
 
+EPSILON = 1e-8
+CPU_MULTIPLE = 16  # elements
 ALONE = Exchange()
+
+
+class AdamW:
+    """Weights with two or more dimensions decay, others do not.
+
+    `weights` are all of each parameter or some of its rows, contiguous, updated in place.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], config: OptimizerConfig
+    ) -> None:
+        self.config = config
+        self.weights = {name: weight.detach() for name, weight in weights.items()}
+        assert all(weight.is_contiguous() for weight in self.weights.values())
+        decaying = [name for name in weights if len(shapes[name]) >= 2]
+        others = [name for name in weights if len(shapes[name]) < 2]
+        self.groups = [(decaying, config.weight_decay), (others, 0.0)]
+        # What the kernel updates; `state` shows the same memory without padding.
+        self.stored = {
+            name: {
+                "step": torch.zeros((), device=weight.device),
+                "exp_avg": padded(torch.zeros_like(weight)),
+                "exp_avg_sq": padded(torch.zeros_like(weight)),
+            }
+            for name, weight in self.weights.items()
+        }
+        self.state = {
+            name: {
+                "step": self.stored[name]["step"],
+                "exp_avg": unpadded(self.stored[name]["exp_avg"], weight),
+                "exp_avg_sq": unpadded(self.stored[name]["exp_avg_sq"], weight),
+            }
+            for name, weight in self.weights.items()
+        }
+
+    @torch.no_grad()
+    def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
+        """Update every weight in place from its gradient of the same shape, which is left as it is."""
+        assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
+        for names, weight_decay in self.groups:
+            if not names:
+                continue
+            torch._foreach_add_([self.stored[name]["step"] for name in names], 1)
+            filled = [name for name in names if self.weights[name].numel()]
+            if filled:
+                self.update(filled, gradients, lr, weight_decay)
+
+    def update(
+        self, names: list[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float
+    ) -> None:
+        weights = [padded(self.weights[name]) for name in names]
+        grads = [padded(gradients[name]) for name in names]
+        stored = [self.stored[name] for name in names]
+        steps, means, squares = ([one[key] for one in stored] for key in ("step", "exp_avg", "exp_avg_sq"))
+        torch._fused_adamw_(
+            weights, grads, means, squares, [], steps,
+            lr=lr, beta1=self.config.beta1, beta2=self.config.beta2, weight_decay=weight_decay,
+            eps=EPSILON, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        for name, updated in zip(names, weights, strict=True):
+            if missing(self.weights[name]):
+                self.weights[name].copy_(unpadded(updated, self.weights[name]))
+
+
+def missing(tensor: Tensor) -> int:
+    """Elements that a tensor lacks to the multiple that its device's kernel wants."""
+    return -tensor.numel() % CPU_MULTIPLE if tensor.device.type == "cpu" else 0
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy of its elements with zeros behind them, (n,)."""
+    if not missing(tensor):
+        return tensor
+    longer = tensor.new_zeros(tensor.numel() + missing(tensor))
+    longer[: tensor.numel()] = tensor.flatten()
+    return longer
+
+
+def unpadded(tensor: Tensor, like: Tensor) -> Tensor:
+    """A view of what is not padding, in the shape of another tensor."""
+    return tensor.view(-1)[: like.numel()].view_as(like) if missing(like) else tensor
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine (Loshchilov and Hutter 2017)."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+# From progress after warm-up, 0 to 1, to a factor of 1 to 0 between peak and minimum; `optimizer.schedule`.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": cosine,
+    "linear": linear,
+}
+
+
+def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
+    """The learning rate of the update that completes `step` (from 1): linear warm-up, then the schedule."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / (config.warmup_steps + 1)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    floor = config.min_lr_fraction
+    return config.learning_rate * (floor + (1 - floor) * SCHEDULES[config.schedule](progress))
 
 
 class Optimizer:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt import events
-from mingpt.distributed.shared_memory import SharedMemory, connect
-from mingpt.parallel.buckets import allocate
+from mingpt.base import events
+from mingpt.distributed.shared_memory import SharedMemory
+from mingpt.parallel.ddp import allocate
 from mingpt.parallel.exact import add_lists
 from mingpt.parallel.strategy import Forward, Strategy, StrategySetup
 from mingpt.parallel.tree import PartialSums, push
@@ -111,7 +111,7 @@ class ExactFSDPReduction(FSDPReduction):
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
-        memory = connect(self.context, setup.timeout_s)
+        memory = self.context.connect_memory(setup.timeout_s)
         self.areas = Areas(memory) if memory else None
         self.scatters = [TreeReduceScatter(self) for _ in self.units]
         self.first = 0  # the number of rank 0's micro-batch in the round under way

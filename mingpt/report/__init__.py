@@ -5,7 +5,7 @@ Rank 0 reports; where nodes share no disk, so does the first worker of each, to 
 Metrics are functions of a step's statistics; sinks are places that their values go to.
 """
 
-from mingpt.report.files import describe, read_records, replace_file
+from mingpt.report.files import read_records
 from mingpt.report.history import (
     GenerationStart,
     RunHistory,
@@ -16,10 +16,8 @@ from mingpt.report.history import (
     read_run_id,
 )
 from mingpt.report.log import open_log
-from mingpt.report.metrics import METRICS, StepStats
-from mingpt.report.run_logger import SINKS, RunLogger, is_reported
-from mingpt.report.sink import RunInfo, Sink
-from mingpt.report.step_timer import StepTimer
+from mingpt.report.metrics import METRICS, RunInfo, Sink, StepStats
+from mingpt.report.run_logger import SINKS, RunLogger, StepTimer, is_reported
 
 __all__ = [
     "METRICS",
@@ -31,7 +29,6 @@ __all__ = [
     "Sink",
     "StepStats",
     "StepTimer",
-    "describe",
     "is_reported",
     "load_history",
     "mark_ended",
@@ -40,5 +37,4 @@ __all__ = [
     "read_job_start",
     "read_records",
     "read_run_id",
-    "replace_file",
 ]

@@ -1,6 +1,11 @@
-"""The files of a run. What cannot be written is said once, kept, and written when that works again."""
+"""The files of a run. What cannot be written is said once, kept, and written when that works again.
+
+metrics.jsonl has a line per record, written at once, each with its `step`; one curve across restarts.
+"""
 
 import errno
+import functools
+import itertools
 import json
 import logging
 import os
@@ -10,45 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mingpt.base.files import atomic_file, parse_json, reason_of, write_all, write_atomic
+from mingpt.report.metrics import RunInfo, Sink, Values
+
 log = logging.getLogger(__name__)
-
-
-def replace_file(path: Path, content: str | bytes, may_write: "MayWrite | None" = None) -> None:
-    """Write a small file whole or not at all. Raises OSError; then the file of before is still there.
-
-    `may_write` is asked right before the file gets its name: storage may have hung for long.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with open(partial, "wb", buffering=0) as file:
-            write_all(file.fileno(), content.encode() if isinstance(content, str) else content)
-            os.fsync(file.fileno())
-        if may_write is None or may_write():
-            os.replace(partial, path)
-    except OSError:
-        remove_quietly(partial)  # on a full disk it would take the room of others
-        raise
-
-
-def write_all(handle: int, content: bytes) -> None:
-    """Write all of it; on a disk that fills up a part is written before OSError is raised."""
-    remaining = memoryview(content)
-    while remaining:
-        written = os.write(handle, remaining)
-        remaining = remaining[written:]
-
-
-def remove_quietly(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        log.debug("%s is left behind", path)
-
-
-def describe(error: BaseException) -> str:
-    """Why a file could not be written, in a few words."""
-    reason = error.strerror if isinstance(error, OSError) else None
-    return reason or f"{type(error).__name__}: {error}"
 
 
 def read_records(path: Path, n_bytes: int | None = None) -> Iterator[dict[str, Any]]:
@@ -75,10 +45,10 @@ def read_lines(path: Path, n_bytes: int | None = None) -> Iterator[tuple[bytes, 
             begin += len(line)
             record = None
             try:
-                values = json.loads(line)
+                values = parse_json(line)
                 if isinstance(values["step"], int):
                     record = values
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError):
                 pass  # said below
             if record is None:
                 log.warning("a line of %s that is not a record is ignored: %.60r", path, line)
@@ -93,7 +63,7 @@ class WriteStatus:
         self.report = report or (lambda sentence: log.warning("%s", sentence))
 
     def failed(self, error: BaseException) -> None:
-        was_failing, self.is_failing, self.reason = self.is_failing, True, describe(error)
+        was_failing, self.is_failing, self.reason = self.is_failing, True, reason_of(error)
         if not was_failing:
             self.report(
                 f"{self.path} cannot be written ({self.reason}): training goes on, and it is tried again"
@@ -142,7 +112,7 @@ class SmallFile:
             if content is None or not self.may_write():
                 return
             try:
-                replace_file(self.path, content, self.may_write)
+                write_atomic(self.path, content, sync="file", before_rename=self.may_write)
             except OSError as error:
                 self.status.failed(error)
                 return
@@ -174,7 +144,8 @@ class LineFile:
         may_write: MayWrite = always,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self.path, self.before, self.status = path, before, WriteStatus(path, report)
+        self.path, self.status = path, WriteStatus(path, report)
+        self.before = [before] if before else []  # each is dropped once it has worked
         self.may_write = may_write
         self.pending: deque[bytes] = deque(maxlen=max_pending)
         self.handle: int | None = None
@@ -186,6 +157,13 @@ class LineFile:
         """Append a line, which ends with a newline."""
         with self.lock:
             self.pending.append(line)
+            self.retry()
+
+    def reopen_after(self, work: Callable[[], None]) -> None:
+        """Close the file and do `work` before the next line, now if that is possible."""
+        with self.lock:
+            self.close()
+            self.before.append(work)
             self.retry()
 
     def waiting(self) -> list[bytes]:
@@ -216,9 +194,9 @@ class LineFile:
 
     def _put_right(self) -> None:
         """What has to be done before the next line. Raises OSError."""
-        if self.before is not None:
-            self.before()
-            self.before = None
+        while self.before:
+            self.before[0]()
+            del self.before[0]
         if self.handle is None:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self.handle = os.open(self.path, flags, 0o666)
@@ -255,3 +233,85 @@ class LineFile:
                     os.close(handle)
                 except OSError as error:  # NFS reports here what it could not write
                     self.status.failed(error)
+
+
+class JsonlSink(Sink):
+    """A fresh run keeps the records of an earlier one as metrics-old-<n>.jsonl.
+
+    Records that cannot be written wait in memory, and a snapshot takes them along: `RunInfo.unwritten` are
+    those that the snapshot, from which this generation starts, has brought.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        self.run, self.path = run, run.run_dir / "metrics.jsonl"
+        before = self.keep_earlier_records if run.is_fresh else None
+        self.file = LineFile(self.path, before=before, may_write=run.may_write)
+        self.file.retry()
+
+    def keep_earlier_records(self) -> None:
+        """Raises OSError."""
+        if any(record["step"] for record in read_records(self.path)):
+            names = (self.path.with_name(f"metrics-old-{number}.jsonl") for number in itertools.count(1))
+            target = next(path for path in names if not path.exists())
+            self.path.rename(target)
+            log.warning("this is a fresh run: the records of an earlier one are kept in %s", target)
+
+    def rewind(self, step: int) -> None:
+        self.file.reopen_after(lambda: self.drop_past(step))
+
+    def drop_past(self, step: int) -> None:
+        """Drop the records past `step`, and all at 0: they come again. Raises OSError.
+
+        That is a truncation, which needs no room on the disk, unless dropped lines lie between others. A
+        record that comes late, as one that was being written when storage hung, is put in its place.
+        """
+        unwritten = self.run.unwritten
+        first_unwritten = unwritten[0]["step"] if unwritten else step + 1
+        kept_bytes, is_dropping, needs_rewrite, found, last = 0, False, False, set(), (-1, False)
+        for line, record in read_lines(self.path):
+            if record is None or record["step"] > step or step == 0:
+                is_dropping = True
+                continue
+            key = record_key(record)
+            needs_rewrite = needs_rewrite or is_dropping or not line.endswith(b"\n") or key <= last
+            kept_bytes, last = kept_bytes + len(line), key
+            if record["step"] >= first_unwritten:
+                found.add(key)
+        if needs_rewrite:
+            self.rewrite(step)
+        elif is_dropping:
+            os.truncate(self.path, kept_bytes)
+        missing = [record for record in unwritten if record_key(record) not in found]
+        self.file.pending.extendleft(encode(record) for record in reversed(missing))
+
+    def rewrite(self, step: int) -> None:
+        """Replace the file by its records up to `step`, each once and in order. Raises OSError."""
+        kept = {
+            record_key(record): line.rstrip(b"\n") + b"\n"
+            for line, record in read_lines(self.path)
+            if record is not None and record["step"] <= step
+        }
+        with atomic_file(self.path, sync="file") as file:
+            for key in sorted(kept):
+                write_all(functools.partial(os.write, file.fileno()), kept[key])
+
+    def log(self, step: int, values: Values) -> None:
+        self.file.write(encode({"step": step, **values}))
+
+    def unwritten(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.file.waiting()]
+
+    def flush(self) -> None:
+        self.file.retry(sync=True)
+
+    def close(self) -> None:
+        self.file.retry(sync=True)
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def record_key(record: dict[str, Any]) -> tuple[int, bool]:
+    """What a run has at most one record of."""
+    return record["step"], "val/loss" in record

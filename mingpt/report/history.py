@@ -7,20 +7,43 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
+
+from mingpt.base.files import BadJson, Count, read_json, reason_of, write_atomic
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.generation import MAX_REPEATS, repeated_sentence
-from mingpt.report.files import MayWrite, SmallFile, always, describe, replace_file
+from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
+from mingpt.report.files import MayWrite, SmallFile, always
 
+Seconds = Annotated[float, pydantic.Field(strict=True)]
 log = logging.getLogger(__name__)
+
+
+class Generation(pydantic.BaseModel):
+    """What later generations read of an entry."""
+
+    end: str
+    from_step: Count
+    to_step: Count
+    restart: pydantic.StrictBool
+    began: Seconds
+    seen: Seconds
+
+
+class History(pydantic.BaseModel):
+    """What later generations read; other fields may be there."""
+
+    generations: list[Generation]
+    changes: list[Any] = []
+    durable_step: Count = 0
 
 
 def read_run_id(run_dir: Path) -> str | None:
     """The random id of the run in this folder, as far as this node can see it."""
     try:
-        run_id = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["id"]
-    except (OSError, ValueError, TypeError, KeyError):
+        run_id = read_json(run_dir / "run.json")["id"]
+    except (OSError, BadJson, TypeError, KeyError):
         return None  # there is no file yet, or it is damaged, which RunHistory reports
     return run_id if isinstance(run_id, str) and run_id.isalnum() else None
 
@@ -28,8 +51,7 @@ def read_run_id(run_dir: Path) -> str | None:
 def read_durable_step(run_dir: Path, run_id: str) -> int:
     """Of the newest snapshot on disk that a run has completed, as far as its run.json tells; 0 for none."""
     history = load_history(run_dir)
-    step = history.get("durable_step") if history and history.get("id") == run_id else 0
-    return step if isinstance(step, int) else 0
+    return history.get("durable_step", 0) if history and history.get("id") == run_id else 0
 
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
@@ -38,16 +60,15 @@ def read_job_start(run_dir: Path, run_id: str) -> int | None:
     if history is None or history.get("id") != run_id:
         return None
     steps = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
-    return steps[-1] if steps and isinstance(steps[-1], int) else None
+    return steps[-1] if steps else None
 
 
 def load_history(run_dir: Path) -> dict[str, Any] | None:
     """run.json, where there is one in order."""
     try:
-        content = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(run_dir / "run.json", History)
+    except (OSError, BadJson):
         return None  # RunHistory reports one that is damaged
-    return content if is_history(content) else None
 
 
 def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
@@ -57,25 +78,14 @@ def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
     """
     path = run_dir / "run.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["status"] == "running":
             content["status"] = status
         if end and content["generations"] and content["generations"][-1]["end"] == "running":
             content["generations"][-1]["end"] = end
-        replace_file(path, json.dumps(content, indent=1) + "\n")
+        write_atomic(path, json.dumps(content, indent=1) + "\n", sync="file")
     except (OSError, ValueError, TypeError, KeyError):
         return  # there is no run yet, or its history is damaged, or cannot be written: the log says why
-
-
-def is_history(content: Any) -> bool:
-    """Whether this has what later generations read."""
-    if not isinstance(content, dict) or not isinstance(content.get("changes", []), list):
-        return False
-    generations = content.get("generations")
-    needed = {"end", "from_step", "to_step", "restart", "began", "seen"}
-    return isinstance(generations, list) and all(
-        isinstance(entry, dict) and needed <= entry.keys() for entry in generations
-    )
 
 
 @dataclass(frozen=True)
@@ -122,13 +132,10 @@ class RunHistory:
         self.content: dict[str, Any] = {"id": run_id, "status": "running", "generations": [], "changes": []}
         self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0, "durable_step": 0}
         try:
-            earlier = json.loads(self.path.read_text(encoding="utf-8"))
-            if not is_history(earlier):
-                raise ValueError("not a history")
-            self.content |= earlier
+            self.content |= read_json(self.path, History)
         except FileNotFoundError:
             pass  # a new run
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, BadJson) as error:
             self.set_aside(error)
         self.content["id"] = run_id
         self.content["versions"] = versions | {"python": platform.python_version()}
@@ -136,13 +143,13 @@ class RunHistory:
 
     def set_aside(self, error: Exception) -> None:
         """The file is damaged or cannot be read; what it held is kept if possible."""
-        what = "is damaged" if not isinstance(error, OSError) else f"cannot be read ({describe(error)})"
+        what = "is damaged" if not isinstance(error, OSError) else f"cannot be read ({reason_of(error)})"
         try:
             self.path.replace(self.path.with_name("damaged-run.json"))
             log.warning("%s %s and set aside as damaged-run.json", self.path, what)
         except OSError as again:
             log.warning(
-                "%s %s and cannot be renamed (%s): a new one replaces it", self.path, what, describe(again)
+                "%s %s and cannot be renamed (%s): a new one replaces it", self.path, what, reason_of(again)
             )
 
     def start_generation(self, start: GenerationStart) -> str | None:

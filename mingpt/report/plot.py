@@ -2,12 +2,12 @@
 
 import io
 import logging
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mingpt.report.files import WriteStatus, remove_quietly, write_all
-from mingpt.report.sink import RunInfo, Sink, Values
+from mingpt.base.files import write_atomic
+from mingpt.report.files import WriteStatus
+from mingpt.report.metrics import RunInfo, Sink, Values
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +98,10 @@ class LossPlot(Sink):
             return
         if not self.run.may_write():
             return
-        partial = self.run.run_dir / "loss.partial.png"
+        folder = self.run.run_dir
         try:
-            with open(partial, "wb", buffering=0) as file:
-                write_all(file.fileno(), picture)
-            os.replace(partial, self.run.run_dir / "loss.png")
+            write_atomic(folder / "loss.png", picture, folder / "loss.partial.png", sync="nothing")
         except OSError as error:
-            remove_quietly(partial)
             self.status.failed(error)
             return
         self.status.worked()

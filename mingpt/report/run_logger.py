@@ -1,36 +1,58 @@
-"""What is reported of a run: the plan, the metrics, how it ended."""
+"""What is reported of a run: the plan, the metrics, how it ended.
+
+Seconds per step are measured between two records, without what is no part of a step.
+"""
 
 import itertools
-import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mingpt.config import Config, TrainerConfig
+from mingpt.base.files import read_json, reason_of
+from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
 from mingpt.data import Corpus
-from mingpt.distributed.device import usable_cores
-from mingpt.model import choose_compile
-from mingpt.report.console import ConsoleSink
-from mingpt.report.files import MayWrite, SmallFile, always, describe, read_records
-from mingpt.report.follower import Follower
+from mingpt.distributed.device import Environment, usable_cores
+from mingpt.report.files import JsonlSink, MayWrite, SmallFile, always, read_records
 from mingpt.report.history import GenerationStart, RunHistory
-from mingpt.report.jsonl import JsonlSink
-from mingpt.report.metrics import StepStats, training_values
+from mingpt.report.log import ConsoleSink
+from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
-from mingpt.report.sink import RunInfo, Sink, Values
 from mingpt.report.tensorboard import TensorBoard
-from mingpt.report.tracker import TrackerFollower
-from mingpt.settings import to_dict, to_yaml
+from mingpt.report.tracker import Follower, TrackerFollower
 
-log = logging.getLogger(__name__)
-
+T = TypeVar("T")
 MAX_UNWRITTEN = 5000  # for a manifest, whose size is limited
 SINKS: list[Callable[[RunInfo], Sink]] = [
     JsonlSink,
     ConsoleSink,
     LossPlot,
 ]
+log = logging.getLogger(__name__)
+
+
+class StepTimer:
+    """Measures from the last `reset` on; `data_s` is added to by whoever fetches batches."""
+
+    def __init__(self, step: int) -> None:
+        self.reset(step)
+
+    def reset(self, step: int) -> None:
+        """Begin to measure after `step`."""
+        self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
+
+    def exclude(self, work: Callable[[], T]) -> T:
+        """Do something that is no part of a step's time."""
+        began = time.perf_counter()
+        result = work()
+        self.began += time.perf_counter() - began
+        return result
+
+    def seconds_per_step(self, step: int) -> tuple[float, float]:
+        """(total, fetching data) since `reset`, per step up to this one."""
+        steps = step - self.first_step
+        return (time.perf_counter() - self.began) / steps, self.data_s / steps
 
 
 class RunLogger:
@@ -45,7 +67,7 @@ class RunLogger:
         config: Config,
         corpus: Corpus,
         start: GenerationStart,
-        environment: dict[str, Any],
+        environment: Environment,
         check_claim: Callable[[], None] = lambda: None,
         may_write: MayWrite = always,
         is_main: bool = True,
@@ -56,7 +78,7 @@ class RunLogger:
         self.check_claim()
         self.config_file = SmallFile(run_dir / "config.yaml", may_write)
         self.config_file.write(to_yaml(config))
-        self.history = RunHistory(run_dir, start.run_id, {"torch": environment["torch"]}, may_write)
+        self.history = RunHistory(run_dir, start.run_id, {"torch": environment.torch}, may_write)
         self.previous_end = self.history.start_generation(start)
         run = RunInfo(
             run_dir,
@@ -92,7 +114,7 @@ class RunLogger:
                     for sink in self.sinks:
                         sink.replay(record["step"], values)
         except OSError as error:
-            log.warning("%s cannot be read: %s", path, describe(error))
+            log.warning("%s cannot be read: %s", path, reason_of(error))
 
     def remember(self, record: dict[str, Any]) -> None:
         self.last["val" if "val/loss" in record else "train"] = record
@@ -109,6 +131,7 @@ class RunLogger:
         step: int,
         parameters: int,
         windows_per_epoch: int,
+        compile_choice: str,
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
@@ -117,15 +140,15 @@ class RunLogger:
             log.log(logging.WARNING if self.is_main else logging.INFO, "%s", self.previous_end)
         if self.start.is_restart:
             return
-        config, environment, threads = self.config, self.environment, self.environment["threads"]
+        config, environment, threads = self.config, self.environment, self.environment.threads
         log.info(
             "%s with %s parameters, %s; %s%s on %s, %s each",
             config.model.arch,
             f"{parameters:,}",
-            environment["dtype"],
+            environment.dtype,
             plural(self.start.workers, "worker"),
             describe_strategy(config.trainer),
-            environment["device"],
+            environment.device,
             plural(threads, "CPU thread"),
         )
         log.info(
@@ -137,9 +160,9 @@ class RunLogger:
             windows_per_epoch / config.trainer.batch_size,
             config.trainer.max_steps,
         )
-        log.info("%s", self.describe_compiled())
+        log.info("%s", compile_choice)
         idle = usable_cores() - threads
-        if self.start.workers == 1 and environment["device"].startswith("cpu") and idle > 0:
+        if self.start.workers == 1 and environment.device.startswith("cpu") and idle > 0:
             log.info(
                 "idle: %s; start more workers, which does not change the result, "
                 "or raise trainer.threads, which does",
@@ -152,14 +175,6 @@ class RunLogger:
         log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, origin)
         for change in self.start.changes:
             log.info("changed on purpose: %s", change)
-
-    def describe_compiled(self) -> str:
-        """Whether the model is compiled, and why."""
-        kind = self.environment["device_type"]
-        choice = choose_compile(self.config, self.corpus.vocab_size, kind, self.start.was_compiled)
-        if choice.is_compiled and not self.environment["compiled"]:
-            return "not compiled: torch.compile failed"
-        return str(choice)
 
     def on_step(self, step: int) -> None:
         for sink in self.sinks:
@@ -237,7 +252,7 @@ def is_reported(run_dir: Path, unwritten: Sequence[Mapping[str, Any]]) -> bool:
         last = max((record["step"] for record in read_records(records)), default=-1)
         if any(record["step"] > last for record in unwritten):
             return False
-        history = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        history = read_json(run_dir / "run.json")
         return bool(history["status"] != "running")
     except FileNotFoundError:
         return not records.exists()

@@ -2,33 +2,87 @@
 
 In a folder a file is written under another name, fsynced and renamed. Elsewhere a small one goes up by a
 single PUT, a large one in parts (S3's multipart upload), which become an object when all have arrived.
+
+S3 keeps, and charges for, the parts of an upload that is not completed until it is aborted. One that fails is
+aborted at once. One whose process was killed is aborted when the folder is next prepared or pruned and five
+minutes have passed, or when the same step is written again. A lifecycle rule of the bucket
+(AbortIncompleteMultipartUpload) does the same for runs that never start again.
 """
 
-import contextlib
+import datetime
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
-from mingpt import events
-from mingpt.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base import events
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.files import PIECE_BYTES, RETRIES_S, DriverError, atomic_file, fsync_path, retry, write_all
+from mingpt.base.urls import open_url
 from mingpt.snapshot.reading import with_retries
-from mingpt.snapshot.uploads import abort_unfinished_uploads, discard
 
-RETRIES_S = (0.5, 2.0)
-UPLOAD_PART_BYTES = 16 << 20
+UPLOAD_PART_BYTES = PIECE_BYTES
 MAX_UPLOAD_PARTS = 9_000  # S3 takes 10,000
 STALE_UPLOAD_S = 300.0  # another rank may have begun a younger one
 FLUSH_BYTES = 64 << 20
 IN_TURN_BYTES = 1 << 20
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
+
+
+def discard(file: Any, path: str) -> None:
+    """Abort the upload of a file that is open for writing, so that nothing appears."""
+    try:
+        if isinstance(file, AbstractBufferedFile):
+            file.closed = True  # closing it, even when it is collected, would complete the upload
+            file.discard()
+        else:
+            file.close()
+    except DriverError as error:
+        log.warning("the upload of %s could not be aborted (%s: %s)", path, type(error).__name__, error)
+
+
+def abort_unfinished_uploads(files: Any, prefix: str, older_than_s: float | None) -> None:
+    """Abort uploads to S3 of objects whose paths begin with `prefix` and that began so long ago, or any.
+
+    A failure is a line: whoever may write objects may not be allowed to list uploads.
+    """
+    if not hasattr(files, "call_s3"):
+        return
+    try:
+        for bucket, key, upload in unfinished_uploads(files, prefix, older_than_s):
+            files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+            log.info("an upload of %s/%s that was not completed is aborted", bucket, key)
+    except DriverError as error:
+        reason = f"{type(error).__name__}: {error}"
+        log.info("unfinished uploads to %s* cannot be looked for (%s)", prefix, reason)
+
+
+def unfinished_uploads(files: Any, prefix: str, older_than_s: float | None) -> list[tuple[str, str, str]]:
+    """(bucket, key, id) of each. Raises what the driver raises."""
+    bucket, key_prefix, _ = files.split_path(prefix)
+    latest = datetime.datetime.max.replace(tzinfo=datetime.UTC)
+    if older_than_s is not None:
+        latest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=older_than_s)
+    found: list[tuple[str, str, str]] = []
+    marker: dict[str, str] = {}
+    is_complete = False
+    while not is_complete:
+        listed = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key_prefix, **marker)
+        found += [
+            (bucket, upload["Key"], upload["UploadId"])
+            for upload in listed.get("Uploads", [])
+            if upload["Initiated"] <= latest
+        ]
+        is_complete = not listed.get("IsTruncated")
+        if not is_complete:
+            marker = {"KeyMarker": listed["NextKeyMarker"], "UploadIdMarker": listed["NextUploadIdMarker"]}
+    return found
 
 
 class Sink(Protocol):
@@ -41,7 +95,8 @@ class FileStore:
     """The files at `url`. Raises UserError if no driver for it is installed.
 
     Reading that fails, and an upload to an object store, is retried after each of `retries_s` seconds. Files
-    of more than `upload_part_bytes` go up in parts.
+    of more than `upload_part_bytes` go up in parts. `check_claim` is called before a file gets its name; it
+    raises ClaimLost if the place is no longer this job's.
     """
 
     def __init__(
@@ -49,17 +104,13 @@ class FileStore:
         url: str,
         retries_s: tuple[float, ...] = RETRIES_S,
         upload_part_bytes: int = UPLOAD_PART_BYTES,
+        check_claim: Callable[[], None] = lambda: None,
     ) -> None:
         self.url, self.retries_s, self.upload_part_bytes = url, retries_s, upload_part_bytes
-        try:
-            options = {"use_listings_cache": False} if "://" in url else {}
-            self.files, self.root = fsspec.core.url_to_fs(url, **options)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"snapshot.path {url} needs a driver that is not installed: {error}") from None
+        self.files, self.root = open_url(url, f"snapshot.path {url}")
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
-        # Called before a file gets its name; raises ClaimLost if the place is no longer ours.
-        self.check_claim: Callable[[], None] = lambda: None
+        self.check_claim = check_claim
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -94,41 +145,21 @@ class FileStore:
             return self.upload(name, chunks, size)
         partial, final = self.path(f"partial-{name}"), self.path(name)
         events.emit("file_write", name=name, path=partial, size=size)
-        try:
-            with open(partial, "wb", buffering=0) as file:
-                sha256 = Stream(file, name, size, file.fileno()).write(chunks)
-                os.fsync(file.fileno())
-            self.check_claim()
-            os.replace(partial, final)
-        except BaseException as error:
-            self.unlink_partial(partial, error)
-            raise
-        self.fsync_folder()
-        return sha256
-
-    def unlink_partial(self, path: str, reason: BaseException) -> None:
-        """What is left of a file would take the next snapshot's room on a full disk."""
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        except OSError as error:
-            log.info("%s is left after %s (%s)", path, type(reason).__name__, error.strerror)
+        with atomic_file(final, partial, before_rename=self.check_claim) as file:
+            return Stream(file, name, size, file.fileno()).write(chunks)
 
     def upload(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         """Upload an object and check its size; object stores have short failures, so it is retried."""
+
+        def on_failure(error: Exception) -> None:
+            if isinstance(error, ClaimLost):
+                raise error
+            reason = f"{type(error).__name__}: {error}"
+            log.info("writing %s/%s failed (%s) and is retried", self.url, name, reason)
+
         can_repeat = iter(chunks) is not chunks
-        for pause_s in (*self.retries_s, None):
-            try:
-                return self.upload_once(name, chunks, size)
-            except ClaimLost:
-                raise
-            except Exception as error:  # each driver raises exceptions of its own
-                if pause_s is None or not can_repeat:
-                    raise
-                reason = f"{type(error).__name__}: {error}"
-                log.info("writing %s/%s failed (%s) and is retried", self.url, name, reason)
-                time.sleep(pause_s)
-        raise AssertionError("the last attempt returns or raises")
+        retries_s = self.retries_s if can_repeat else ()
+        return retry(lambda: self.upload_once(name, chunks, size), retries_s, on_failure)
 
     def upload_once(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         path = self.path(name)
@@ -163,17 +194,13 @@ class FileStore:
     def abort_unfinished_uploads(
         self, older_than_s: float | None = STALE_UPLOAD_S, prefix: str = "step_"
     ) -> None:
-        """In S3, free the parts of uploads that will not be completed; see uploads.py."""
+        """In S3, free the parts of uploads that will not be completed."""
         abort_unfinished_uploads(self.files, self.path(prefix), older_than_s)
 
     def fsync_folder(self) -> None:
         """Make renames and removals durable."""
         if self.is_local:
-            handle = os.open(self.root, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            fsync_path(self.root)
 
 
 class Stream:
@@ -195,23 +222,17 @@ class Stream:
             for chunk in chunks:
                 if len(chunk) < IN_TURN_BYTES:
                     self.digest.update(chunk)
-                    self.write_all(chunk)
+                    write_all(self.sink.write, chunk)
                 else:
                     hashing = pool.submit(self.digest.update, chunk)
-                    self.write_all(chunk)
+                    write_all(self.sink.write, chunk)
                     hashing.result()
+                self.written += len(chunk)
                 self.flush(pool)
                 events.emit("file_progress", name=self.name, written=self.written, size=self.size)
             self.flushing.result()
         assert self.written == self.size, f"{self.name} has {self.written} bytes instead of {self.size}"
         return self.digest.hexdigest()
-
-    def write_all(self, chunk: memoryview) -> None:
-        remaining = chunk
-        while remaining:
-            count = self.sink.write(remaining) or 0
-            remaining = remaining[count:]
-        self.written += len(chunk)
 
     def flush(self, pool: ThreadPoolExecutor) -> None:
         """Begin to flush, if enough is written since the last flush and that is over."""

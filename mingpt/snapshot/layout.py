@@ -1,20 +1,35 @@
-"""Which tensor lies where in the files of a snapshot.
+"""The names of a snapshot's files, which tensor lies where in them, and the buffers they are written from.
 
-Weights and optimizer state lie in files of their own, so that whoever samples or exports reads weights alone.
-A group that is too large for one file is cut into parts. Where depends on the tensors' names, types and
-shapes and on `part_bytes`, never on the number of workers.
+`step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights and
+`step_00001200.optimizer.safetensors` its optimizer's state, so that whoever samples or exports reads weights
+alone. A group of tensors that is too large for one file lies in `step_00001200-00001-of-00003.safetensors`
+and so on. Where depends on the tensors' names, types and shapes and on `part_bytes`, never on the number of
+workers. Runs tell which rank holds which bytes of a file.
+
+Copying into a `StagingBuffer` is the only part of a snapshot that training waits for: the pages exist, and
+each tensor has its place. What is hashed and written is the buffer itself.
 """
 
+import bisect
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mingpt.snapshot.names import GROUPS, MAX_PARTS, tensor_file_name
+from mingpt.base.files import PIECE_BYTES
 
+FILE_NAME = re.compile(
+    r"step_([0-9]{8,19})(?:\.json|(?P<group>\.optimizer)?(?:-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5}))?"
+    r"(?P<tensors>\.safetensors))"
+)
+QUARANTINED = re.compile(r"damaged-[0-9]+-step_([0-9]{8,19})\.json")
+UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
+GROUPS = ("", ".optimizer")  # weights first
+MAX_PARTS = 99_999
 PART_BYTES = 4 << 30
 OPTIMIZER = "optimizer."  # the names of optimizer state begin so
 DTYPES = {
@@ -25,6 +40,67 @@ DTYPES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
+
+# Which rows of a tensor each rank holds; None for a tensor that all ranks hold whole.
+RowsByRank = Callable[[str], list[range] | None]
+
+
+def file_name(step: int, kind: str) -> str:
+    """kind is "json" for the manifest and "safetensors" for the weights, where they lie in one file."""
+    return f"step_{step:08d}.{kind}"
+
+
+def tensor_file_name(step: int, group: str, part: int, parts: int) -> str:
+    """The name of part `part` (from 1) of `parts`; `group` is one of GROUPS."""
+    number = "" if parts == 1 else f"-{part:05d}-of-{parts:05d}"
+    return f"step_{step:08d}{group}{number}.safetensors"
+
+
+def unfinished_name(step: int) -> str:
+    """The file that is there while the snapshot of a step is being written."""
+    return f"partial-step_{step:08d}"
+
+
+def step_of(name: str, kind: str | None = None) -> int | None:
+    """The step one of whose files (of kind "json" or "safetensors", or any) has this name, or None."""
+    match = FILE_NAME.fullmatch(name)
+    if not match:
+        return None
+    step, found = int(match[1]), "safetensors" if match["tensors"] else "json"
+    expected = file_name(step, "json")
+    if match["tensors"]:
+        part, parts = int(match["part"] or 1), int(match["parts"] or 1)
+        is_numbered = match["part"] is not None
+        if not 1 <= part <= parts or is_numbered != (parts > 1):
+            return None
+        expected = tensor_file_name(step, match["group"] or "", part, parts)
+    return step if name == expected and kind in (None, found) else None
+
+
+def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
+    """Steps of the snapshots' files (of this kind, or of either) among these names; newest first."""
+    found = {step_of(name, kind) for name in names}
+    return sorted((step for step in found if step is not None), reverse=True)
+
+
+def files_of(names: Iterable[str], step: int) -> list[str]:
+    """Those of these names that are files of this step, the manifest last."""
+    found = [name for name in names if step_of(name) == step]
+    return sorted(found, key=lambda name: (name.endswith(".json"), name))
+
+
+def group_files(step: int, group: str, parts: int) -> list[str]:
+    """The names of a group of tensors that is cut into so many parts."""
+    return [tensor_file_name(step, group, part, parts) for part in range(1, parts + 1)]
+
+
+def are_tensor_files(names: Sequence[str], step: int) -> bool:
+    """Whether these are all tensor files of a snapshot of this step, in their order: weights first."""
+    weights, optimizer = GROUPS
+    optimizer_parts = sum(optimizer in name for name in names)
+    weight_parts = len(names) - optimizer_parts
+    expected = [*group_files(step, weights, weight_parts), *group_files(step, optimizer, optimizer_parts)]
+    return weight_parts > 0 and list(names) == expected
 
 
 @dataclass(frozen=True)
@@ -124,3 +200,126 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
     header = len(text).to_bytes(8, "little") + text
     begins = {tensor: len(header) + begin for tensor, begin in begins.items()}
     return FileLayout(name, header, begins, len(header) + position)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes of a file, `begin` to `end`, that lie together on one rank, from `offset` of its part on."""
+
+    begin: int
+    end: int
+    rank: int
+    name: str
+    offset: int
+
+
+def find_runs(
+    layout: FileLayout,
+    specs: Mapping[str, TensorSpec],
+    rows_by_rank: RowsByRank,
+    main_rank: int,
+) -> list[Run]:
+    """Where the bytes of a file's tensors are; those that all ranks hold come from the main rank."""
+    runs = []
+    for name, begin in layout.begins.items():
+        parts = rows_by_rank(name)
+        if parts is None:
+            runs.append(Run(begin, begin + specs[name].nbytes, main_rank, name, 0))
+            continue
+        row_bytes = specs[name].nbytes // specs[name].shape[0]
+        runs += [
+            Run(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, rank, name, 0)
+            for rank, rows in enumerate(parts)
+        ]
+    return sorted((run for run in runs if run.begin < run.end), key=lambda run: run.begin)
+
+
+def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
+    """What lies between two bytes of the file, of runs in order."""
+    first = bisect.bisect_right(runs, begin, key=lambda run: run.end)
+    pieces = []
+    for run in runs[first:]:
+        if run.begin >= end:
+            break
+        low, high = max(begin, run.begin), min(end, run.end)
+        pieces.append(Run(low, high, run.rank, run.name, run.offset + low - run.begin))
+    return pieces
+
+
+class StagingBuffer:
+    """Room for tensors with names, shapes and types of `tensors`, one after the other.
+
+    With `layout` the buffer is that safetensors file. `allocate` may provide the bytes.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        allocate: Callable[[int], Tensor] | None = None,
+        layout: FileLayout | None = None,
+    ) -> None:
+        specs = specs_of(tensors)
+        order = file_order(specs)
+        begins, size = {}, 0
+        for name in order:
+            begins[name] = size
+            size += specs[name].nbytes
+        if layout:
+            begins, size = layout.begins, layout.size
+        if allocate:
+            self.buffer = allocate(size)
+        else:
+            # A GPU writes to pinned pages directly; zeroing faults in every page.
+            pinned = any(tensor.is_cuda for tensor in tensors.values())
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
+        if layout:
+            header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            self.buffer[: len(header)] = header
+        self.ranges = {name: (begins[name], begins[name] + specs[name].nbytes) for name in order}
+        self.slots = {
+            name: self.buffer[begin:end].view(specs[name].dtype).view(specs[name].shape)
+            for name, (begin, end) in self.ranges.items()
+        }
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a state into the buffer; on return it may change again."""
+        devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
+        for name, slot in self.slots.items():
+            slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def view(self, name: str) -> memoryview:
+        """The bytes of a tensor, which are not copied."""
+        begin, end = self.ranges[name]
+        return self.content[begin:end]
+
+    @property
+    def content(self) -> memoryview:
+        """All bytes."""
+        return memoryview(self.buffer.numpy())  # type: ignore[arg-type]
+
+
+class LocalChunks:
+    """A file whose tensors all lie in `staging`, in pieces of at most 16 MiB; can be read more than once."""
+
+    def __init__(self, layout: FileLayout, staging: StagingBuffer) -> None:
+        self.layout, self.staging = layout, staging
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self.layout.header)
+        for name in self.layout.begins:
+            yield from pieces_of(self.staging.view(name))
+
+
+def pieces_of(content: memoryview, size: int = PIECE_BYTES) -> Iterator[memoryview]:
+    """Consecutive pieces of at most `size` bytes."""
+    for begin in range(0, len(content), size):
+        yield content[begin : begin + size]
+
+
+def to_safetensors(tensors: Mapping[str, Tensor]) -> memoryview:
+    """The bytes of one safetensors file."""
+    staging = StagingBuffer(tensors, layout=file_layout("", specs_of(tensors)))
+    staging.fill(tensors)
+    return staging.content

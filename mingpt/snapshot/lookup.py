@@ -6,17 +6,15 @@ Nothing is renamed or removed there.
 import logging
 from pathlib import Path
 
-import fsspec
 import yaml
 from torch import Tensor
 
-from mingpt.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.snapshot.files import RETRIES_S
-from mingpt.snapshot.handle import Snapshot
-from mingpt.snapshot.names import step_of, steps_in
-from mingpt.snapshot.reading import SourceFile
-from mingpt.snapshot.store import SnapshotStore
-from mingpt.snapshot.tensors import Check, TensorFile, accept_all, check_finite
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.files import RETRIES_S
+from mingpt.base.urls import open_url
+from mingpt.snapshot.layout import step_of, steps_in
+from mingpt.snapshot.reading import Check, SourceFile, TensorFile, accept_all, check_finite
+from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 MAX_CONFIG_BYTES = 1 << 16  # of config.yaml; a real one has 2,000
 HF_CONFIG = "config.json"  # in each folder of Hugging Face's format, and in no run or snapshot folder
@@ -96,9 +94,9 @@ def read_safetensors(where: str) -> dict[str, Tensor]:
     Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
     """
     try:
-        files, path = fsspec.core.url_to_fs(where)
-    except (ImportError, ValueError) as error:
-        raise UnreadableSnapshot(f"it needs a driver that is not installed: {error}") from None
+        files, path = open_url(where, "it")
+    except UserError as error:
+        raise UnreadableSnapshot(str(error)) from None
     tensors = TensorFile(SourceFile(files, path, "the file", RETRIES_S)).tensors()
     for name, tensor in tensors.items():
         check_finite(name, tensor)

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
+from mingpt.base.errors import CorruptSnapshot, UserError
+from mingpt.base.files import BadJson, Count, Sha256, bad_json, check_json, parse_json
 from mingpt.config import Config, check
-from mingpt.errors import CorruptSnapshot, UserError
-from mingpt.snapshot.names import are_tensor_files, file_name
-from mingpt.snapshot.strict_json import parse_object
+from mingpt.snapshot.layout import are_tensor_files, file_name
 
 SCHEMA = 2
 OLDEST_SCHEMA = 1
@@ -26,11 +26,23 @@ MAX_BYTES = 4 << 20  # of a manifest, which is held three times while it is chec
 PIECE = 1 << 16  # characters
 CONFIG = pydantic.TypeAdapter(Config)
 
-Count = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
-Sha256 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, pydantic.Field(max_length=200)]
 Number = Annotated[int, pydantic.Field(gt=-(2**63), lt=2**63)] | pydantic.FiniteFloat
 Scalar = bool | Number | Name | None
+
+
+def parse_object(content: bytes, what: str) -> dict[str, Any]:
+    """The object that `content` is. Raises CorruptSnapshot, in whose message it is called `what`.
+
+    It is read strictly, since anybody may have written it.
+    """
+    try:
+        parsed = parse_json(content, strict=True)
+    except BadJson as error:
+        raise CorruptSnapshot(f"{what} is damaged: {error}") from None
+    if not isinstance(parsed, dict):
+        raise CorruptSnapshot(f"{what} is damaged: it is no JSON object")
+    return parsed
 
 
 class DataFields(pydantic.BaseModel):
@@ -179,9 +191,9 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
     check_schema(manifest)
     try:
-        (Fields if manifest["schema"] == OLDEST_SCHEMA else PartedFields).model_validate(manifest)
-    except pydantic.ValidationError as error:
-        raise CorruptSnapshot(f"its manifest is damaged: {first_error(error)}") from None
+        check_json(manifest, Fields if manifest["schema"] == OLDEST_SCHEMA else PartedFields)
+    except BadJson as error:
+        raise CorruptSnapshot(f"its manifest is damaged: {error}") from None
     if manifest["windows"] < manifest["step"]:
         windows, step = manifest["windows"], manifest["step"]
         raise CorruptSnapshot(f"its manifest is damaged: {windows} windows are fewer than {step} steps")
@@ -261,13 +273,6 @@ def read_config(manifest: dict[str, Any]) -> Config:
         config = CONFIG.validate_json(text, strict=True)
         check(config)
     except (pydantic.ValidationError, UserError) as error:
-        reason = first_error(error) if isinstance(error, pydantic.ValidationError) else str(error)
+        reason = str(bad_json(error) if isinstance(error, pydantic.ValidationError) else error)
         raise CorruptSnapshot(f"its manifest is damaged: config: {reason}") from None
     return config
-
-
-def first_error(error: pydantic.ValidationError) -> str:
-    """Which field is wrong, and why."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part)[:100] for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])

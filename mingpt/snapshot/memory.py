@@ -1,40 +1,41 @@
-"""Frequent snapshots in a node's memory, so that a killed worker costs a few steps at most.
+"""Frequent snapshots in the nodes' memory, so that a killed worker costs a few steps at most.
 
 They lie in a folder such as /dev/shm, which outlives the workers but not the node, named after the random id
-that run.json gives the run. Where each rank holds the whole state, the first worker of the node writes it;
-sharded states are written in parts, see `shard` in the manifest. One copy is made between two steps, then a
-checksum in the background. An orderly end removes them. If the folder is absent or too small, one line says
-so, and the run goes on with its snapshots on disk alone.
-
-A job that dies as a whole leaves its folder, and so does a node whose rank changes. A file beside it names
-the agent that it belongs to, so that a later start can tell what nobody needs any more.
+that run.json gives the run. Where each rank holds the whole state, the first worker of the node writes it. A
+sharded state is written in parts, see `shard` in the manifest, and each part is copied to the next node, so
+that a lost node costs a few steps, too. One copy is made between two steps; checksums and the copies on the
+next node follow in the background. An orderly end removes the snapshots. If the folder is absent or too
+small, one line says so, and the run goes on with its snapshots on disk alone.
 """
 
 import hashlib
+import itertools
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Container, Mapping
+import uuid
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mingpt import events
-from mingpt.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot
-from mingpt.snapshot.handle import Snapshot
-from mingpt.snapshot.layout import specs_of
-from mingpt.snapshot.names import step_of
-from mingpt.snapshot.process import Process, this_process
-from mingpt.snapshot.saver import LateFields
-from mingpt.snapshot.slots import Slots, owner_file, read_owner
-from mingpt.snapshot.store import SnapshotStore
-from mingpt.snapshot.tensors import Check, accept_all
+from mingpt.base import events
+from mingpt.base.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
+from mingpt.base.files import PIECE_BYTES
+from mingpt.distributed.background_group import BackgroundGroup
+from mingpt.snapshot.layout import StagingBuffer, TensorSpec, specs_of, step_of
+from mingpt.snapshot.reading import Check, accept_all
+from mingpt.snapshot.saver import LateFields, Sharding
+from mingpt.snapshot.slots import Process, Slots, owner_file, read_owner, remove_quietly, this_process
+from mingpt.snapshot.store import Snapshot, SnapshotStore
 
-log = logging.getLogger(__name__)
 LEFTOVER_S = 24 * 3600.0
+log = logging.getLogger(__name__)
 
 
 class MemorySnapshots:
@@ -48,24 +49,28 @@ class MemorySnapshots:
         self.root = Path(path) / f"mingpt-{run_id}-{place}"
         self.node_rank = node_rank
         self.owner = owner or this_process()  # the agent on this node
-        self.slots = self.make_slots("")
-        self.thread: threading.Thread | None = None
-        self.disabled = False
 
     def make_slots(self, suffix: str) -> Slots:
-        """Room for two snapshots in this node's folder with this suffix; opened by its `open`."""
+        """Return room for two snapshots in this node's folder with this suffix; `open` allocates it."""
         return Slots(self.root / f"node-{self.node_rank}{suffix}", self.owner)
+
+    def folders(self) -> list[Path]:
+        """List the folders of all nodes; none where another worker, the last, has just removed them."""
+        try:
+            return sorted(self.root.glob("node-*"))
+        except OSError:
+            return []
 
     def find(
         self, newer_than: int, saved_after: int | None, check: Check = accept_all
     ) -> list[tuple[SnapshotStore, Snapshot]]:
-        """Those past the step `newer_than` that fulfil `check`, newest first; what they hold is not read yet.
+        """Return the snapshots past the step `newer_than` that fulfil `check`, newest first.
 
-        Each names the newest snapshot on disk at its time. If that is newer than `saved_after`, it does not
-        count. `verify` of its store tells whether one is valid.
+        Reads manifests alone; `verify` of its store tells whether a snapshot is valid. Each names the newest
+        one on disk at its time. If that is newer than `saved_after`, it does not count.
         """
         found = []
-        for path in sorted(self.root.glob("node-*")):
+        for path in self.folders():
             store = SnapshotStore(str(path))
             found += [(step, store) for step in store.steps() if step > newer_than]
         snapshots = []
@@ -79,62 +84,12 @@ class MemorySnapshots:
         return snapshots
 
     def remove_newer(self, step: int) -> None:
-        """Remove those past the step that a job starts from: the user has turned back to that step."""
-        for path in self.root.glob("node-*"):
+        """Remove the snapshots past the step that a job starts from: the user has turned back to it."""
+        for path in self.folders():
             store = SnapshotStore(str(path))
             for newer in store.steps():
                 if newer > step:
                     store.remove(newer)
-
-    def save(
-        self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
-    ) -> None:
-        """Copy a state and write its manifest in the background; skipped if the last one is not finished."""
-        self.allocate(tensors)
-        if self.disabled or (self.thread and self.thread.is_alive()):
-            return
-        try:
-            self.slots.begin()
-        except OSError as error:
-            self.disable(error)
-            return
-        self.slots.fill(tensors)
-        self.thread = threading.Thread(target=self.finish, args=(manifest, late_fields))
-        self.thread.start()
-
-    def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
-        """Allocate room for two such states, if that is not done yet; then saving is only a copy.
-
-        `start_step`: from which this generation starts; none past it is kept.
-        """
-        if self.disabled or self.slots.buffers:
-            return
-        try:
-            if start_step is not None:
-                self.trim(start_step)
-            self.slots.open(specs_of(tensors), start_step)
-        except OSError as error:
-            size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
-            self.disable(error, f" for 2 x {size_mb:.1f} MB")
-
-    def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
-        """In the background: checksum and manifest."""
-        step = manifest["step"]
-        events.emit("write_start", kind="memory", step=step)
-        try:
-            self.slots.commit(manifest | late_fields())
-        except SaveAborted:
-            return  # the main thread loses the same peer, and reports it
-        except OSError as error:
-            self.disable(error)
-            return
-        events.emit("write_end", kind="memory", step=step)
-
-    def disable(self, error: OSError, need: str = "") -> None:
-        """Say once that there are no snapshots in memory, and free what is there."""
-        self.disabled = True
-        log.warning("%s", no_memory(self.root.parent, str(error.strerror), need))
-        self.slots.remove()
 
     def remove_leftovers(self) -> None:
         """Remove what other runs of this user left a day ago, unless a process of their jobs may be alive."""
@@ -142,10 +97,10 @@ class MemorySnapshots:
             if root != self.root and is_leftover(root):
                 remove_folder(root, "what another run left more than a day ago")
 
-    def remove_outdated(self, step: int, used: Container[str] | None = None) -> None:
+    def remove_outdated(self, step: int, used: Container[str]) -> None:
         """Remove this run's folders that nobody writes to, once a newer snapshot, that of `step`, is there.
 
-        `used`: the names of those that workers of this generation write to, by default that of `slots`.
+        `used` are the names of the folders that workers of this generation write to.
         """
         for path in self.unused_folders(used):
             newest = max(SnapshotStore(str(path)).steps(), default=0)
@@ -153,10 +108,10 @@ class MemorySnapshots:
                 remove_folder(path, f"older than the snapshot of step {step}")
                 owner_file(path).unlink(missing_ok=True)
 
-    def trim(self, step: int, used: Container[str] | None = None) -> None:
-        """Make room at a start from `step`: of what `remove_outdated` may remove, keep the newest up to that.
+    def trim(self, step: int, used: Container[str]) -> None:
+        """Make room at a start from `step`. Raises OSError.
 
-        Raises OSError.
+        In each folder that `remove_outdated` may remove, the newest snapshot up to that step is kept.
         """
         for path in self.unused_folders(used):
             store = SnapshotStore(str(path))
@@ -165,30 +120,14 @@ class MemorySnapshots:
                 if kept is None or step_of(name) != kept:
                     store.remove_file(name)
 
-    def unused_folders(self, used: Container[str] | None) -> list[Path]:
-        used = {self.slots.folder.name} if used is None else used
+    def unused_folders(self, used: Container[str]) -> list[Path]:
         found = []
-        for path in self.root.glob("node-*"):
+        for path in self.folders():
             owner = read_owner(path)
             is_ours = owner is None or owner == self.owner or owner.is_alive() is False
             if is_ours and path.name not in used:
                 found.append(path)
         return found
-
-    def remove(self) -> None:
-        """Remove all of this run's snapshots from memory."""
-        if self.thread:
-            self.thread.join()
-        # Errors are ignored: another worker of this machine may be removing them too.
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-def no_memory(path: Path, reason: str, need: str = "") -> str:
-    """The line that says why there are no snapshots in memory."""
-    return (
-        f"no snapshots in memory: {path} cannot be used{need} ({reason}); after a kill the run resumes "
-        "from disk"
-    )
 
 
 def is_leftover(root: Path) -> bool:
@@ -212,3 +151,267 @@ def remove_folder(path: Path, why: str) -> None:
         pass  # another start on this node was faster
     except OSError as error:
         log.warning("%s cannot be removed from memory (%s), though it is %s", path, error.strerror, why)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Who keeps a copy of whose part: ranks of the next node, in turn. With one node there are none."""
+
+    keeper: list[int | None]  # by the rank whose part it is
+
+    @classmethod
+    def plan(cls, node_of: Sequence[int]) -> "Copies":
+        """`node_of`: the node of each rank. The first node is the next one of the last."""
+        nodes = sorted(set(node_of))
+        if len(nodes) < 2:
+            return cls([None] * len(node_of))
+        members = {node: [rank for rank, other in enumerate(node_of) if other == node] for node in nodes}
+        keeper: list[int | None] = []
+        for rank, node in enumerate(node_of):
+            there = members[nodes[(nodes.index(node) + 1) % len(nodes)]]
+            keeper.append(there[members[node].index(rank) % len(there)])
+        return cls(keeper)
+
+    def kept_by(self, rank: int) -> list[int]:
+        """The ranks whose parts this one copies."""
+        return [source for source, keeper in enumerate(self.keeper) if keeper == rank]
+
+
+class MemorySaver:
+    """Saves a state to memory: each rank what it holds, and of a part a copy on the next node.
+
+    A save counts when all parts of it are written; nobody overwrites the one before until then. Constructing
+    it, `allocate` and `save` are collective.
+    """
+
+    def __init__(self, snapshots: MemorySnapshots, sharding: Sharding) -> None:
+        self.snapshots, self.sharding = snapshots, sharding
+        self.own = snapshots.make_slots(f"-worker-{sharding.local_rank}" if sharding.is_sharded else "")
+        self.kept: dict[int, Slots] = {}  # copies, by the rank whose part it is
+        places = sharding.all_gather_object((snapshots.node_rank, self.own.folder.name))
+        self.copies = Copies.plan([node for node, _ in places])
+        self.used = {folder for _, folder in places}
+        for rank, keeper in enumerate(self.copies.keeper):
+            if keeper is not None:
+                self.used.add(f"node-{places[keeper][0]}-copy-{rank}")
+        self.generation = sharding.all_gather_object(uuid.uuid4().hex)[0]
+        self.group: BackgroundGroup | None = None  # of the copies, if any are made
+        self.thread: threading.Thread | None = None
+        self.error: OSError | UserError | None = None
+        self.newest = 0  # step of the last save that was begun
+        self.is_allocated = self.disabled = False
+
+    def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
+        """Allocate room for two such states, and for two copies; then saving is only a copy.
+
+        `start_step` is the step from which this generation starts; no later snapshot is kept.
+        """
+        if self.is_allocated:
+            return
+        self.is_allocated = True
+        problem = self.on_any_rank(self.make_room(start_step))  # all wait for it
+        if not problem:
+            problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
+        if problem:
+            self.disable(problem)
+            return
+        if not any(keeper is not None for keeper in self.copies.keeper):
+            return
+        problem = self.open_copies(start_step)
+        if problem and self.sharding.rank == 0:
+            log.warning(
+                "no copies of snapshots in memory on the next node: %s cannot be used %s; after the loss "
+                "of a node the run resumes from disk",
+                self.snapshots.root.parent,
+                problem,
+            )
+        if not problem:
+            self.group = BackgroundGroup(self.sharding.rank, self.sharding.world_size)
+
+    def on_any_rank(self, problem: str | None) -> str | None:
+        """Return the problem of the first rank that has one. Collective."""
+        return next(filter(None, self.sharding.all_gather_object(problem)), None)
+
+    def make_room(self, start_step: int | None) -> str | None:
+        """Remove what other numbers of workers have left; returns why it cannot be done, if so."""
+        try:
+            if self.sharding.local_rank == 0 and start_step is not None:
+                self.snapshots.trim(start_step, self.used)
+        except OSError as error:
+            return f"({error})"
+        return None
+
+    def try_open(self, slots: Slots, specs: Mapping[str, TensorSpec], start_step: int | None) -> str | None:
+        """Allocate room for two such states; returns why there is none, if so."""
+        try:
+            slots.open(specs, start_step)
+        except OSError as error:
+            need = f"for 2 x {sum(spec.nbytes for spec in specs.values()) / 1e6:.1f} MB"
+            if self.sharding.is_sharded:
+                return f"({error.strerror} {need} per worker)"
+            return f"{need} ({error.strerror})"
+        return None
+
+    def open_copies(self, start_step: int | None) -> str | None:
+        """Allocate what this rank keeps of others; returns why some rank has no room, if so. Collective."""
+        problem = None
+        for rank in self.copies.kept_by(self.sharding.rank):
+            self.kept[rank] = self.snapshots.make_slots(f"-copy-{rank}")
+            problem = problem or self.try_open(self.kept[rank], self.part_specs(rank), start_step)
+        problem = self.on_any_rank(problem)
+        if problem:
+            self.remove_copies()
+        return problem
+
+    def part_specs(self, rank: int) -> dict[str, TensorSpec]:
+        """Return the specs of what a rank holds of the sharded tensors."""
+        specs = {}
+        for name, spec in self.sharding.specs.items():
+            rows = self.sharding.rows_by_rank(name)
+            if rows:
+                specs[name] = TensorSpec(spec.dtype, (len(rows[rank]), *spec.shape[1:]))
+        return specs
+
+    def save(
+        self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
+    ) -> None:
+        """Copy what this rank holds, and write manifests and copies in the background.
+
+        Skipped on all ranks if any has not finished the last save: it would overwrite the one before.
+        """
+        self.allocate(tensors)
+        if self.disabled or not self.is_free():
+            return
+        if self.newest and self.sharding.is_sharded and self.sharding.local_rank == 0:
+            self.remove_outdated(self.newest)
+        self.newest = manifest["step"]
+        try:
+            for slots in (self.own, *self.kept.values()):
+                slots.begin()
+        except OSError as error:
+            self.note_failure(error)
+        if self.disabled:
+            return
+        self.own.buffer.fill(tensors)
+        self.thread = threading.Thread(target=self.finish, args=(manifest, late_fields))
+        self.thread.start()
+
+    def is_free(self) -> bool:
+        """Whether all ranks have finished the last save. If one could not, nothing is saved any more."""
+        is_busy = bool(self.thread and self.thread.is_alive())
+        flags = torch.tensor([float(is_busy), float(self.error is not None)])
+        busy, failed = self.sharding.all_reduce(flags).tolist()
+        if failed and not busy:
+            problem = self.on_any_rank(f"({self.error})" if self.error else None)
+            self.disable(problem or "(a worker cannot write)")
+            return False
+        return not busy
+
+    def note_failure(self, error: OSError | UserError) -> None:
+        """Note that this rank cannot write.
+
+        Other ranks count on its messages, so it takes part in the save all the same. They learn of it when
+        the next save begins.
+        """
+        self.error = error
+        if not self.sharding.is_sharded:
+            self.disable(f"({error.strerror if isinstance(error, OSError) else error})")
+
+    def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
+        """Write checksums and manifests, and exchange copies; the background thread does this."""
+        events.emit("write_start", kind="memory", step=manifest["step"])
+        try:
+            manifest = manifest | late_fields()
+            part = self.own.buffer
+            self.commit(self.own, manifest, self.sharding.rank)
+            self.exchange_copies(part)
+            for rank, slots in self.kept.items():
+                self.commit(slots, manifest, rank)
+        except SaveAborted:
+            return  # the main thread loses the same peer, and reports it
+        if self.error is None:
+            events.emit("write_end", kind="memory", step=manifest["step"])
+
+    def commit(self, slots: Slots, manifest: dict[str, Any], rank: int) -> None:
+        """Make a buffer the snapshot of a rank's part, unless something has failed."""
+        if self.error is None:
+            try:
+                slots.commit(manifest | self.shard_fields(rank))
+            except (OSError, UserError) as error:
+                self.note_failure(error)
+
+    def shard_fields(self, rank: int) -> dict[str, Any]:
+        """Return the manifest's fields about the part of a rank. A whole state has none."""
+        if not self.sharding.is_sharded:
+            return {}
+        shard = {
+            "rank": rank,
+            "workers": self.sharding.world_size,
+            "weights": self.sharding.weights_are_sharded,
+            "generation": self.generation,
+        }
+        return {"shard": shard}
+
+    def exchange_copies(self, buffer: StagingBuffer) -> None:
+        """Send this rank's part to its keeper, and receive what it keeps of others, piece by piece.
+
+        Raises SaveAborted if one of them is gone.
+        """
+        keeper = self.copies.keeper[self.sharding.rank]
+        if self.group is None or keeper is None:
+            return
+        names = self.part_specs(keeper).keys()  # of the tensors that are copied
+        sent = pieces(buffer, names)
+        received = [(rank, pieces(slots.buffer, names)) for rank, slots in self.kept.items()]
+        is_over = False
+        while not is_over:
+            outgoing = [(keeper, piece) for piece in itertools.islice(sent, 1)]
+            incoming = [(rank, piece) for rank, part in received for piece in itertools.islice(part, 1)]
+            self.group.send_and_receive(outgoing, incoming)
+            is_over = not outgoing and not incoming
+
+    def remove_outdated(self, step: int) -> None:
+        """Remove older snapshots that nobody overwrites any more, once that of `step` is there.
+
+        The first worker of each node does. Not collective.
+        """
+        self.snapshots.remove_outdated(step, self.used)
+
+    def disable(self, problem: str) -> None:
+        """Save nothing from now on, and free what is there. All ranks do so, and the first one says why."""
+        if self.disabled:
+            return
+        self.disabled = True
+        if self.sharding.rank == 0:
+            log.warning(
+                "no snapshots in memory: %s cannot be used %s; after a kill the run resumes from disk",
+                self.snapshots.root.parent,
+                problem,
+            )
+        self.own.remove()
+        self.remove_copies()
+
+    def remove_copies(self) -> None:
+        for slots in self.kept.values():
+            slots.remove()
+        self.kept = {}
+
+    def remove(self) -> None:
+        """Remove this run's snapshots from memory; all ranks do. Not collective."""
+        if self.thread:
+            self.thread.join()
+        self.own.remove()
+        self.remove_copies()
+        for path in self.snapshots.folders():
+            if self.sharding.local_rank == 0 and path.name not in self.used:
+                remove_quietly(path)
+        # Whoever is the last one on this machine succeeds.
+        if not self.snapshots.folders():
+            shutil.rmtree(self.snapshots.root, ignore_errors=True)
+
+
+def pieces(buffer: StagingBuffer, names: Iterable[str]) -> Iterator[Tensor]:
+    """Yield the bytes of these tensors, at most PIECE_BYTES at a time."""
+    for name in names:
+        begin, end = buffer.ranges[name]
+        yield from (piece for piece in buffer.buffer[begin:end].split(PIECE_BYTES) if len(piece))

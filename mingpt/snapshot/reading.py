@@ -1,19 +1,44 @@
-"""Reading a range of a file, in a folder or at a URL, and telling failures to read from wrong content."""
+"""The safetensors format, read strictly, from ranges of a file in a folder or at a URL.
+
+The format is 8 bytes with the header's length, the header as JSON, the tensors. `TensorFile` reads the
+header, and then the tensors or rows of them that it is asked for. The header is checked against the file's
+size before anything is allocated. No pickle, nothing is executed. A failure to read is told from wrong
+content. https://huggingface.co/docs/safetensors
+"""
 
 import errno
 import logging
+import math
 import os
 import stat
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
 
-from mingpt.errors import CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.files import PIECE_BYTES, DriverError, reason_of, retry
+from mingpt.snapshot.manifest import parse_object
 
-PIECE_BYTES = 16 << 20  # asked for at once from a URL: drivers give a request a few minutes
 T = TypeVar("T")
+LENGTH_BYTES = 8
+MAX_HEADER = 4 << 20  # bytes; gpt2-xl and its optimizer take a tenth of it
+MAX_DIMENSIONS = 8
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 log = logging.getLogger(__name__)
 
 
@@ -22,22 +47,28 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
 
     Raises CorruptSnapshot for what is missing or no file, UnreadableSnapshot if reading fails to the end.
     """
-    for pause_s in (*retries_s, None):
-        try:
-            return work()
-        except (CorruptSnapshot, UnreadableSnapshot):
-            raise
-        except FileNotFoundError:
-            raise CorruptSnapshot(f"{what} is missing") from None
-        except Exception as error:  # each driver raises exceptions of its own
-            if isinstance(error, IsADirectoryError) or getattr(error, "errno", None) == errno.ELOOP:
-                raise CorruptSnapshot(f"{what} is not a file") from None
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            if pause_s is None:
-                raise UnreadableSnapshot(f"{what} cannot be read: {str(reason)[:300]}") from None
-            log.info("%s cannot be read (%s); trying again", what, str(reason)[:300])
-            time.sleep(pause_s)
-    raise AssertionError("the last attempt returns or raises")
+
+    def on_failure(error: Exception) -> None:
+        failure = failure_of(error, what)
+        if failure is error or isinstance(failure, CorruptSnapshot):
+            raise error  # it would fail again
+        log.info("%s cannot be read (%s); trying again", what, reason_of(error))
+
+    try:
+        return retry(work, retries_s, on_failure)
+    except DriverError as error:
+        raise failure_of(error, what) from None
+
+
+def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnapshot:
+    """What a failure to read `what` means for the snapshot that it belongs to."""
+    if isinstance(error, (CorruptSnapshot, UnreadableSnapshot)):
+        return error
+    if isinstance(error, FileNotFoundError):
+        return CorruptSnapshot(f"{what} is missing")
+    if isinstance(error, IsADirectoryError) or getattr(error, "errno", None) == errno.ELOOP:
+        return CorruptSnapshot(f"{what} is not a file")
+    return UnreadableSnapshot(f"{what} cannot be read: {reason_of(error)}")
 
 
 class SourceFile:
@@ -149,3 +180,123 @@ def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> tuple[i
 
 def open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies in its file, as offsets from the file's start."""
+
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+Entries = Mapping[str, TensorEntry]
+# Raises CorruptSnapshot if a snapshot with this manifest cannot hold these tensors.
+Check = Callable[[dict[str, Any], Entries], None]
+
+
+def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
+    """The check of a reader to whom all tensors are alike."""
+
+
+class TensorFile:
+    """A safetensors file whose header is in order; nothing else is read until it is asked for.
+
+    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails or the file has changed meanwhile.
+    """
+
+    def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
+        self.file, self.size = file, file.size()
+        if expected_size not in (None, self.size):
+            raise CorruptSnapshot(f"{file.what} has {self.size:,} bytes instead of {expected_size:,}")
+        first = file.read(0, min(self.size, LENGTH_BYTES))
+        end = LENGTH_BYTES + header_length(first, self.size, file.what)
+        self.entries = parse_header(file.read(LENGTH_BYTES, end), self.size, file.what)
+        self.header_end = end
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """A tensor, or its rows `begin` to before `end` (of dimension 0), in memory of its own."""
+        entry = self.entries[name]
+        dtype, shape, row_bytes = DTYPES[entry.dtype], entry.shape, 0
+        if shape:
+            stop = shape[0] if end is None else end
+            assert 0 <= begin <= stop <= shape[0], f"{name} has no rows {begin} to {stop}"
+            row_bytes = (entry.end - entry.begin) // max(1, shape[0])
+            shape = (stop - begin, *shape[1:])
+        tensor = torch.empty(shape, dtype=dtype)
+        self.file.read_into(entry.begin + begin * row_bytes, bytes_of(tensor))
+        return tensor
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, without it."""
+        return {
+            name.removeprefix(prefix): self.read(name) for name in self.entries if name.startswith(prefix)
+        }
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which can be written to."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def header_length(first: bytes, file_size: int, what: str) -> int:
+    """In bytes, from the first 8 bytes of a file that messages call `what`. Raises CorruptSnapshot."""
+    if len(first) < LENGTH_BYTES:
+        raise CorruptSnapshot(f"{what} has {file_size} bytes and no header")
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if length > min(MAX_HEADER, file_size - LENGTH_BYTES):
+        raise CorruptSnapshot(f"the header of {what} cannot have {length:,} bytes")
+    return length
+
+
+def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEntry]:
+    """The tensors of a file, by name. Raises CorruptSnapshot unless they fill the file without gaps."""
+    parsed = parse_object(header, f"the header of {what}")
+    parsed.pop("__metadata__", None)
+    start = LENGTH_BYTES + len(header)
+    entries = {name: parse_entry(name, value, start) for name, value in parsed.items()}
+    position = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise wrong(name, "its bytes do not begin where those before it end")
+        position = entry.end
+    if position != file_size:
+        raise CorruptSnapshot(f"the tensors of {what} end at byte {position:,} of {file_size:,}")
+    return entries
+
+
+def parse_entry(name: str, value: Any, start: int) -> TensorEntry:
+    """One tensor of the header, whose tensors' bytes begin at `start`. Raises CorruptSnapshot."""
+    if not name or len(name) > 500 or any(mark in name for mark in "/\\\0"):
+        raise wrong(name, "this is no name for a tensor")
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise wrong(name, "it must have dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise wrong(name, "its dtype is not known")
+    if not is_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise wrong(name, "its shape is not a list of sizes")
+    if not is_counts(offsets) or len(offsets) != 2:
+        raise wrong(name, "its data_offsets are not two positions")
+    if math.prod(shape) * DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
+        raise wrong(name, "its shape does not fit its data_offsets")
+    return TensorEntry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def is_counts(value: Any) -> bool:
+    """Whether a value from JSON is a list of whole numbers from 0 to below 2**63."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def wrong(name: str, reason: str) -> CorruptSnapshot:
+    return CorruptSnapshot(f"its tensor {name[:100]!r}: {reason}")
+
+
+def check_finite(name: str, numbers: Tensor) -> None:
+    """Raises CorruptSnapshot if a tensor, or a piece of one, holds NaN or an infinite number."""
+    if numbers.is_floating_point() and numbers.numel():
+        low, high = numbers.aminmax()  # NaN if any element is
+        if not math.isfinite(low) or not math.isfinite(high):
+            raise wrong(name, "it holds numbers that are not finite")

@@ -1,54 +1,281 @@
-"""Writes snapshots in the background, one at a time, and prunes old ones."""
+"""Writes snapshots in the background, one at a time, and prunes old ones.
 
+A whole state is a sharded state with one holder: a rank that has all of it writes it by itself. Else each
+rank holds some rows and all write together, several files at once where they see one folder. The files do not
+show which: the rank that writes a file receives the others' bytes in chunks. Training goes on meanwhile, so
+background threads do it, over a process group of their own.
+"""
+
+import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from mingpt import events
-from mingpt.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
-from mingpt.snapshot.layout import PART_BYTES, FileLayout, make_layout, specs_of
+from mingpt.base import events
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
+from mingpt.base.files import PIECE_BYTES
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.background_group import BackgroundGroup, picklable
+from mingpt.snapshot.layout import (
+    PART_BYTES,
+    FileLayout,
+    LocalChunks,
+    RowsByRank,
+    Run,
+    StagingBuffer,
+    TensorSpec,
+    cut,
+    find_runs,
+    make_layout,
+    specs_of,
+)
 from mingpt.snapshot.manifest import FileRecord
-from mingpt.snapshot.staging import LocalChunks, StagingBuffer
 from mingpt.snapshot.store import NO_ROOM, SnapshotStore
-
-log = logging.getLogger(__name__)
 
 # Manifest fields that are computed in the background; may raise SaveAborted.
 LateFields = Callable[[], dict[str, Any]]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
-class Transfer(Protocol):
-    """Brings the tensor files of a snapshot into the store, once or, where there was no room, again."""
-
-    def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
-        """In the background thread. Returns the files as the manifest lists them, all of them durable."""
+def held_whole(name: str) -> None:
+    """The `rows_by_rank` of an unsharded state."""
 
 
-class LocalTransfer:
-    """The transfer of a process that holds all tensors, in `staging`."""
+@dataclass(frozen=True)
+class Sharding:
+    """The ranks that save a state together, and which rows each of them holds.
 
-    def __init__(self, layouts: Sequence[FileLayout], staging: StagingBuffer) -> None:
-        self.layouts, self.staging = layouts, staging
+    Without a `context` the state is not sharded: this rank, number 0 of 1, has all of it and exchanges
+    nothing.
+    """
 
-    def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
-        return [store.write_file(layout, LocalChunks(layout, self.staging)) for layout in self.layouts]
+    context: DistributedContext | None = None  # of the ranks that hold the rows between them
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the whole tensors
+    rows_by_rank: RowsByRank = held_whole
+    weights_are_sharded: bool = False  # else each rank has all weights
+    main_rank: int = 0  # names the snapshot on disk and prunes
+    writers: Sequence[int] = (0,)  # ranks that write files to disk
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank saves a part of the state, which is all of it where there is one worker."""
+        return self.context is not None
+
+    @property
+    def rank(self) -> int:
+        return self.context.rank if self.context else 0
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those on its node."""
+        return self.context.launch.local_rank if self.context else 0
+
+    @property
+    def world_size(self) -> int:
+        return self.context.world_size if self.context else 1
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Each rank's value, by rank. Collective."""
+        return self.context.all_gather_object(value) if self.context else [value]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, in place. Collective."""
+        return self.context.all_reduce(tensor) if self.context else tensor
 
 
-class SnapshotSaver:
-    """A write that fails is reported and training goes on; the last one must succeed, see `finish`.
+UNSHARDED = Sharding()
 
-    Where there is no room for a snapshot, older ones are removed for it, but not the newest that is valid.
+
+class CannotWrite(Exception):
+    """All ranks know that one of them could not write, and the reason."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(f"{type(reason).__name__}: {reason}")
+        self.reason = reason
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another attempt may succeed."""
+        is_no_room = isinstance(self.reason, OSError) and self.reason.errno in NO_ROOM
+        return not is_no_room and not isinstance(self.reason, (ClaimLost, SaveAborted))
+
+
+class Transfer:
+    """Brings the tensor files of a snapshot into a store, once or, where there was no room, again.
+
+    `runs` tells where the bytes of each file are, beyond its header; `staging` holds this rank's. `writers`
+    are the ranks that write files. In a group of one rank all bytes are here, and `runs` is not used.
+    Every rank of the group has a transfer, and its methods are collective.
     """
 
     def __init__(
-        self, store: SnapshotStore, keep_last: int, keep_best: bool, part_bytes: int = PART_BYTES
+        self,
+        layouts: Sequence[FileLayout],
+        staging: StagingBuffer,
+        runs: Sequence[Sequence[Run]] = (),
+        group: BackgroundGroup | None = None,
+        writers: Sequence[int] = (0,),
     ) -> None:
-        self.store, self.keep_last, self.keep_best = store, keep_last, keep_best
+        self.layouts, self.staging, self.runs = layouts, staging, runs
+        self.group, self.writers = group or BackgroundGroup(0, 1), writers
+
+    def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
+        """Write the files; returns them as the manifest lists them, all of them durable.
+
+        What keeps one rank from writing, all ranks raise. Where the store is no folder, they try again before
+        that: all files together after each pause, or, with one rank, the store does, file by file.
+        """
+        if self.group.world_size == 1:
+            return [store.write_file(layout, LocalChunks(layout, self.staging)) for layout in self.layouts]
+        pauses_s = () if store.is_local else store.retries_s
+        for pause_s in (*pauses_s, None):
+            try:
+                return self.write_files_once(store)
+            except CannotWrite as failure:
+                if pause_s is None or not failure.may_pass:
+                    raise failure.reason from None
+                if self.group.rank == self.writers[0]:
+                    log.info("writing step %d to %s failed (%s) and is retried", step, store.url, failure)
+                time.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def write_files_once(self, store: SnapshotStore) -> list[FileRecord]:
+        """Raises CannotWrite on all ranks if one cannot write."""
+        records: list[FileRecord] = []
+        error: Exception | None = None
+        for first in range(0, len(self.layouts), len(self.writers)):
+            batch = dict(zip(self.writers, range(first, len(self.layouts)), strict=False))
+            chunks = Draining(self.chunks(batch))
+            try:
+                if self.group.rank in batch:
+                    records.append(store.write_file(self.layouts[batch[self.group.rank]], chunks))
+            except Exception as problem:  # each driver raises exceptions of its own
+                if chunks.is_broken:
+                    raise  # a peer is lost
+                error = error or problem
+            chunks.drain()  # what this rank does not write it still has to send
+        outcomes = self.group.all_gather_object((records, picklable(error)))
+        for _, error_there in outcomes:
+            if error_there is not None:
+                raise CannotWrite(error_there)
+        by_name = {record.name: record for found, _ in outcomes for record in found}
+        return [by_name[layout.name] for layout in self.layouts]
+
+    def chunks(self, batch: Mapping[int, int]) -> Iterator[memoryview]:
+        """Yield the bytes of the file that this rank writes, while it sends its parts of the others.
+
+        `batch` is the number of each writer's file. The next chunk travels while this one is hashed and
+        written.
+        """
+        longest = max(self.layouts[number].size for number in batch.values())
+        for wait in one_ahead(self.exchange(batch, begin) for begin in range(0, longest, PIECE_BYTES)):
+            chunk = wait()
+            if chunk is not None:
+                yield chunk
+
+    def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], memoryview | None]:
+        """Begin to send the files' chunks from `begin` on; the result waits for that of this rank's file."""
+        sent: list[list[Tensor]] = [[] for _ in range(self.group.world_size)]
+        sizes, mine = [0] * self.group.world_size, None
+        for writer, number in batch.items():
+            pieces = cut(self.runs[number], begin, begin + PIECE_BYTES)
+            sent[writer] += [self.part(piece) for piece in pieces if piece.rank == self.group.rank]
+            if writer == self.group.rank:
+                mine = self.layouts[number], pieces
+                for piece in pieces:
+                    sizes[piece.rank] += piece.end - piece.begin
+        wait = self.group.all_to_all(sent, sizes)
+
+        def finish() -> memoryview | None:
+            received = wait()
+            if mine is None or begin >= mine[0].size:
+                return None
+            return self.assemble(mine[0], begin, mine[1], received)
+
+        return finish
+
+    def part(self, piece: Run) -> Tensor:
+        """(n,) uint8, the bytes of a run on this rank."""
+        size = piece.end - piece.begin
+        whole = self.staging.slots[piece.name].view(-1).view(torch.uint8)
+        return whole[piece.offset : piece.offset + size]
+
+    def assemble(
+        self, layout: FileLayout, begin: int, pieces: Sequence[Run], received: Sequence[Tensor]
+    ) -> memoryview:
+        """A file's chunk from `begin` on, of what the ranks have sent of it."""
+        chunk = torch.empty(min(PIECE_BYTES, layout.size - begin), dtype=torch.uint8)
+        header = bytearray(layout.header[begin : begin + PIECE_BYTES])
+        if header:
+            chunk[: len(header)] = torch.frombuffer(header, dtype=torch.uint8)
+        taken = [0] * self.group.world_size
+        for piece in pieces:
+            size, rank = piece.end - piece.begin, piece.rank
+            first = piece.begin - begin
+            chunk[first : first + size] = received[rank][taken[rank] : taken[rank] + size]
+            taken[rank] += size
+        return memoryview(chunk.numpy())  # type: ignore[arg-type]
+
+
+def one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each as soon as the one after it is made too."""
+    held = list(itertools.islice(items, 1))
+    for item in items:
+        yield held.pop()
+        held.append(item)
+    yield from held
+
+
+class Draining:
+    """An iterator that can be run to its end after its user has given up; `is_broken` if it raises itself."""
+
+    def __init__(self, chunks: Iterator[memoryview]) -> None:
+        self.chunks, self.is_broken = chunks, False
+
+    def __iter__(self) -> "Draining":
+        return self
+
+    def __next__(self) -> memoryview:
+        try:
+            return next(self.chunks)
+        except StopIteration:
+            raise
+        except Exception:
+            self.is_broken = True
+            raise
+
+    def drain(self) -> None:
+        for _ in self:
+            pass
+
+
+class SnapshotSaver:
+    """Saves a state in the background; where it is sharded, each rank has a saver and all save together.
+
+    A write that fails is reported and training goes on; the last one must succeed, see `finish`. Where there
+    is no room for a snapshot, older ones are removed for it, but not the newest that is valid. Constructing a
+    saver and `save` are collective.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        keep_last: int,
+        keep_best: bool,
+        sharding: Sharding = UNSHARDED,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self.store, self.keep_last, self.keep_best, self.sharding = store, keep_last, keep_best, sharding
         self.part_bytes = part_bytes  # of the largest file, unless a tensor is larger
+        self.group = BackgroundGroup(sharding.rank, sharding.world_size)
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
         self.thread: threading.Thread | None = None
@@ -64,25 +291,32 @@ class SnapshotSaver:
     def save(
         self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
     ) -> None:
-        """Copy the tensors and begin to write them; waits for the write before. On return they may change."""
+        """Copy what this rank holds and begin to write it; waits for the write before.
+
+        On return the tensors may change.
+        """
         self.wait()
         staging = self.allocate(tensors)
         staging.fill(tensors)
-        layouts = make_layout(specs_of(tensors), manifest["step"], self.part_bytes)
-        self.start(manifest, LocalTransfer(layouts, staging), late_fields)
-
-    def start(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
-        """Begin to write what `transfer` brings; waits for the write before."""
-        self.wait()
+        specs = {**specs_of(tensors), **self.sharding.specs}
+        transfer = self.make_transfer(specs, manifest["step"], staging)
         self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields))
         self.thread.start()
 
+    def make_transfer(self, specs: Mapping[str, TensorSpec], step: int, staging: StagingBuffer) -> Transfer:
+        """Return the transfer of the snapshot of `step`; `specs` are those of the whole tensors."""
+        layouts = make_layout(specs, step, self.part_bytes)
+        rows_by_rank, main_rank = self.sharding.rows_by_rank, self.sharding.main_rank
+        runs = [find_runs(layout, specs, rows_by_rank, main_rank) for layout in layouts]
+        return Transfer(layouts, staging, runs, self.group, self.sharding.writers)
+
     def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
-        """What the background thread does."""
+        """Write a snapshot and prune; the background thread does this."""
         step = manifest["step"]
         events.emit("write_start", kind="disk", step=step)
         try:
-            self.write_making_room(manifest | late_fields(), transfer)
+            fields = self.group.on_all_ranks(late_fields)[self.group.rank]
+            self.write_making_room(manifest | fields, transfer)
             self.error, self.newest_written = None, step
         except (SaveAborted, ClaimLost) as error:
             self.error = error
@@ -92,29 +326,60 @@ class SnapshotSaver:
             log.warning("snapshot of step %d could not be written: %s: %s", step, type(error).__name__, error)
             return
         try:
-            self.prune()
+            if self.is_main:
+                self.prune()
         except Exception as error:  # the new snapshot is valid all the same
             log.warning("old snapshots could not be removed: %s: %s", type(error).__name__, error)
         events.emit("write_end", kind="disk", step=step)
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank names the snapshot and prunes."""
+        return self.group.rank == self.sharding.main_rank
+
+    def on_main_rank(self, work: Callable[[], T]) -> T:
+        """Do `work` there; all ranks return, or raise, what it does. Collective."""
+        return self.group.on_rank(self.sharding.main_rank, work)
+
     def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot; while there is no room for it, remove an older one and try again."""
-        is_written = False
+        """Write a snapshot; while there is no room for it, remove an older one and try again. Collective."""
+        step, is_written = manifest["step"], False
         while not is_written:
             try:
-                write_snapshot(self.store, manifest, transfer)
+                self.write_once(manifest, transfer)
                 is_written = True
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                removed = self.remove_one_before(manifest["step"])
+                removed = self.on_main_rank(lambda: self.remove_one_before(step))
                 if removed is None:
                     raise
                 log.warning(
-                    "snapshot of step %d is removed: there was no room for that of step %d",
-                    removed,
-                    manifest["step"],
+                    "snapshot of step %d is removed: there was no room for that of step %d", removed, step
                 )
+
+    def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
+        """Write a snapshot; durable on return. Nothing is left of one that fails. Collective.
+
+        A snapshot that is complete stays, even if a rank dies before all have heard of it.
+        """
+        step, is_committed = manifest["step"], False
+
+        def commit() -> None:
+            nonlocal is_committed
+            self.store.commit(manifest, records)
+            is_committed, self.newest_written = True, step
+
+        try:
+            self.on_main_rank(lambda: self.store.begin(step))
+            records = transfer.write_files(self.store, step)
+            self.on_main_rank(commit)
+        except ClaimLost:
+            raise
+        except Exception:  # each driver raises exceptions of its own
+            if self.is_main and not is_committed:
+                self.store.discard(step)
+            raise
 
     def remove_one_before(self, step: int) -> int | None:
         """Remove the oldest snapshot, the best one last, and keep the newest valid one; returns its step."""
@@ -184,20 +449,6 @@ class SnapshotSaver:
         self.wait()
         if self.error:
             raise self.error
-
-
-def write_snapshot(store: SnapshotStore, manifest: dict[str, Any], transfer: Transfer) -> None:
-    """Write a whole snapshot; durable on return. Nothing of it is left if that fails."""
-    step = manifest["step"]
-    try:
-        store.begin(step)
-        records = transfer.write_files(store, step)
-        store.commit(manifest, records)
-    except ClaimLost:
-        raise
-    except Exception:
-        store.discard(step)
-        raise
 
 
 def validation_loss(manifest: dict[str, Any]) -> float | None:

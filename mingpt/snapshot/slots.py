@@ -2,6 +2,9 @@
 
 They are mapped once and overwritten in place, so that saving is one copy between two steps; checksum and
 manifest follow in the background. While one is overwritten the other one is valid.
+
+A job that dies as a whole leaves its folder, and so does a node whose rank changes. A file beside the folder
+names the agent that it belongs to, so that a later start can tell what nobody needs any more.
 """
 
 import errno
@@ -11,26 +14,88 @@ import json
 import mmap
 import os
 import shutil
+import socket
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+import pydantic
 import torch
 from torch import Tensor
 
-from mingpt.snapshot.layout import TensorSpec, file_layout
+from mingpt.base.files import BadJson, check_json
+from mingpt.snapshot.layout import StagingBuffer, TensorSpec, file_layout, file_name, files_of
 from mingpt.snapshot.manifest import FileRecord, encode_manifest
-from mingpt.snapshot.names import file_name, files_of
-from mingpt.snapshot.process import Process, parse_process
-from mingpt.snapshot.staging import StagingBuffer
 from mingpt.snapshot.store import SnapshotStore
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process on a machine; `start_time` tells it from a later one with the same id."""
+
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
+    host: str
+    machine: str  # of one boot and one pid namespace, within which process ids mean something
+    pid: Annotated[int, pydantic.Field(strict=True, gt=0, lt=2**31)]
+    start_time: str | None  # in clock ticks since the machine's boot; None where the system does not say
+
+    def is_alive(self) -> bool | None:
+        """None if this is another machine, from which that cannot be seen."""
+        if self.machine != this_machine():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # another user's
+        state, start_time = read_stat(self.pid)
+        if state is None and self.start_time is not None:
+            return None  # /proc hides it
+        return state != "Z" and start_time == self.start_time
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def this_process(pid: int | None = None) -> Process:
+    """The process with this id on this machine, by default the calling one."""
+    pid = os.getpid() if pid is None else pid
+    return Process(socket.gethostname(), this_machine(), pid, read_stat(pid)[1])
+
+
+def parse_process(fields: Any) -> Process | None:
+    """The inverse of `to_dict`; None for anything else."""
+    try:
+        return check_json(fields, Process)
+    except BadJson:
+        return None
+
+
+def this_machine() -> str:
+    """Two processes see each other's ids if and only if this is the same for both."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()  # no Linux
+
+
+def read_stat(pid: int) -> tuple[str | None, str | None]:
+    """State and start time as /proc has them; None where it does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None, None
+    return fields[0], fields[19]
 
 
 class Slots:
     """The two files in `folder`, a sibling of the run's other folders, which belongs to the agent `owner`.
 
-    Folders of a node are named node-<rank><suffix>. A save is `begin`, `fill` or writing to `buffer`, and
-    `commit`, which alone may run in the background.
+    Folders of a node are named node-<rank><suffix>. A save is `begin`, writing to `buffer`, and `commit`,
+    which alone may run in the background.
     """
 
     def __init__(self, folder: Path, owner: Process) -> None:
@@ -90,20 +155,13 @@ class Slots:
     def begin(self) -> None:
         """Remove the older snapshot's manifest before its file is overwritten. Raises OSError."""
         name, free = self.names[self.next_slot], f"slot-{self.next_slot}"
-        if self.kept is not None and self.has_newer(self.kept):
+        if self.kept is not None and max(self.store.steps(), default=0) > self.kept:
             self.store.remove(self.kept)
             self.kept = None
         if name != free:
             (self.folder / name).with_suffix(".json").unlink()
             (self.folder / name).rename(self.folder / free)
             self.names[self.next_slot] = free
-
-    def has_newer(self, step: int) -> bool:
-        return any(other > step for other in self.store.steps())
-
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a state; on return it may change again."""
-        self.buffer.fill(tensors)
 
     def commit(self, manifest: dict[str, Any]) -> None:
         """What is in the buffer becomes the snapshot of `manifest["step"]`. Raises OSError."""

@@ -1,45 +1,197 @@
-"""The snapshots of a run at one place: a folder or any fsspec URL.
+"""The snapshots of a run at one place, a folder or any fsspec URL: written, verified, opened for reading.
 
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, each
-in several files past 4 GiB (names.py), and `step_00001200.json`, the manifest, describes them. The manifest
+in several files past 4 GiB (layout.py), and `step_00001200.json`, the manifest, describes them. The manifest
 is written last, after all of them are on disk: **a snapshot exists when its manifest does and its checksums
 hold.** Until then `partial-step_00001200` says that the files of this step are those of an unfinished save. A
 snapshot that does not hold is renamed, so that it can still be looked at. No pickle is ever loaded, and
 nothing depends on the number of workers.
+
+All bytes are checked in pieces: the SHA-256 that the manifest names, and finite numbers.
 """
 
+import bisect
 import contextlib
 import errno
+import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mingpt.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.snapshot.files import RETRIES_S, UPLOAD_PART_BYTES, FileStore
-from mingpt.snapshot.handle import Snapshot
-from mingpt.snapshot.layout import FileLayout
+import torch
+from torch import Tensor
+
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.files import PIECE_BYTES, RETRIES_S, DriverError
+from mingpt.config import Config
+from mingpt.snapshot.files import UPLOAD_PART_BYTES, FileStore
+from mingpt.snapshot.layout import (
+    OPTIMIZER,
+    QUARANTINED,
+    UNFINISHED,
+    FileLayout,
+    file_name,
+    files_of,
+    steps_in,
+    unfinished_name,
+)
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     FileRecord,
     decode_manifest,
     encode_manifest,
     file_records,
+    read_config,
 )
-from mingpt.snapshot.names import (
-    QUARANTINED,
-    UNFINISHED,
-    file_name,
-    files_of,
-    steps_in,
-    unfinished_name,
+from mingpt.snapshot.reading import (
+    DTYPES,
+    Check,
+    ContentFile,
+    SourceFile,
+    TensorEntry,
+    TensorFile,
+    accept_all,
+    check_finite,
 )
-from mingpt.snapshot.reading import SourceFile
-from mingpt.snapshot.tensors import Check, TensorFile, accept_all
-from mingpt.snapshot.verifying import verify_files
 
+MAX_FILES_AT_ONCE = 4
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
+
+
+def verify_files(files: Sequence[TensorFile], digests: Sequence[str]) -> None:
+    """Read each file once, several at a time, each in two pieces of at most 16 MiB.
+
+    Raises CorruptSnapshot unless file i has the SHA-256 `digests[i]` and all numbers are finite, or
+    UnreadableSnapshot.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max_workers=min(MAX_FILES_AT_ONCE, cores)) as pool:
+        checks = [pool.submit(verify_file, file, digest) for file, digest in zip(files, digests, strict=True)]
+        try:
+            for check in checks:
+                check.result()
+        finally:
+            for check in checks:
+                check.cancel()
+
+
+def verify_file(file: TensorFile, sha256: str) -> None:
+    """As `verify_files`. A thread hashes a piece while the next one is read and its numbers are looked at."""
+    digest, hashing = hashlib.sha256(), Future[None]()
+    hashing.set_result(None)
+    entries = sorted(file.entries.items(), key=lambda item: (item[1].begin, item[1].end))
+    starts = [entry.begin for _, entry in entries]
+    buffers = [torch.empty(min(PIECE_BYTES, file.size), dtype=torch.uint8) for _ in range(2)]
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        for number, (begin, end) in enumerate(pieces(entries, starts, file.size)):
+            piece = buffers[number % 2][: end - begin]
+            content = memoryview(piece.numpy())  # type: ignore[arg-type]
+            file.file.read_into(begin, content)
+            hashing.result()
+            hashing = pool.submit(digest.update, content)
+            for name, entry in overlapping(entries, starts, begin, end):
+                check_piece(name, entry, piece, begin)
+        hashing.result()
+    if digest.hexdigest() != sha256:
+        raise CorruptSnapshot(f"{file.file.what} has another SHA-256 than its manifest says")
+
+
+def pieces(
+    entries: Sequence[tuple[str, TensorEntry]], starts: Sequence[int], size: int
+) -> Iterator[tuple[int, int]]:
+    """Ranges that cover a file of so many bytes and cut no element of a tensor in two."""
+    begin = 0
+    while begin < size:
+        end = min(begin + PIECE_BYTES, size)
+        cut = bisect.bisect_right(starts, end) - 1  # the last tensor that begins at `end` or before
+        if cut >= 0 and end < entries[cut][1].end:
+            end -= (end - starts[cut]) % DTYPES[entries[cut][1].dtype].itemsize
+        yield begin, end
+        begin = end
+
+
+def overlapping(
+    entries: Sequence[tuple[str, TensorEntry]], starts: Sequence[int], begin: int, end: int
+) -> Sequence[tuple[str, TensorEntry]]:
+    """The tensors that have bytes in a range; `starts` are their first bytes."""
+    first = max(0, bisect.bisect_right(starts, begin) - 1)
+    return entries[first : bisect.bisect_left(starts, end)]
+
+
+def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int) -> None:
+    """Look at the numbers of a tensor that lie in a piece of its file, which begins at `begin`."""
+    low, high = max(entry.begin, begin) - begin, min(entry.end, begin + len(piece)) - begin
+    dtype = DTYPES[entry.dtype]
+    if low >= high or not dtype.is_floating_point:
+        return
+    numbers = piece[low:high]
+    if numbers.storage_offset() % dtype.itemsize:  # other programs do not align them
+        numbers = numbers.clone()
+    check_finite(name, numbers.view(dtype))
+
+
+class Snapshot:
+    """Reads tensors, or rows of them, from the files of a snapshot when they are asked for, and never more.
+
+    Raises CorruptSnapshot if a tensor is in two files; reading raises UnreadableSnapshot or CorruptSnapshot.
+    """
+
+    def __init__(self, manifest: dict[str, Any], files: Sequence[TensorFile]) -> None:
+        self.manifest, self.files = manifest, list(files)
+        self.file_of: dict[str, TensorFile] = {}
+        for file in files:
+            for name in file.entries:
+                if name in self.file_of:
+                    raise CorruptSnapshot(f"its tensor {name[:100]!r} is in two files")
+                self.file_of[name] = file
+
+    @classmethod
+    def from_content(cls, manifest: dict[str, Any], content: bytes | memoryview) -> "Snapshot":
+        """One whose tensors lie in memory, as the bytes of a safetensors file."""
+        return cls(manifest, [TensorFile(ContentFile(content))])
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Type, shape and place of each tensor."""
+        return {name: file.entries[name] for name, file in self.file_of.items()}
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run that wrote it."""
+        return read_config(self.manifest)
+
+    def holds_weights(self, file: TensorFile) -> bool:
+        """Whether there is more than optimizer state in a file."""
+        return any(not name.startswith(OPTIMIZER) for name in file.entries)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """A tensor, or its rows `begin` to before `end` (of dimension 0). KeyError if there is none."""
+        return self.file_of[name].read(name, begin, end)
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, without it."""
+        return {
+            name.removeprefix(prefix): self.read(name) for name in self.file_of if name.startswith(prefix)
+        }
+
+    def chunks(self, name: str, max_bytes: int) -> Iterator[tuple[int, int, Tensor]]:
+        """A tensor's rows in turn: (begin, end, rows), at most `max_bytes` at once, but at least one row.
+
+        A tensor without dimensions is one row.
+        """
+        entry = self.file_of[name].entries[name]
+        if not entry.shape:
+            yield 0, 1, self.read(name)
+            return
+        rows = entry.shape[0]
+        row_bytes = (entry.end - entry.begin) // max(1, rows)
+        step = max(1, max_bytes // max(1, row_bytes))
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            yield begin, end, self.read(name, begin, end)
 
 
 class SnapshotStore(FileStore):
@@ -50,8 +202,9 @@ class SnapshotStore(FileStore):
         url: str,
         retries_s: tuple[float, ...] = RETRIES_S,
         upload_part_bytes: int = UPLOAD_PART_BYTES,
+        check_claim: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(url, retries_s, upload_part_bytes)
+        super().__init__(url, retries_s, upload_part_bytes, check_claim)
         self.unreadable: dict[int, str] = {}  # step -> reason; may be valid, so they are never pruned
         self.is_ready = True  # false where there was no room to make it so
 
@@ -79,7 +232,7 @@ class SnapshotStore(FileStore):
         """
         try:
             self.make_ready()
-        except Exception as error:  # each driver raises exceptions of its own
+        except DriverError as error:
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 log.warning("there is no room for snapshots in %s (%s)", self.url, error.strerror)
                 return
@@ -133,7 +286,7 @@ class SnapshotStore(FileStore):
         self.unreadable.pop(step, None)
         try:
             self.remove_file(unfinished_name(step))
-        except Exception as error:  # each driver raises exceptions of its own; the snapshot is valid
+        except DriverError as error:  # the snapshot is valid
             log.info(
                 "%s is left in %s (%s: %s)", unfinished_name(step), self.url, type(error).__name__, error
             )
@@ -159,7 +312,7 @@ class SnapshotStore(FileStore):
             self.remove(step)
         except ClaimLost:
             pass  # they are for the job that has taken over
-        except Exception as error:  # each driver raises exceptions of its own
+        except DriverError as error:
             reason = f"{type(error).__name__}: {error}"
             log.info("files of step %d are left in %s until the next start (%s)", step, self.url, reason)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.vocabularies import GPT2_FILES, cl100k_like, gpt2, gpt2_content
 
-from mingpt.data import gpt2_vocabulary, load_named_tokenizer, read_named_tokenizer
-from mingpt.errors import UserError
+from mingpt.base.errors import UserError
+from mingpt.data import load_named_tokenizer, read_named_tokenizer, source
 
 PAIRS = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
 
@@ -26,7 +26,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        monkeypatch.setattr(gpt2_vocabulary, "GPT2_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(source, "GPT2_URL", f"http://127.0.0.1:{server.server_port}")
         yield folder
         server.shutdown()
         thread.join()
@@ -40,7 +40,7 @@ def test_gpt2_is_fetched_once_and_cached(served: Path) -> None:
 
 
 def test_the_fixed_checksums_are_those_of_gpt2s_files() -> None:
-    for name, sha256 in (gpt2_vocabulary.GPT2_VOCAB, gpt2_vocabulary.GPT2_MERGES):
+    for name, sha256 in (source.GPT2_VOCAB, source.GPT2_MERGES):
         assert hashlib.sha256((GPT2_FILES / name).read_bytes()).hexdigest() == sha256
 
 
@@ -50,7 +50,7 @@ def test_other_bytes_in_place_of_gpt2s_are_refused_and_not_cached(name: str, ser
     (served / name).write_bytes(right + b"\n")
     with pytest.raises(UserError) as error:
         load_named_tokenizer("gpt2", "--tokenizer")
-    url = f"{gpt2_vocabulary.GPT2_URL}/{name}"
+    url = f"{source.GPT2_URL}/{name}"
     assert str(error.value).startswith(f"--tokenizer=gpt2: {url} has sha256 ")
     assert "its fixed checksum asks for 1" in str(error.value)
     (served / name).write_bytes(right)
@@ -60,7 +60,7 @@ def test_other_bytes_in_place_of_gpt2s_are_refused_and_not_cached(name: str, ser
 def test_an_address_that_does_not_answer_is_one_sentence(
     served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt2_vocabulary, "GPT2_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr(source, "GPT2_URL", "http://127.0.0.1:9")  # nothing listens there
     with pytest.raises(UserError) as error:
         load_named_tokenizer("gpt2")
     sentence = str(error.value)
@@ -73,8 +73,8 @@ def test_an_address_that_does_not_answer_is_one_sentence(
 
 @pytest.mark.parametrize("names", PAIRS, ids=[names[0] for names in PAIRS])
 def test_a_folder_with_gpt2s_two_files_is_that_tokenizer(names: tuple[str, str], tmp_path: Path) -> None:
-    for source, name in zip(("encoder.json", "vocab.bpe"), names, strict=True):
-        shutil.copy(GPT2_FILES / source, tmp_path / name)
+    for original, name in zip(("encoder.json", "vocab.bpe"), names, strict=True):
+        shutil.copy(GPT2_FILES / original, tmp_path / name)
     assert read_named_tokenizer(str(tmp_path)) == gpt2_content()
     (tmp_path / names[1]).unlink()
     with pytest.raises(UserError, match=rf"^data\.tokenizer .*/{names[1]} does not exist$"):
@@ -87,7 +87,7 @@ def test_a_tokenizer_json_is_read_from_a_path_a_folder_and_a_url(served: Path) -
     (served / "other.json").write_bytes(content)
     for name in (served, f"{served}/", served / "other.json", f"file://{served}", served / "tokenizer.json"):
         assert load_named_tokenizer(str(name)).to_bytes() == content
-    url = gpt2_vocabulary.GPT2_URL
+    url = source.GPT2_URL
     assert load_named_tokenizer(url).to_bytes() == content
     assert load_named_tokenizer(f"{url}/other.json?version=1").to_bytes() == content
     (served / "other.json").write_bytes(gpt2_content())  # without a checksum, nothing is cached
@@ -109,7 +109,7 @@ def test_a_word_that_is_no_file_points_to_prepare(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError) as error:
         read_named_tokenizer("bpe")
     assert str(error.value).startswith("data.tokenizer bpe is neither gpt2, nor a .json file, nor a folder ")
-    hint = "`python -m mingpt.prepare --tokenizer bpe` makes a BPE of a text"
+    hint = "`python -m mingpt prepare --tokenizer bpe` makes a BPE of a text"
     assert str(error.value).endswith(f"(relative paths start at {tmp_path}); {hint}")
 
 

@@ -13,9 +13,9 @@ import tokenizers
 from conftest import ROOT
 from support.vocabularies import GPT2_FILES, added, cl100k_like, edited, gpt2, gpt2_content, llama_like
 
-from mingpt.data import CharTokenizer, JsonTokenizer, byte_level, parse_tokenizer_json
-from mingpt.data.byte_level import byte_alphabet
-from mingpt.errors import UserError
+from mingpt.base.errors import UserError
+from mingpt.data import CharTokenizer, JsonTokenizer, json_tokenizer, parse_tokenizer_json
+from mingpt.data.json_tokenizer import byte_alphabet
 
 END = "<|endoftext|>"
 TEXT = """
@@ -299,7 +299,7 @@ def test_content_that_is_no_tokenizer_json_is_refused() -> None:
 
 
 def test_it_is_not_trained_on_the_runs_text() -> None:
-    with pytest.raises(UserError, match=r"mingpt\.prepare --tokenizer bpe"):
+    with pytest.raises(UserError, match=r"mingpt prepare --tokenizer bpe"):
         JsonTokenizer.train("a text")
 
 
@@ -316,7 +316,7 @@ sys.modules["tokenizers"] = None
 content = sys.stdin.buffer.read()
 try:
     mingpt.data.JsonTokenizer(content)
-except mingpt.errors.UserError as error:
+except mingpt.base.errors.UserError as error:
     print(error)
 print(type(mingpt.data.parse_tokenizer_json(mingpt.data.CharTokenizer("ab").to_tokenizer_json())).__name__)
 """
@@ -380,6 +380,6 @@ def test_a_file_that_the_package_reads_and_we_do_not_is_refused(
     def fail(spec: dict[str, Any]) -> bool:
         raise error("vocab")
 
-    monkeypatch.setattr(byte_level, "can_be_cut", fail)
+    monkeypatch.setattr(json_tokenizer, "can_be_cut", fail)
     with pytest.raises(ValueError, match=rf"this tokenizer\.json is of an unknown form: {error.__name__}"):
         JsonTokenizer(json.dumps(word_level()).encode())

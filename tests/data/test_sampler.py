@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from mingpt.data import CharDataset, ElasticSampler, mix
-from mingpt.data.sampler import permute
+from mingpt.data.windows import permute
 
 DATASET = CharDataset(np.zeros(1000, dtype=np.uint8), 8)  # 124 windows an epoch, offsets 0..7
 

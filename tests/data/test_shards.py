@@ -16,9 +16,9 @@ import pytest
 from conftest import ROOT
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
+from mingpt.base.errors import ExpectedError, UserError
 from mingpt.data import shards
 from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
-from mingpt.errors import ExpectedError, UserError
 
 RNG = np.random.default_rng(0)
 
@@ -526,7 +526,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "documents": (
         documents,
         r"has no \.bin file, and a\.jsonl is not read by training: make token shards of it with `python -m "
-        r"mingpt\.prepare`",
+        r"mingpt prepare`",
     ),
     "one token of validation": (
         one_token_of_validation,

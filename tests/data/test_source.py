@@ -11,10 +11,10 @@ import pytest
 from conftest import ROOT
 from support.faults import FaultyDisk
 
+from mingpt.base.errors import UserError
 from mingpt.config import DataConfig
 from mingpt.data import read_bytes
 from mingpt.data.source import hint_to_prepare
-from mingpt.errors import UserError
 
 TEXT = "Où? Ça, la mer; 海と空。 ".encode() * 40
 
@@ -192,7 +192,7 @@ def test_a_place_that_cannot_be_read_is_named(url: str, sentence: str) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.JSONL.gz", "a.parquet", "text.txt.gz", "a.zst"])
 def test_files_that_prepare_reads_and_training_does_not_point_to_it(name: str) -> None:
     for path in (name, f"/data/{name}", f"https://host/{name}?version=1.txt"):
-        assert hint_to_prepare(path) == ": make token shards of it with `python -m mingpt.prepare`"
+        assert hint_to_prepare(path) == ": make token shards of it with `python -m mingpt prepare`"
     assert hint_to_prepare(f"{name}.txt") == ""
 
 

@@ -3,8 +3,8 @@ import pytest
 import tokenizers
 from support.vocabularies import gpt2
 
+from mingpt.base.errors import UserError
 from mingpt.data import TOKENIZERS, CharTokenizer, Tokenizer, load_tokenizer
-from mingpt.errors import UserError
 
 TEXT = "Où? Ça, la mer; 海と空。 " * 40
 

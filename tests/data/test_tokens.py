@@ -6,10 +6,10 @@ import pytest
 from conftest import ROOT
 from torch import Tensor
 
-from mingpt.cli import parse
+from mingpt.base.errors import UserError
 from mingpt.config import DataConfig
+from mingpt.config.cli import parse
 from mingpt.data import TOKENIZERS, CharTokenizer, make_corpus, read_bytes
-from mingpt.errors import UserError
 
 TEXT = "Où? Ça, la mer; 海と空。 " * 40
 PLAY = ROOT / "data" / "input.txt"
@@ -97,5 +97,5 @@ def test_the_shakespeare_configuration_asks_for_the_well_known_text() -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])
 def test_what_prepare_reads_and_training_does_not_points_to_it(name: str) -> None:
     content = TEXT.encode() if name == "a.jsonl" else b"\x1f\x8b" + TEXT.encode()
-    with pytest.raises(UserError, match=r"python -m mingpt\.prepare"):
+    with pytest.raises(UserError, match=r"python -m mingpt prepare"):
         make_corpus(content, DataConfig(path=name, block_size=8))

@@ -5,9 +5,9 @@ import pytest
 import torch
 from support.shards import write_llmc
 
+from mingpt.base.errors import UserError
 from mingpt.data import CharDataset, open_shards
 from mingpt.data.windows import PREFETCH_BATCHES
-from mingpt.errors import UserError
 
 
 def test_a_window_is_an_input_and_its_targets_one_to_the_right() -> None:

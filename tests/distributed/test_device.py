@@ -4,17 +4,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from mingpt.base.errors import UserError
 from mingpt.distributed import Launch
 from mingpt.distributed.device import (
     autocast,
     cgroup_quota,
     check_device_types,
-    environment_info,
     find_device,
+    find_environment,
     resolve_dtype,
     usable_cores,
 )
-from mingpt.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -124,11 +124,12 @@ def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) ->
 
 
 def test_the_environment_names_what_the_bits_depend_on() -> None:
-    info = environment_info(CPU, 3)
-    assert info["torch"] == torch.__version__
-    assert info["threads"] == 3
-    assert info["device"].startswith("cpu ")
-    assert info["device_type"] == "cpu"
+    environment = find_environment(CPU, 3, torch.bfloat16)
+    assert environment.torch == torch.__version__
+    assert environment.threads == 3
+    assert environment.device.startswith("cpu ")
+    assert environment.device_type == "cpu"
+    assert (environment.dtype, environment.compiled) == ("bfloat16", False)
 
 
 def test_workers_with_different_kinds_of_devices_are_refused() -> None:

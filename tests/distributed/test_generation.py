@@ -1,7 +1,7 @@
 import pytest
 
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.generation import LOST_PEER, TOLD, PeerEnd, repeated_failure
+from mingpt.distributed.rendezvous import LOST_PEER, TOLD, PeerEnd, repeated_failure
 
 FAILED = "failed (OSError: planted)"
 

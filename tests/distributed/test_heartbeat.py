@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from mingpt.distributed import heartbeat
-from mingpt.errors import UserError
+from mingpt.base.errors import UserError
+from mingpt.distributed import context
 
 
 def make_context(is_other_busy: threading.Event) -> Any:
@@ -33,14 +33,14 @@ def test_an_error_that_others_do_not_know_of_is_raised_though_they_are_busy() ->
     """They may wait for this rank in their work, which therefore has to lose a peer."""
     other_is_done = threading.Event()
     with pytest.raises(OSError, match="a disk"):
-        heartbeat.run_with_heartbeat(make_context(other_is_done), lambda: fail(OSError("a disk")))
+        context.run_with_heartbeat(make_context(other_is_done), lambda: fail(OSError("a disk")))
     assert not other_is_done.is_set()
 
 
 def test_an_error_of_the_users_waits_until_all_ranks_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(context, "HEARTBEAT_S", 0.05)
     other_is_done = threading.Event()
     threading.Timer(0.3, other_is_done.set).start()
     with pytest.raises(UserError, match="a token"):
-        heartbeat.run_with_heartbeat(make_context(other_is_done), lambda: fail(UserError("a token")))
+        context.run_with_heartbeat(make_context(other_is_done), lambda: fail(UserError("a token")))
     assert other_is_done.is_set()

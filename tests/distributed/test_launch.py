@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from mingpt.base.errors import UserError
 from mingpt.config import TrainerConfig
 from mingpt.distributed import Launch
 from mingpt.distributed.launch import STATUS_FILE
-from mingpt.errors import UserError
 
 RENDEZVOUS = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 TORCHRUN = RENDEZVOUS | {

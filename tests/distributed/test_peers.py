@@ -3,7 +3,7 @@ import subprocess
 import sys
 import time
 
-from mingpt.distributed import peers
+from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd, open_pidfd, wait_readable
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -13,13 +13,13 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd() -> None:
     worker = subprocess.Popen(SLEEP, env=environment | {"RANK": "7"})
     other = subprocess.Popen(SLEEP, env=environment)  # a child of the agent that is no worker
     try:
-        found = peers.find_local_peers(os.getpid())
+        found = find_local_peers(os.getpid())
         assert list(found) == [7]
-        assert peers.wait_readable(found, 0.0) == []
-        peers.kill(found[7])
-        assert peers.wait_readable(found, 10.0) == [7]
+        assert wait_readable(found, 0.0) == []
+        kill_by_pidfd(found[7])
+        assert wait_readable(found, 10.0) == [7]
         assert worker.wait() == -9 and other.poll() is None
-        peers.kill(found[7])  # it has gone: nothing happens
+        kill_by_pidfd(found[7])  # it has gone: nothing happens
     finally:
         for process in (worker, other):
             process.kill()
@@ -29,24 +29,24 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd() -> None:
 def test_only_a_child_of_the_agent_gets_a_pidfd() -> None:
     worker = subprocess.Popen(SLEEP)
     try:
-        pidfd = peers.open_pidfd(worker.pid, os.getpid())
+        pidfd = open_pidfd(worker.pid, os.getpid())
         assert pidfd is not None
         os.close(pidfd)
-        assert peers.open_pidfd(worker.pid, os.getppid()) is None
-        assert peers.open_pidfd(worker.pid, None) is None
-        assert peers.open_pidfd(os.getpid(), os.getppid()) is None, "not this process itself"
+        assert open_pidfd(worker.pid, os.getppid()) is None
+        assert open_pidfd(worker.pid, None) is None
+        assert open_pidfd(os.getpid(), os.getppid()) is None, "not this process itself"
     finally:
         worker.kill()
         worker.wait()
-    assert peers.open_pidfd(worker.pid, os.getpid()) is None
-    assert peers.find_local_peers(None) == {}
+    assert open_pidfd(worker.pid, os.getpid()) is None
+    assert find_local_peers(None) == {}
 
 
 def test_waiting_ends_as_soon_as_one_has_exited() -> None:
     worker = subprocess.Popen([sys.executable, "-c", ""])
-    pidfd = peers.open_pidfd(worker.pid, os.getpid())
+    pidfd = open_pidfd(worker.pid, os.getpid())
     assert pidfd is not None
     began = time.monotonic()
-    assert peers.wait_readable({3: pidfd}, 30.0) == [3] and time.monotonic() - began < 20
+    assert wait_readable({3: pidfd}, 30.0) == [3] and time.monotonic() - began < 20
     worker.wait()
     os.close(pidfd)

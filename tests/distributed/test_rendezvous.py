@@ -2,8 +2,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from mingpt.distributed import GenerationEnd, Launch
-from mingpt.distributed.generation import LOST_PEER, TIMED_OUT
-from mingpt.distributed.rendezvous import Rendezvous
+from mingpt.distributed.rendezvous import LOST_PEER, TIMED_OUT, Rendezvous
 
 NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
 FAILED = "failed (ValueError: no such thing)"

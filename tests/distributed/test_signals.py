@@ -14,7 +14,7 @@ PROGRAM = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
 from mingpt.distributed import Launch, ProcessExit, StopSignal, signals
-from mingpt.distributed.generation import PeerEnd
+from mingpt.distributed.rendezvous import PeerEnd
 
 class Exit(ProcessExit):
     def how_peer_ended(self, rank):

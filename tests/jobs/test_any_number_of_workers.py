@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Start, changed_program, command, final_hash
 
-from mingpt.jobs import free_port, read_metric, torchrun
+from mingpt.tools.jobs import free_port, read_metric, torchrun
 
 RUN_FILES = {"config.yaml", "run.json", "metrics.jsonl", "log.txt", "loss.png"}
 
@@ -40,8 +40,8 @@ def test_curve_and_bits_are_the_same_for_any_number_of_workers(
 
 # As in a later generation, when nodes have joined.
 ANY_NUMBER = """
-import mingpt.resume
-mingpt.resume.check_workers = lambda *_: None
+import mingpt.training.start
+mingpt.training.start.check_workers = lambda *_: None
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, Start, command
 
-from mingpt.jobs import Job, torchrun
+from mingpt.tools.jobs import Job, torchrun
 
 Refuse = Callable[..., str]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import Start, changed_program, command, final_hash, snapshot_steps
 
-from mingpt.jobs import Job, read_metric
+from mingpt.tools.jobs import Job, read_metric
 
 
 def spoil(run_dir: Path, *steps: int) -> None:

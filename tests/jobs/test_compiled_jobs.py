@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Start, command, final_hash, manifest, wait_until
 
-from mingpt.jobs import is_alive, torchrun
+from mingpt.tools.jobs import is_alive, torchrun
 
 # Waits until the test lets it go on, at most for a minute.
 SLOW_COMPILER = """#!/bin/sh

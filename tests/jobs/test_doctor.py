@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, SMALL, Start
 from support.nodes import why_no_cluster
 
-from mingpt.jobs import Job, clean_environment, free_port, torchrun
+from mingpt.tools.jobs import Job, clean_environment, free_port, torchrun
 
 
 def start_agents(start: Start, folder: Path, text: Path, *changes: dict[str, str]) -> list[Job]:
@@ -22,7 +22,7 @@ def start_agents(start: Start, folder: Path, text: Path, *changes: dict[str, str
         settings = SMALL | {"run_dir": folder / "run", "data.path": text} | own
         words = [f"{key}={value}" for key, value in settings.items()]
         launcher = torchrun(1, restarts=3, options=options)
-        jobs.append(start([*launcher, "-m", "mingpt.doctor", *words], **env))
+        jobs.append(start([*launcher, "-m", "mingpt", "doctor", *words], **env))
     return jobs
 
 
@@ -80,7 +80,7 @@ def test_a_worker_that_does_not_come_is_missed_by_rank_and_the_others_are_named(
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     job = start(
-        [sys.executable, "-m", "mingpt.doctor", f"data.path={text}", f"run_dir={tmp_path / 'run'}"], **env
+        [sys.executable, "-m", "mingpt", "doctor", f"data.path={text}", f"run_dir={tmp_path / 'run'}"], **env
     )
     assert job.wait(60) == 1
     (error,) = job.err().splitlines()
@@ -94,7 +94,7 @@ def test_a_store_that_cannot_be_reached_is_named_with_its_port(
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     job = start(
-        [sys.executable, "-m", "mingpt.doctor", f"data.path={text}", f"run_dir={tmp_path / 'run'}"], **env
+        [sys.executable, "-m", "mingpt", "doctor", f"data.path={text}", f"run_dir={tmp_path / 'run'}"], **env
     )
     assert job.wait(60) == 1
     (error,) = job.err().splitlines()
@@ -103,13 +103,13 @@ def test_a_store_that_cannot_be_reached_is_named_with_its_port(
 
 def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
     words = [f"{key}={value}" for key, value in (SMALL | {"run_dir": tmp_path, "data.path": text}).items()]
-    job = start([sys.executable, "-m", "mingpt.doctor", *words])
+    job = start([sys.executable, "-m", "mingpt", "doctor", *words])
     assert job.wait(60) == 0, job.err()
     assert len(job.out().splitlines()) == 4 and job.out().endswith("no fault found\n")
-    job = start([sys.executable, "-m", "mingpt.doctor", *words, "snapshot.memory_path=/no/such/folder"])
+    job = start([sys.executable, "-m", "mingpt", "doctor", *words, "snapshot.memory_path=/no/such/folder"])
     assert job.wait(60) == 1
     assert "snapshot.memory_path /no/such/folder cannot be used" in job.out()
-    job = start([sys.executable, "-m", "mingpt.doctor", *words, "seed=x"])
+    job = start([sys.executable, "-m", "mingpt", "doctor", *words, "seed=x"])
     assert job.wait(60) == 2 and job.err().startswith("error: seed must be a whole number")
 
 

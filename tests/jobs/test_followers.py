@@ -13,7 +13,7 @@ import pytest
 from conftest import Start, changed_program, command, final_hash, reached
 from support.events import read_scalars, read_texts
 
-from mingpt.jobs import read_history, read_metric, torchrun
+from mingpt.tools.jobs import read_history, read_metric, torchrun
 
 # A package with wandb's interface. $FAULT is what happens where: "block init", say. Notes its calls.
 STAND_IN = """

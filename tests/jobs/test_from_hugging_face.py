@@ -8,9 +8,9 @@ import torch
 from conftest import Start, command, manifest
 from support.vocabularies import small_bpe
 
-from mingpt.export import export
-from mingpt.jobs import read_metric
 from mingpt.snapshot import SnapshotStore
+from mingpt.tools.export import export
+from mingpt.tools.jobs import read_metric
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import Start, changed_program, command, final_hash, snapshot_steps
 
-from mingpt.jobs import read_history, read_metric, torchrun
+from mingpt.tools.jobs import read_history, read_metric, torchrun
 
 # Writing a file of a snapshot of one of `steps` fails as long as the file `marker` is there.
 FAIL = """

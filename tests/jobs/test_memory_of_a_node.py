@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Start, changed_program, command, final_hash, reached, snapshot_steps
 
-from mingpt.jobs import read_history, torchrun
+from mingpt.tools.jobs import read_history, torchrun
 
 SLOW_STEPS = """
 import time

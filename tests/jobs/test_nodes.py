@@ -10,7 +10,7 @@ from conftest import SMALL, Start, changed_program, command, reached
 from support.nodes import Cluster
 from support.nodes_job import NodesJob, recorded_losses
 
-from mingpt.jobs import read_history, read_metric, tensor_hash
+from mingpt.tools.jobs import read_history, read_metric, tensor_hash
 
 pytestmark = pytest.mark.slow
 MakeCluster = Callable[..., Cluster]

@@ -7,7 +7,7 @@ import pytest
 from conftest import Start, command, final_hash
 from support.object_store import object_store
 
-from mingpt.jobs import torchrun
+from mingpt.tools.jobs import torchrun
 
 
 @pytest.mark.slow

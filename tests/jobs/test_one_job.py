@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from conftest import ROOT, Start, command, final_hash, reached, snapshot_steps
 
-from mingpt.jobs import Job, read_history, read_metric, torchrun
+from mingpt.tools.jobs import Job, read_history, read_metric, torchrun
 
 
 def doctor(*words: object) -> str:
     return subprocess.run(
-        [sys.executable, "-m", "mingpt.doctor", *map(str, words)],
+        [sys.executable, "-m", "mingpt", "doctor", *map(str, words)],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -24,7 +24,7 @@ def doctor(*words: object) -> str:
 def refusal(job: Job) -> str:
     """The one line that a refused job prints."""
     (line,) = [line for line in job.err().splitlines() if line.startswith("error:")]
-    assert "mingpt/trainer.py" not in job.err()  # no traceback of ours; torchrun has one of its own
+    assert "mingpt/training/trainer.py" not in job.err()  # no traceback of ours; torchrun has one of its own
     return line
 
 

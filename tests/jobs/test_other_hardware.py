@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from conftest import Start, changed_program, command, manifest, snapshot_steps
 
-from mingpt.jobs import read_history, torchrun
 from mingpt.snapshot.manifest import add_checksum
+from mingpt.tools.jobs import read_history, torchrun
 
 # A worker that cannot compute in bfloat16, as on another model of CPU.
 NO_BFLOAT16 = """
@@ -114,7 +114,7 @@ def test_workers_agree_on_a_type_that_all_of_them_have(start: Start, text: Path,
 
 
 def test_a_snapshot_from_before_device_types_were_recorded_is_understood() -> None:
-    from mingpt.resume import device_type_of
+    from mingpt.training.start import device_type_of
 
     assert device_type_of(json.loads('{"device": "cpu AVX512 AMX"}')) == "cpu"
     assert device_type_of({"device": "mps"}) == "mps"

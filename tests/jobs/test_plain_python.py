@@ -1,5 +1,6 @@
 """`python train.py` without a launcher: several workers, restarts, and the exit codes of a single process."""
 
+import json
 import os
 import re
 import shutil
@@ -23,9 +24,17 @@ from conftest import (
 )
 
 from mingpt.distributed.device import usable_cores
-from mingpt.jobs import children, descendants, read_history, read_metric
+from mingpt.tools.jobs import children, descendants, read_history, read_metric
 
 TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic", "ChildFailedError", "****")
+# What a program can see of how it was started, in a line per process.
+TELL = """
+import json, os
+with open({path!r}, "a") as file:
+    seen = [__name__, __file__, sys.argv, sys.path, sys.flags.safe_path]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS")
+    file.write(json.dumps([seen, [os.environ.get(name) for name in names], sorted(os.environ)]) + chr(10))
+"""
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
 
 
@@ -166,7 +175,7 @@ def test_a_question_starts_nothing(option: str, start: Start, text: Path, tmp_pa
     job = start(words)
     assert job.wait(30) == 0 and "trainer" in job.out()
     modules = {line.rpartition("|")[2].strip() for line in job.err().splitlines()}
-    assert "mingpt.cli" in modules and not modules & {"torch", "mingpt.agent"}
+    assert "mingpt.config.cli" in modules and not modules & {"torch", "mingpt.launch.agent"}
     assert not (tmp_path / "run").exists()
 
 
@@ -217,4 +226,32 @@ def test_under_nohup_a_hangup_changes_nothing(
     os.kill(job.pid, signal.SIGHUP)
     assert job.wait() == 0, job.err()
     assert len(read_history(tmp_path)["generations"]) == 1
+    assert final_hash(tmp_path) == final_hash(undisturbed)
+
+
+def test_a_restarted_worker_sees_what_the_first_one_saw(start: Start, text: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told.jsonl"
+    program = changed_program(tmp_path, TELL.format(path=str(told)))
+    job = start(command(program=program, run_dir=tmp_path / "run", data__path=text, trainer__workers=2))
+    job.wait_until(reached(tmp_path / "run", 12))
+    os.kill(job.workers()[0], signal.SIGKILL)
+    assert job.wait() == 0, job.err()
+    agent, *workers = map(json.loads, told.read_text().splitlines())
+    assert agent[1] == [None] * 5
+    by_rank = sorted((environment, seen, names) for seen, environment, names in workers)
+    first, again, other, other_again = by_rank
+    for rank, one, two in (("0", first, again), ("1", other, other_again)):
+        assert one[0] == [rank, rank, "2", "0", "1"] and two[0] == [rank, rank, "2", "1", "1"]
+        assert one[1] == two[1] == agent[0]
+        assert one[2] == two[2]
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_replaced(
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    job = start(command(run_dir=tmp_path, data__path=text, trainer__workers=2))
+    wait_until(lambda: len(children(job.pid)) == 2)
+    os.kill(children(job.pid)[1], signal.SIGKILL)
+    assert job.wait() == 0, job.err()
+    assert read_history(tmp_path)["status"] == "finished"
     assert final_hash(tmp_path) == final_hash(undisturbed)

@@ -21,8 +21,8 @@ from conftest import (
     wait_until,
 )
 
-from mingpt.jobs import Job, free_port, read_history, read_metric, torchrun
 from mingpt.snapshot import SnapshotStore
+from mingpt.tools.jobs import Job, free_port, read_history, read_metric, torchrun
 
 
 def two_agents(start: Start, restarts: int, **settings: Any) -> list[Job]:

@@ -11,8 +11,8 @@ import torch
 from conftest import Start, command, final_hash, manifest
 from safetensors.torch import save_file
 
-from mingpt.jobs import read_history, read_metric, torchrun
 from mingpt.snapshot import SnapshotStore
+from mingpt.tools.jobs import read_history, read_metric, torchrun
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from support.hf_models import save_run
 from support.sampling import sample
 
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from mingpt.export import export
-from mingpt.jobs import clean_environment
+from mingpt.tools.export import export
+from mingpt.tools.jobs import clean_environment
 
 CHARACTERS = "\n !,.T" + "abcdefghijklmnopqrstuvwxyz"
 

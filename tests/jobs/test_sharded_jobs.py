@@ -21,7 +21,7 @@ from conftest import (
 )
 from support.shards import write_llmc
 
-from mingpt.jobs import Job, descendants, read_history, read_metric, torchrun
+from mingpt.tools.jobs import Job, descendants, read_history, read_metric, torchrun
 
 FSDP: dict[str, Any] = {"trainer__parallel": "fsdp"}
 SHARDED_OPTIMIZER: dict[str, Any] = {"trainer__shard_optimizer": True}
@@ -127,9 +127,9 @@ def test_a_stop_is_one_snapshot_of_all_workers(
 
 STOPPED_EVALUATION = """
 import os, signal, time
-import mingpt.evaluate
+import mingpt.training.evaluate
 from mingpt.distributed import DistributedContext
-mingpt.evaluate.MIN_BATCH_TOKENS = 1  # hundreds of batches
+mingpt.training.evaluate.MIN_BATCH_TOKENS = 1  # hundreds of batches
 def on_evaluation_batch(number):
     time.sleep(0.05)
     if number == 2:
@@ -249,8 +249,8 @@ def test_weights_of_another_run_and_the_text_that_they_write_are_those_of_ddp(
 
 # As in a later generation, when nodes have joined.
 ANY_NUMBER = """
-import mingpt.resume
-mingpt.resume.check_workers = lambda *_: None
+import mingpt.training.start
+mingpt.training.start.check_workers = lambda *_: None
 """
 
 

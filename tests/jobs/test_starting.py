@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 from conftest import Start, all_gone, changed_program, command, final_hash, snapshot_steps, wait_until
 
-from mingpt.jobs import Job, descendants, read_history, torchrun
+from mingpt.tools.jobs import Job, descendants, read_history, torchrun
 
 FAILS_TO_LOAD = """
 import os
-import mingpt.trainer
-load_data = mingpt.trainer.load_data
+import mingpt.training.trainer
+load_data = mingpt.training.start.load_data
 def fail(config, context):
     if context.rank == 1:
         raise OSError("planted")
     return load_data(config, context)
-mingpt.trainer.load_data = fail
+mingpt.training.start.load_data = fail
 """
 FAILS_TO_IMPORT = """
 import os
 if os.environ.get("RANK") == "1":
-    sys.modules["mingpt.trainer"] = None
+    sys.modules["mingpt.training.trainer"] = None
 """
 ENDS = "a restart would repeat it"
 
@@ -36,8 +36,16 @@ ENDS = "a restart would repeat it"
     [
         (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "torchrun"),
         (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "python"),
-        (FAILS_TO_IMPORT, "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer", "torchrun"),
-        (FAILS_TO_IMPORT, "worker 1 failed (ModuleNotFoundError: import of mingpt.trainer", "python"),
+        (
+            FAILS_TO_IMPORT,
+            "worker 1 failed (ModuleNotFoundError: import of mingpt.training.trainer",
+            "torchrun",
+        ),
+        (
+            FAILS_TO_IMPORT,
+            "worker 1 failed (ModuleNotFoundError: import of mingpt.training.trainer",
+            "python",
+        ),
     ],
 )
 def test_a_failure_that_repeats_before_the_first_step_ends_the_job(
@@ -112,21 +120,21 @@ def test_a_worker_frozen_before_the_meeting_is_given_up(
 SLOW_TO_LOAD = """
 import time
 from pathlib import Path
-import mingpt.trainer
+import mingpt.training.trainer
 def read_slowly(config):
     Path({mark!r}).touch()
     time.sleep(60)
-mingpt.corpus.read_bytes = read_slowly
+mingpt.training.run_data.read_bytes = read_slowly
 """
 SLOW_TO_BUILD = """
 import time
 from pathlib import Path
-import mingpt.initialize
+import mingpt.training.build
 def compile_slowly(*arguments, **options):
     Path({mark!r}).touch()
     time.sleep(60)
-mingpt.initialize.compile_model = compile_slowly
-mingpt.initialize.import_compiler = compile_slowly
+mingpt.training.build.compile_model = compile_slowly
+mingpt.training.build.import_compiler = compile_slowly
 """
 
 
@@ -184,12 +192,12 @@ def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_hav
 DIES_THEN_LOADS_SLOWLY = """
 import os, time
 from pathlib import Path
-import mingpt.trainer
+import mingpt.training.trainer
 if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
     def read_slowly(config):
         Path({mark!r}).touch()
         time.sleep(60)
-    mingpt.corpus.read_bytes = read_slowly
+    mingpt.training.run_data.read_bytes = read_slowly
 def die(step):
     if step == 12 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)

@@ -23,7 +23,7 @@ from conftest import (
 )
 
 from mingpt.distributed.signals import REPEAT_S
-from mingpt.jobs import Job, descendants, read_history, read_metric, torchrun
+from mingpt.tools.jobs import Job, descendants, read_history, read_metric, torchrun
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Start, all_gone, changed_program, command, final_hash, wait_until
 
-from mingpt.jobs import read_history, torchrun
+from mingpt.tools.jobs import read_history, torchrun
 
 # The C function pause() returns after a signal only; ctypes has released the GIL.
 STUCK = """

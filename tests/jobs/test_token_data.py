@@ -15,10 +15,10 @@ from support.sampling import sample
 from support.shards import write_llmc, write_nanogpt
 from support.vocabularies import small_bpe
 
-from mingpt.audit import make_sampler
-from mingpt.cli import build
+from mingpt.config.cli import build
 from mingpt.data import CharDataset, JsonTokenizer
-from mingpt.jobs import Job, clean_environment, read_history, read_metric, torchrun
+from mingpt.tools.jobs import Job, clean_environment, read_history, read_metric, torchrun
+from mingpt.training.audit import make_sampler
 
 
 @pytest.fixture(scope="session")
@@ -258,7 +258,7 @@ def test_an_evaluation_alone_needs_no_bits_per_byte(start: Start, tmp_path: Path
 def test_shards_that_were_prepared_with_another_tokenizer_are_refused(
     start: Start, text: Path, tmp_path: Path
 ) -> None:
-    line = [sys.executable, "-m", "mingpt.prepare", str(text), "--out", str(tmp_path / "data")]
+    line = [sys.executable, "-m", "mingpt", "prepare", str(text), "--out", str(tmp_path / "data")]
     done = subprocess.run(line, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (tmp_path / "other.json").write_bytes(small_bpe(text.read_text()))

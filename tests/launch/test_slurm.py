@@ -10,7 +10,7 @@ import pytest
 from conftest import SMALL, final_hash, reached, snapshot_steps
 from support.slurm import MISSING, SlurmCluster
 
-from mingpt.jobs import Job, last_step, read_history, read_metric
+from mingpt.tools.jobs import Job, last_step, read_history, read_metric
 
 pytestmark = [
     pytest.mark.slow,

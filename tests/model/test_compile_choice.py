@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mingpt.cli import build, parse
-from mingpt.errors import UserError
-from mingpt.model.compile_choice import COSTS, PAID_BACK, choose_compile
-from mingpt.model.shapes import flops_per_token
+from mingpt.base.errors import UserError
+from mingpt.config.cli import build, parse
+from mingpt.model.compile import COSTS, PAID_BACK, choose_compile
+from mingpt.model.gpt import flops_per_token
 
 SHAKESPEARE: dict[str, Any] = {
     "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "data.block_size": 256,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mingpt.model import cpu_ops
-from mingpt.model.positions import Rotary
+from mingpt.model.layers import Rotary
 
 
 def gradients(outcome: Tensor, inputs: Tensor) -> Tensor:

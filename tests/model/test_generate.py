@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.models import ARCHITECTURES, Arch, make_model, make_tokens
 
-from mingpt.model.generate import Cache, generate, generate_batch
+from mingpt.model.gpt import Cache, generate, generate_batch
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

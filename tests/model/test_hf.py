@@ -5,10 +5,10 @@ import pytest
 import torch
 from support.models import ARCHITECTURES, CONFIG, Arch, make_model, make_tokens
 
+from mingpt.base.errors import UserError
 from mingpt.config import ModelConfig
-from mingpt.errors import UserError
 from mingpt.model import GPT, from_gpt2, from_hf, hf_config, hf_model_of, parameter_shapes, to_hf
-from mingpt.weights import load_weights
+from mingpt.training.state import load_weights
 
 CLASSES = {"gpt2": "GPT2", "modern": "NanoChat"}
 

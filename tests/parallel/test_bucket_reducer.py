@@ -8,8 +8,7 @@ from support.forks import results_of
 from torch import Tensor
 
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.shared_memory import connect
-from mingpt.parallel.bucket_reducer import BucketReducer
+from mingpt.parallel.exact import BucketReducer
 from mingpt.parallel.tree import PartialSums, cover, push
 
 LEAVES = 7
@@ -31,7 +30,7 @@ def tree_sum(bucket: int, leaves: range) -> PartialSums[Tensor]:
 def reduce_all(context: DistributedContext, shares: bool, gathers: bool) -> list[Tensor]:
     rank, ranks = context.rank, context.world_size
     parts = [range(place * LEAVES // ranks, (place + 1) * LEAVES // ranks) for place in range(ranks)]
-    memory = connect(context, 10.0) if shares else None
+    memory = context.connect_memory(10.0) if shares else None
     assert (memory is not None) == shares
     reducer = BucketReducer([cover(part, LEAVES) for part in parts], rank, LEAVES, memory)
     futures = []

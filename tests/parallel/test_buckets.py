@@ -4,7 +4,7 @@ from torch import nn
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
 from mingpt.model.layers import Linear
-from mingpt.parallel.buckets import BUCKET_BYTES, allocate, make_buckets
+from mingpt.parallel.ddp import BUCKET_BYTES, allocate, make_buckets
 
 
 def sizes_of(elements: list[int]) -> list[list[int]]:

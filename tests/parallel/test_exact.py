@@ -3,7 +3,7 @@ import torch
 from support.single_process import SingleProcess
 from torch import Tensor, nn
 
-from mingpt import events
+from mingpt.base import events
 from mingpt.parallel import ExactReduction, StrategySetup
 
 LEAVES = 6

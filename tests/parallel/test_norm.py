@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingpt.parallel.norm import RowGatherer, clip, row_norms, total_norm
-from mingpt.parallel.shards import split_rows
+from mingpt.parallel.strategy import RowGatherer, clip, row_norms, split_rows, total_norm
 
 # 16 and 48 columns are whole vectors of the CPU, 3 and 70,001 are not; 1 row, fewer rows than workers, none
 # to share.

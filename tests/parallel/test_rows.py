@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mingpt.parallel.shards import numel_by_rank, split_rows
+from mingpt.parallel.strategy import numel_by_rank, split_rows
 
 
 @pytest.mark.parametrize("workers", range(1, 9))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.runs import make_run
 
-from mingpt.report.console import ConsoleSink
+from mingpt.report.log import ConsoleSink
 
 
 @pytest.fixture

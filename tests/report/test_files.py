@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from support.faults import FaultyDisk
 
-from mingpt.report.files import LineFile, SmallFile, read_records, replace_file
+from mingpt.base.files import write_atomic
+from mingpt.report.files import LineFile, SmallFile, read_records
 
 FULL = "No space left on device"
 
@@ -20,12 +21,12 @@ def test_a_small_file_that_cannot_be_replaced_stays_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.json"
-    replace_file(path, "before")
+    write_atomic(path, "before", sync="file")
     for function in ("write", "fsync", "replace"):
         with monkeypatch.context() as patch:
             disk = FaultyDisk(patch, function, "run.json", partly=function == "write")
             with pytest.raises(OSError, match=FULL):
-                replace_file(path, "after")
+                write_atomic(path, "after", sync="file")
             assert disk.hits == 1
         assert path.read_text() == "before"
         assert list(tmp_path.iterdir()) == [path], "a partial file would take room"
@@ -53,7 +54,7 @@ def test_a_small_file_is_reported_once_and_written_when_there_is_room(
 def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:
     """The claim was there before the storage hung, and is gone when the file would get its name."""
     path = tmp_path / "run.json"
-    replace_file(path, "the other job's")
+    write_atomic(path, "the other job's")
     answers = [True, False]
     SmallFile(path, lambda: answers.pop(0)).write("ours")
     assert answers == [] and path.read_text() == "the other job's"
@@ -64,12 +65,12 @@ def test_the_latest_content_wins_in_the_background(tmp_path: Path, monkeypatch: 
     file, begun, go_on = SmallFile(tmp_path / "run.json"), threading.Event(), threading.Event()
     written = []
 
-    def slow_replace(path: Path, content: str, *_: object) -> None:
+    def slow_replace(path: Path, content: str, **_: object) -> None:
         begun.set()
         assert go_on.wait(30)
         written.append(content)
 
-    monkeypatch.setattr("mingpt.report.files.replace_file", slow_replace)
+    monkeypatch.setattr("mingpt.report.files.write_atomic", slow_replace)
     file.write_in_background("1")
     assert begun.wait(30)
     for number in range(2, 100):

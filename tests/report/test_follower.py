@@ -11,9 +11,9 @@ import pytest
 from conftest import wait_until
 from support.runs import make_run
 
-from mingpt.report import follower
-from mingpt.report.follower import Destination, EarlierRecords, Follower
-from mingpt.report.sink import Values
+from mingpt.report import tracker
+from mingpt.report.metrics import Values
+from mingpt.report.tracker import Destination, EarlierRecords, Follower
 
 
 class Recording(Destination):
@@ -125,8 +125,8 @@ def test_one_that_blocks_for_ever_is_given_up_with_one_line(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follower, "FLUSH_S", 0.8)
-    monkeypatch.setattr(follower, "CLOSE_S", 0.5)
+    monkeypatch.setattr(tracker, "FLUSH_S", 0.8)
+    monkeypatch.setattr(tracker, "CLOSE_S", 0.5)
     assert run_with(Recording(**{method: block}), tmp_path) < 2.0, "a second flush must not wait"
     assert warnings_of(caplog) == [
         "the test's did not end within 0.5 s and is given up: it may lack the last values"
@@ -139,8 +139,8 @@ def test_a_full_queue_leaves_values_out_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follower, "MAX_QUEUED", 10)
-    monkeypatch.setattr(follower, "CLOSE_S", 0.2)
+    monkeypatch.setattr(tracker, "MAX_QUEUED", 10)
+    monkeypatch.setattr(tracker, "CLOSE_S", 0.2)
     sink = Follower(make_run(tmp_path), Recording(log=block))
     sink.rewind(0)
     began = time.monotonic()

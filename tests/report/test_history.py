@@ -7,7 +7,7 @@ import pytest
 from support.faults import FaultyDisk
 
 from mingpt.distributed import GenerationEnd
-from mingpt.distributed.generation import MAX_REPEATS
+from mingpt.distributed.rendezvous import MAX_REPEATS
 from mingpt.report import (
     GenerationStart,
     RunHistory,
@@ -189,11 +189,11 @@ def test_a_history_that_cannot_be_read_is_kept(
 ) -> None:
     (tmp_path / "run.json").write_text("content")
 
-    def fail(path: Path, encoding: str) -> str:
+    def fail(path: Path, form: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", fail)
+        patch.setattr("mingpt.report.history.read_json", fail)
         open_history(tmp_path)
     assert (tmp_path / "damaged-run.json").read_text() == "content"
     assert "cannot be read (Input/output error) and set aside as damaged-run.json" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from support.faults import FaultyDisk
 from support.runs import make_run
 
-from mingpt.report.jsonl import JsonlSink
+from mingpt.report.files import JsonlSink
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -11,22 +11,24 @@ from support.events import read_scalars
 from support.faults import FaultyDisk
 from support.runs import STATS
 
-from mingpt.cli import build
+from mingpt.config import to_dict
+from mingpt.config.cli import build
 from mingpt.data import make_corpus
+from mingpt.distributed.device import Environment
 from mingpt.report import SINKS, GenerationStart, RunInfo, RunLogger, Sink, is_reported
+from mingpt.report.metrics import Values
 from mingpt.report.run_logger import describe_range
-from mingpt.report.sink import Values
-from mingpt.settings import to_dict
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
-ENVIRONMENT = {
-    "torch": "2",
-    "device": "cpu AVX512",
-    "device_type": "cpu",
-    "threads": 1,
-    "dtype": "float32",
-    "compiled": False,
-}
+ENVIRONMENT = Environment(
+    torch="2",
+    device="cpu AVX512",
+    device_type="cpu",
+    threads=1,
+    numerics=1,
+    dtype="float32",
+    compiled=False,
+)
 
 
 class RecordingSink(Sink):
@@ -198,11 +200,12 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
     caplog.set_level(logging.INFO, "mingpt")
     monkeypatch.setattr("mingpt.report.run_logger.usable_cores", lambda: 4)
     logger = make_logger(tmp_path, step=5, changes=["model.dropout: 0.0 -> 0.1"])
-    logger.plan(5, 12_345, 48, [range(5), range(5, 8), range(0)], "the folder")
+    logger.plan(5, 12_345, 48, "not compiled", [range(5), range(5, 8), range(0)], "the folder")
     text = caplog.text
     assert "modern with 12,345 parameters, float32; 1 worker on cpu AVX512, 1 CPU thread each" in text
     assert f"{len(TEXT):,} tokens, vocabulary of {len(set(TEXT))}; 256 tokens per step" in text
     assert "6.0 steps per epoch, 30 steps" in text
+    assert "not compiled" in text
     assert "idle: 3 CPU cores" in text
     assert "worker 0 reads 0-4, worker 1 reads 5-7, worker 2 idles" in text
     assert "snapshots every 5 steps to the folder; resumed from step 5" in text
@@ -216,7 +219,7 @@ def test_a_restart_says_only_what_happened_to_the_generation_before(
     make_logger(tmp_path)
     logger = make_logger(tmp_path, is_restart=True)
     caplog.clear()
-    logger.plan(0, 12_345, 48, [range(8)], "the folder")
+    logger.plan(0, 12_345, 48, "not compiled", [range(8)], "the folder")
     assert caplog.messages == ["all workers vanished at step 0; resumed from 0 with 1 worker"]
 
 

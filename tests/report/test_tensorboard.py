@@ -14,9 +14,8 @@ from support.events import read_scalars, read_texts
 from support.faults import FaultyDisk
 from support.runs import make_run
 
-from mingpt.report.event_files import event_files, read_events
-from mingpt.report.follower import Follower
-from mingpt.report.tensorboard import TensorBoard, fenced
+from mingpt.report.tensorboard import TensorBoard, event_files, fenced, read_events
+from mingpt.report.tracker import Follower
 
 Starts = list[tuple[int, str]]
 FRESH: Starts = [(0, "")]

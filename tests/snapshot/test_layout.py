@@ -6,8 +6,14 @@ from safetensors.torch import load
 from support.snapshots import PARTS, TENSORS
 
 from mingpt.snapshot import LocalChunks, StagingBuffer, TensorSpec, make_layout, specs_of
-from mingpt.snapshot.layout import FileLayout, file_layout
-from mingpt.snapshot.names import are_tensor_files, files_of, step_of, tensor_file_name
+from mingpt.snapshot.layout import (
+    FileLayout,
+    are_tensor_files,
+    file_layout,
+    files_of,
+    step_of,
+    tensor_file_name,
+)
 
 SPECS = specs_of(PARTS)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.snapshots import TENSORS, make_manifest
 
-from mingpt.config import Config
-from mingpt.errors import CorruptSnapshot, UserError
-from mingpt.settings import to_dict
+from mingpt.base.errors import CorruptSnapshot, UserError
+from mingpt.config import Config, to_dict
 from mingpt.snapshot import FileRecord, Snapshot, to_safetensors
+from mingpt.snapshot.layout import file_name, step_of
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     SCHEMA,
@@ -21,7 +21,6 @@ from mingpt.snapshot.manifest import (
     file_records,
     joint_sha256,
 )
-from mingpt.snapshot.names import file_name, step_of
 
 RECORDS = [
     FileRecord("step_00000004.safetensors", "ab" * 32, 17),

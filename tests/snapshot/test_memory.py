@@ -1,24 +1,33 @@
 import dataclasses
+import errno
 import logging
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.snapshots import make_manifest
 
-from mingpt.errors import CorruptSnapshot
-from mingpt.snapshot import MemorySnapshots, Process, this_process
+from mingpt.base.errors import CorruptSnapshot
+from mingpt.snapshot import MemorySaver, MemorySnapshots, Process, Sharding, this_process
 
 
 def make_state(step: int) -> dict[str, torch.Tensor]:
     return {"model.a": torch.full((100,), float(step)), "model.b": torch.tensor(step)}
 
 
-def save(memory: MemorySnapshots, step: int, after: int = 0) -> None:
+def make_saver(
+    path: Path, run_id: str, run_dir: Path, node_rank: int, owner: Process | None = None
+) -> MemorySaver:
+    """The saver of the first worker of a node, which holds the whole state."""
+    return MemorySaver(MemorySnapshots(str(path), run_id, run_dir, node_rank, owner), Sharding())
+
+
+def save(memory: MemorySaver, step: int, after: int = 0) -> None:
     """And wait for it; `after` is the newest snapshot on disk at that time."""
     memory.save(make_manifest(step) | {"after": after}, make_state(step))
     if memory.thread:
@@ -26,19 +35,20 @@ def save(memory: MemorySnapshots, step: int, after: int = 0) -> None:
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> MemorySnapshots:
-    return MemorySnapshots(str(tmp_path), "abc", tmp_path, node_rank=0)
+def memory(tmp_path: Path) -> MemorySaver:
+    return make_saver(tmp_path, "abc", tmp_path, node_rank=0)
 
 
-def reopen(memory: MemorySnapshots, run_id: str = "abc", node_rank: int = 0) -> MemorySnapshots:
+def reopen(memory: MemorySaver, run_id: str = "abc", node_rank: int = 0) -> MemorySaver:
     """As a later generation does, on the same node or another one."""
     agent = this_process() if node_rank == 0 else this_process(os.getppid())
-    return MemorySnapshots(str(memory.root.parent), run_id, memory.root.parent, node_rank, agent)
+    folder = memory.snapshots.root.parent
+    return make_saver(folder, run_id, folder, node_rank, agent)
 
 
-def newest_step(memory: MemorySnapshots, newer_than: int = -1, saved_after: int | None = None) -> int | None:
+def newest_step(memory: MemorySaver, newer_than: int = -1, saved_after: int | None = None) -> int | None:
     """Checks the values that are found, too."""
-    for store, found in memory.find(newer_than, saved_after):
+    for store, found in memory.snapshots.find(newer_than, saved_after):
         try:
             store.verify(found)
         except CorruptSnapshot:
@@ -51,25 +61,25 @@ def newest_step(memory: MemorySnapshots, newer_than: int = -1, saved_after: int 
 
 
 def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them(
-    memory: MemorySnapshots,
+    memory: MemorySaver,
 ) -> None:
     assert newest_step(memory) is None
     for step in (5, 10, 15):
         save(memory, step)
     assert newest_step(memory) == 15
-    assert memory.slots.store.steps() == [15, 10]
+    assert memory.own.store.steps() == [15, 10]
     later = reopen(memory)
     save(later, 20)
-    assert later.slots.store.steps() == [20, 15], (
+    assert later.own.store.steps() == [20, 15], (
         "the earlier generation's stays until there are two newer ones"
     )
     save(later, 25)
-    assert later.slots.store.steps() == [25, 20]
-    assert len(later.slots.store.names()) == 4
+    assert later.own.store.steps() == [25, 20]
+    assert len(later.own.store.names()) == 4
 
 
 def test_one_that_is_older_than_a_durable_one_or_was_saved_after_a_later_one_does_not_count(
-    memory: MemorySnapshots,
+    memory: MemorySaver,
 ) -> None:
     save(memory, 25, after=20)
     assert newest_step(memory, newer_than=20, saved_after=20) == 25
@@ -78,73 +88,72 @@ def test_one_that_is_older_than_a_durable_one_or_was_saved_after_a_later_one_doe
     assert newest_step(memory, newer_than=0) == 25
 
 
-def test_what_a_job_did_not_start_from_does_not_come_back_at_a_restart(memory: MemorySnapshots) -> None:
+def test_what_a_job_did_not_start_from_does_not_come_back_at_a_restart(memory: MemorySaver) -> None:
     for step in (25, 30):
         save(memory, step, after=20)
     save(reopen(memory, node_rank=1), 30, after=20)
     later = reopen(memory)
-    later.remove_newer(25)
+    later.snapshots.remove_newer(25)
     assert newest_step(later) == 25
-    later.remove_newer(-1)
+    later.snapshots.remove_newer(-1)
     assert newest_step(later) is None
 
 
-def test_another_run_and_a_copy_of_the_run_folder_see_nothing(
-    memory: MemorySnapshots, tmp_path: Path
-) -> None:
+def test_another_run_and_a_copy_of_the_run_folder_see_nothing(memory: MemorySaver, tmp_path: Path) -> None:
     save(memory, 5)
     assert newest_step(reopen(memory, run_id="abd")) is None
-    assert newest_step(MemorySnapshots(str(tmp_path), "abc", tmp_path / "copy", node_rank=0)) is None
+    assert newest_step(make_saver(tmp_path, "abc", tmp_path / "copy", node_rank=0)) is None
     assert newest_step(reopen(memory, node_rank=1)) == 5, "another node of this run does"
 
 
-def test_one_that_is_being_overwritten_is_none_and_the_other_is_valid(memory: MemorySnapshots) -> None:
+def test_one_that_is_being_overwritten_is_none_and_the_other_is_valid(memory: MemorySaver) -> None:
     for step in (5, 10):
         save(memory, step)
-    memory.slots.begin()  # as if killed in the middle of the copy
-    memory.slots.buffer.buffer[200:300] = 7
+    memory.own.begin()  # as if killed in the middle of the copy
+    memory.own.buffer.buffer[200:300] = 7
     assert newest_step(memory) == 10
     later = reopen(memory)
     save(later, 15)
     assert newest_step(later) == 15
 
 
-def test_a_node_whose_rank_changes_goes_on_with_its_folder(memory: MemorySnapshots) -> None:
+def test_a_node_whose_rank_changes_goes_on_with_its_folder(memory: MemorySaver) -> None:
     """And leaves that of another node alone."""
     for step in (5, 10):
         save(memory, step)
     save(reopen(memory, node_rank=1), 10)
-    later = MemorySnapshots(str(memory.root.parent), "abc", memory.root.parent, 2, this_process())
+    folder = memory.snapshots.root.parent
+    later = make_saver(folder, "abc", folder, 2, this_process())
     save(later, 15)
-    assert later.slots.store.steps() == [15, 10]
-    assert sorted(path.name for path in memory.root.glob("node-*")) == ["node-1", "node-2"]
+    assert later.own.store.steps() == [15, 10]
+    assert sorted(path.name for path in memory.snapshots.root.glob("node-*")) == ["node-1", "node-2"]
 
 
 def test_what_is_kept_for_a_later_generation_is_none_past_the_step_that_it_starts_from(
-    memory: MemorySnapshots,
+    memory: MemorySaver,
 ) -> None:
     """Of the newest step another worker may lack its part, and then the one before is needed again."""
     for step in (5, 10):
         save(memory, step)
     later = reopen(memory)
     later.allocate(make_state(5), start_step=5)
-    assert later.slots.store.steps() == [5]
+    assert later.own.store.steps() == [5]
     save(later, 10)
-    assert later.slots.store.steps() == [10, 5]
+    assert later.own.store.steps() == [10, 5]
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors"])
-def test_a_flipped_bit_is_noticed(memory: MemorySnapshots, kind: str) -> None:
+def test_a_flipped_bit_is_noticed(memory: MemorySaver, kind: str) -> None:
     for step in (5, 10):
         save(memory, step)
-    path = Path(memory.slots.store.path(f"step_00000010.{kind}"))
+    path = Path(memory.own.store.path(f"step_00000010.{kind}"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     assert newest_step(memory) == 5
 
 
-def test_a_state_of_another_size_replaces_the_old_one(memory: MemorySnapshots) -> None:
+def test_a_state_of_another_size_replaces_the_old_one(memory: MemorySaver) -> None:
     """When there is a newer one, and not before: until then a kill would cost many steps."""
     save(memory, 5)
     later = reopen(memory)
@@ -152,9 +161,9 @@ def test_a_state_of_another_size_replaces_the_old_one(memory: MemorySnapshots) -
         later.save(make_manifest(step) | {"after": 0}, {"model.c": torch.zeros(7)})
         assert later.thread
         later.thread.join()
-        assert later.slots.store.steps() == steps
-    assert later.slots.store.steps() == [15, 10]
-    assert [len(tensor) for tensor in later.slots.store.read(15).tensors().values()] == [7]
+        assert later.own.store.steps() == steps
+    assert later.own.store.steps() == [15, 10]
+    assert [len(tensor) for tensor in later.own.store.read(15).tensors().values()] == [7]
 
 
 @pytest.mark.parametrize("why", ["absent", "too small"])
@@ -163,7 +172,7 @@ def test_where_there_is_no_room_it_says_so_once_and_is_off(
 ) -> None:
     caplog.set_level(logging.WARNING)
     folder = tmp_path / "absent" if why == "absent" else tmp_path
-    memory = MemorySnapshots(str(folder), "abc", tmp_path, node_rank=0)
+    memory = make_saver(folder, "abc", tmp_path, node_rank=0)
     fallocate = os.posix_fallocate
 
     def fail_for_the_second_file(handle: int, offset: int, size: int) -> None:
@@ -178,13 +187,35 @@ def test_where_there_is_no_room_it_says_so_once_and_is_off(
     assert len(caplog.records) == 1
     assert "no snapshots in memory" in caplog.text
     assert newest_step(memory) is None
-    assert not memory.slots.folder.exists()
+    assert not memory.own.folder.exists()
 
 
-def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySnapshots, tmp_path: Path) -> None:
+def test_a_whole_state_that_cannot_be_written_is_given_up_at_once(
+    memory: MemorySaver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No other rank has to agree, so the line does not wait for the next save."""
+    save(memory, 5)
+
+    def full(manifest: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(memory.own, "commit", full)
+    save(memory, 10)
+    folder = memory.snapshots.root.parent
+    expected = (
+        f"no snapshots in memory: {folder} cannot be used (No space left on device); after a kill the run "
+        "resumes from disk"
+    )
+    assert caplog.messages == [expected]
+    save(memory, 15)
+    assert caplog.messages == [expected]
+    assert not memory.own.folder.exists()
+
+
+def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySaver, tmp_path: Path) -> None:
     save(memory, 5)
     save(reopen(memory, node_rank=1), 5)
-    assert memory.root.exists()
+    assert memory.snapshots.root.exists()
     memory.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -199,9 +230,9 @@ def gone() -> Process:
     return process
 
 
-def make_owned(folder: Path, owner: Process, run_id: str, node_rank: int = 0) -> MemorySnapshots:
+def make_owned(folder: Path, owner: Process, run_id: str, node_rank: int = 0) -> MemorySaver:
     """Snapshots of step 5 in memory, of a job with this agent."""
-    memory = MemorySnapshots(str(folder), run_id, folder, node_rank, owner)
+    memory = make_saver(folder, run_id, folder, node_rank, owner)
     save(memory, 5)
     return memory
 
@@ -218,17 +249,17 @@ def test_what_a_run_left_is_removed_after_a_day_unless_a_process_of_its_job_live
     caplog.set_level(logging.WARNING)
     alive, elsewhere = this_process(), dataclasses.replace(gone, machine="another pid namespace")
     left = {
-        name: make_owned(tmp_path, owner, name).root
+        name: make_owned(tmp_path, owner, name).snapshots.root
         for name, owner in {"old": gone, "recent": gone, "living": alive, "unknown": elsewhere}.items()
     }
     for name, root in left.items():
         make_old(root, hours=23.9 if name == "recent" else 24.1)
     (tmp_path / "mingpt-link").symlink_to(left["old"])
     own = make_owned(tmp_path, alive, "own")
-    make_old(own.root, hours=100)
-    own.remove_leftovers()
+    make_old(own.snapshots.root, hours=100)
+    own.snapshots.remove_leftovers()
     assert sorted(name for name, root in left.items() if root.exists()) == ["living", "recent", "unknown"]
-    assert own.root.exists()
+    assert own.snapshots.root.exists()
     assert len(caplog.records) == 1 and str(left["old"]) in caplog.text
 
 
@@ -244,8 +275,8 @@ def test_a_runs_own_outdated_folder_is_removed_once_a_newer_snapshot_is_durable(
         for rank, owner in ((1, gone), (2, this_process()), (3, neighbour))
     ]
     own.remove_outdated(4)
-    assert all(other.slots.folder.exists() for other in others), "theirs may be the newest"
+    assert all(other.own.folder.exists() for other in others), "theirs may be the newest"
     own.remove_outdated(5)
-    assert [other.slots.folder.exists() for other in others] == [False, False, True]
+    assert [other.own.folder.exists() for other in others] == [False, False, True]
     assert newest_step(own) == 5
     assert len(caplog.records) == 2

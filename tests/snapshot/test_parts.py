@@ -27,7 +27,7 @@ from support.snapshots import (
     write_schema_1,
 )
 
-from mingpt.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot
 from mingpt.snapshot import (
     Entries,
     FileLayout,
@@ -351,7 +351,7 @@ def test_verifying_weights_alone_reads_no_optimizer_state(
 def test_verifying_reads_each_byte_once_in_pieces(
     store: SnapshotStore, reads: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingpt.snapshot.verifying.PIECE_BYTES", 100)
+    monkeypatch.setattr("mingpt.snapshot.store.PIECE_BYTES", 100)
     snapshot = store.open(2)
     reads.clear()
     store.verify(snapshot)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.snapshots import TENSORS, file_names, make_manifest, make_store, save, write
 
-from mingpt.errors import UnreadableSnapshot, UserError
+from mingpt.base.errors import UnreadableSnapshot, UserError
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot, reading
 
 FAILURES = [

@@ -11,9 +11,9 @@ import torch
 from support.faults import FaultyDisk
 from support.snapshots import TENSORS, make_manifest, make_store, save, write
 
-from mingpt.errors import SaveAborted
+from mingpt.base.errors import SaveAborted
 from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore
-from mingpt.snapshot.names import step_of
+from mingpt.snapshot.layout import step_of
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@ from safetensors.torch import load
 from support.snapshots import TENSORS
 
 from mingpt.snapshot import LocalChunks, StagingBuffer, make_layout, specs_of, to_safetensors
-from mingpt.snapshot.layout import file_layout
-from mingpt.snapshot.staging import pieces_of
+from mingpt.snapshot.layout import file_layout, pieces_of
 
 
 def test_the_content_is_a_safetensors_file() -> None:

@@ -12,7 +12,7 @@ import torch
 from support.faults import FaultyDisk
 from support.snapshots import TENSORS, file_names, make_manifest, make_store, write
 
-from mingpt.errors import CorruptSnapshot, UserError
+from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import Entries, SnapshotStore, open_snapshot
 
 KINDS = ["json", "safetensors", "optimizer.safetensors"]  # of the three files of a snapshot

@@ -8,11 +8,10 @@ import torch
 from safetensors.torch import save_file
 from support.snapshots import TENSORS
 
-from mingpt.errors import CorruptSnapshot
+from mingpt.base.errors import CorruptSnapshot
 from mingpt.snapshot import read_safetensors, to_safetensors
-from mingpt.snapshot.reading import ContentFile
-from mingpt.snapshot.tensors import MAX_HEADER, TensorFile
-from mingpt.snapshot.verifying import verify_file
+from mingpt.snapshot.reading import MAX_HEADER, ContentFile, TensorFile
+from mingpt.snapshot.store import verify_file
 
 A = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 B = {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}
@@ -134,7 +133,7 @@ def test_a_single_number_that_is_not_finite_is_found(
     dtype: torch.dtype, number: float, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever pieces the file is read in."""
-    monkeypatch.setattr("mingpt.snapshot.verifying.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("mingpt.snapshot.store.PIECE_BYTES", piece_bytes)
     tensor = torch.randn(7, 11).to(dtype)
     verify(bytes(to_safetensors({"model.a": tensor, "model.b": torch.arange(5)})))
     for row, column in ((0, 0), (3, 5), (6, 10)):
@@ -149,7 +148,7 @@ def test_pieces_cut_no_number_in_two_and_cover_the_file(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of these numbers are finite only in their right order; they are not aligned."""
-    monkeypatch.setattr("mingpt.snapshot.verifying.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("mingpt.snapshot.store.PIECE_BYTES", piece_bytes)
     numbers = torch.tensor([0x80, 0xFF, 0x00, 0x01] * 9, dtype=torch.uint8)
     header = {
         "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},

@@ -16,9 +16,9 @@ from fsspec.spec import AbstractBufferedFile
 from support.object_store import object_store
 from support.snapshots import make_manifest, transfer, write
 
-from mingpt import events
+from mingpt.base import events
 from mingpt.snapshot import SnapshotStore
-from mingpt.snapshot.uploads import abort_unfinished_uploads, discard, unfinished_uploads
+from mingpt.snapshot.files import abort_unfinished_uploads, discard, unfinished_uploads
 
 MIB = 1 << 20
 PLACE = "s3://runs/one"

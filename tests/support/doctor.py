@@ -1,6 +1,6 @@
 """What the workers of a healthy cluster of three nodes find out."""
 
-from mingpt.doctor import Facts
+from mingpt.tools.doctor import Facts
 
 MB = 1_000_000
 CONFIG = {"model.n_layer": 3, "optimizer.learning_rate": 0.007, "seed": 1}

@@ -32,7 +32,7 @@ class ForkedContext(DistributedContext):
         )
         self.rank, self.world_size = rank, world_size
         self.device, self.threads = torch.device("cpu"), 1
-        self.rendezvous = None
+        self.rendezvous = self.memory = None
         self.agreed_stop = None
         signals: Any = SimpleNamespace(note_progress=lambda: None, reason=None, deferred=False)
         self.stop_signal = signals

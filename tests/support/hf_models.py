@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mingpt.config import Config, ModelConfig
+from mingpt.config import Config, ModelConfig, to_dict
 from mingpt.model import GPT, hf_config
-from mingpt.settings import to_dict
 from mingpt.snapshot import SnapshotStore
 from support.models import Arch
 from support.snapshots import make_manifest, write

@@ -20,6 +20,7 @@ NAME_LINK = re.compile(r"\[`([^`\n]+)`\]\(([^)\s#]+\.py)(?:#[^)\s]*)?\)")
 NAME = re.compile(r"(?!.*\.py$)[A-Za-z_][\w.]*(\(\))?")
 LINES = re.compile(r"L(\d+)(?:-L(\d+))?")
 MODULE = re.compile(r"python3? -m ((?:mingpt|tutorial)(?:\.\w+)+)")
+COMMAND = re.compile(r"-m\s+mingpt\s+([a-z]\w*)")
 FOLDERS = ("benchmarks", "configs", "data", "docs", "launch", "mingpt", "tests", "tutorial")
 SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
 
@@ -114,8 +115,12 @@ def definitions(tree: ast.Module | ast.ClassDef) -> set[str]:
 
 
 def wrong_modules(text: str, root: Path) -> Iterator[str]:
-    """Modules of this repository in commands."""
+    """Modules of this repository in commands, and the commands of `python -m mingpt`."""
     for module in dict.fromkeys(MODULE.findall(text)):
         path = root / module.replace(".", "/")
         if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
             yield f"python -m {module}: no such program"
+    main = root / "mingpt" / "__main__.py"
+    for command in dict.fromkeys(COMMAND.findall(text)):
+        if not main.exists() or f'\n    "{command}": (' not in main.read_text():
+            yield f"python -m mingpt {command}: no such command"

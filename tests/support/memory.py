@@ -3,11 +3,9 @@
 import torch
 from torch import Tensor
 
-from mingpt.config import Config, DataConfig, ModelConfig
+from mingpt.config import Config, DataConfig, ModelConfig, to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.settings import to_dict
-from mingpt.stored_state import StoredState
-from mingpt.weights import snapshot_shapes
+from mingpt.training.state import StoredState, snapshot_shapes
 from support.snapshots import make_manifest
 
 CONFIG = Config(

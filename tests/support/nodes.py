@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from mingpt.jobs import ROOT, Job, children, clean_environment
+from mingpt.tools.jobs import ROOT, Job, children, clean_environment
 from support.switch import TIMEOUT_S, Switch, is_stopped, poll, send_to, state_of
 
 PROGRAMS = ("ip", "nft", "bindfs", "unshare", "nsenter", "setsid", "mount")

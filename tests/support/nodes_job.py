@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt.jobs import ROOT, read_history, tensor_hash
+from mingpt.tools.jobs import ROOT, read_history, tensor_hash
 from support.nodes import Cluster, Node, NodeJob
 
 LAUNCHES = ("folder", "hosts", "stock", "file")

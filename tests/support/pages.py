@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import ROOT, SMALL
 
-from mingpt.jobs import clean_environment, free_port
+from mingpt.tools.jobs import clean_environment, free_port
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}
@@ -55,7 +55,7 @@ def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
     words = line.split("&&")[-1].split()
     if words[0] == "pytest":
         return []  # this is it
-    if "mingpt.verify" in words:
+    if {"mingpt", "verify"} <= set(words):
         words += ["--kills", "1", "--workers", "1"]
     if "train.py" in words and not {"--help", "--print_config"} & set(words):
         given = {word.partition("=")[0] for word in words}

@@ -24,7 +24,7 @@ from torch import Tensor
 from mingpt.config import ModelConfig
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, LossModule, draw_weight
-from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, buckets, split_rows
+from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp, split_rows
 from mingpt.parallel.fsdp import ExactFSDPReduction
 from support.forks import results_of
 
@@ -251,7 +251,7 @@ def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
 
 
 def main(output: Path, group: str) -> None:
-    buckets.BUCKET_BYTES = 4096  # so that a small model has several buckets
+    ddp.BUCKET_BYTES = 4096  # so that a small model has several buckets
     import torch._dynamo  # imported once, before the forks, of which several would import it
     import torch.distributed.fsdp  # noqa: F401
 

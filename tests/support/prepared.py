@@ -1,4 +1,4 @@
-"""Running `python -m mingpt.prepare`, and what its folder holds."""
+"""Running `python -m mingpt prepare`, and what its folder holds."""
 
 import contextlib
 import hashlib
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from conftest import ROOT
 
-from mingpt.jobs import clean_environment
-from mingpt.prepare.__main__ import main
+from mingpt.base.command import run_command
+from mingpt.tools.jobs import clean_environment
+from mingpt.tools.prepare.command import main
 
-COMMAND = [sys.executable, "-m", "mingpt.prepare"]
+COMMAND = [sys.executable, "-m", "mingpt", "prepare"]
 END = "<|endoftext|>"
 WORDS = [
     "the",
@@ -41,9 +42,11 @@ TYPES = {20240520: np.uint16, 20240801: np.uint32}
 
 def run_apart(*words: object, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, which runs `before`, some Python, first."""
-    run = "runpy.run_module('mingpt.prepare', run_name='__main__')"
-    start = f"import runpy, sys\n{before}\nsys.argv[0] = 'prepare'\n{run}"
-    command = [sys.executable, "-c", start, *map(str, words)] if before else [*COMMAND, *map(str, words)]
+    run = "runpy.run_module('mingpt', run_name='__main__', alter_sys=True)"
+    start = f"import runpy, sys\n{before}\n{run}"
+    command = (
+        [sys.executable, "-c", start, "prepare", *map(str, words)] if before else [*COMMAND, *map(str, words)]
+    )
     return subprocess.run(
         command, cwd=ROOT, env=clean_environment(**env), capture_output=True, text=True, timeout=300
     )
@@ -53,7 +56,7 @@ def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
     """The command in this process: a new one takes seconds to import torch."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
+        code = run_command(main, [str(word) for word in words])
     return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 

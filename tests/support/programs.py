@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
-from mingpt.jobs import clean_environment, free_port
+from mingpt.tools.jobs import clean_environment, free_port
 
 COMMAND = re.compile(r"^    ((?:python|torchrun) .*)$", re.MULTILINE)
 TIMEOUT_S = 180  # beside other tests on two cores; alone a program takes 2 to 20 s

@@ -12,4 +12,4 @@ class SingleProcess(DistributedContext):
         self.launch = Launch()
         self.rank, self.world_size = 0, 1
         self.device = torch.device("cpu")
-        self.rendezvous = None
+        self.rendezvous = self.memory = None

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from mingpt.jobs import ROOT, clean_environment, free_port, is_alive
+from mingpt.tools.jobs import ROOT, clean_environment, free_port, is_alive
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]

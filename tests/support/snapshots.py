@@ -11,14 +11,13 @@ from torch import Tensor
 
 from mingpt.snapshot import (
     PART_BYTES,
-    LocalTransfer,
     SnapshotSaver,
     SnapshotStore,
     StagingBuffer,
+    Transfer,
     make_layout,
     specs_of,
     to_safetensors,
-    write_snapshot,
 )
 from mingpt.snapshot.manifest import add_checksum
 
@@ -52,12 +51,10 @@ def make_store(tmp_path: Path) -> SnapshotStore:
     return store
 
 
-def transfer(
-    step: int, tensors: Mapping[str, Tensor] = TENSORS, part_bytes: int = PART_BYTES
-) -> LocalTransfer:
+def transfer(step: int, tensors: Mapping[str, Tensor] = TENSORS, part_bytes: int = PART_BYTES) -> Transfer:
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    return LocalTransfer(make_layout(specs_of(tensors), step, part_bytes), staging)
+    return Transfer(make_layout(specs_of(tensors), step, part_bytes), staging)
 
 
 def write(
@@ -67,7 +64,7 @@ def write(
     part_bytes: int = PART_BYTES,
 ) -> None:
     """A whole snapshot."""
-    write_snapshot(store, manifest, transfer(manifest["step"], tensors, part_bytes))
+    SnapshotSaver(store, 1, False).write_once(manifest, transfer(manifest["step"], tensors, part_bytes))
 
 
 def save(saver: SnapshotSaver, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:

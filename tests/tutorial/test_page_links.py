@@ -29,6 +29,7 @@ def repository(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "docs" / "faults.md").write_text("# Faults\n\n## A node is cut off\n")
     (tmp_path / "mingpt" / "parallel" / "exact.py").write_text("pass\n")
+    (tmp_path / "mingpt" / "__main__.py").write_text('COMMANDS = {\n    "plan": ("plan", "what fits"),\n}\n')
     (tmp_path / "mingpt" / "trainer.py").write_text(
         "from x import imported\n"
         "EVERY, SIZE = 1, 2\n"
@@ -65,6 +66,7 @@ def statements(repository: Path, text: str) -> list[str]:
         "[`Trainer.rate`](../mingpt/trainer.py), [`main`](../mingpt/trainer.py), [it](../mingpt/trainer.py)",
         "[`trainer.py`](../mingpt/trainer.py), [`mingpt/trainer.py`](../mingpt/trainer.py)",
         "```bash\npython -m mingpt.trainer\n```\nand `python -m mingpt.parallel.exact`",
+        "`python -m mingpt plan --help`, `torchrun -m mingpt plan`, `python -m mingpt COMMAND`",
         "```\n[in a block](nowhere.md) `mingpt/nothing.py`\n```\n<!-- [not shown](nowhere.md) -->",
     ],
 )
@@ -98,6 +100,7 @@ def test_what_is_there_is_accepted(repository: Path, text: str) -> None:
         ("[`local`](../mingpt/trainer.py)", "`local`: not defined in ../mingpt/trainer.py"),
         ("[`exact.py`](../mingpt/trainer.py)", "`exact.py`: leads to ../mingpt/trainer.py"),
         ("```bash\npython -m mingpt.doctor\n```", "python -m mingpt.doctor: no such program"),
+        ("`python -m mingpt doctor`", "python -m mingpt doctor: no such command"),
         ("`python -m tutorial.pictures`", "python -m tutorial.pictures: no such program"),
     ],
 )

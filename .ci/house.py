@@ -1,0 +1,142 @@
+"""Print the figures of the house, and say which of them break its rules; exit code 1 if any does.
+
+    python .ci/house.py
+
+Rooms are the packages directly in mingpt/. An import counts wherever it stands, also in a function or under
+TYPE_CHECKING. A statement is an `ast.stmt`; comments, blank lines and indentation are no tokens.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mingpt"
+# From the top down: a room imports rooms of lower floors alone.
+FLOORS = [
+    ["tools"],
+    ["launch"],
+    ["training"],
+    ["snapshot", "report"],
+    ["parallel"],
+    ["distributed", "data", "model", "optim"],
+    ["config"],
+    ["base"],
+]
+LOOSE = {"__init__.py", "__main__.py"}
+MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 105, 500, 60
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_files(*places: str) -> list[Path]:
+    found = [path for place in places for path in ((ROOT / place).rglob("*.py"), [ROOT / place])]
+    return sorted({path for paths in found for path in paths if path.suffix == ".py" and path.is_file()})
+
+
+def module_of(path: Path) -> str:
+    """mingpt/model/gpt.py -> mingpt.model.gpt"""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """mingpt.model.gpt -> model; "" for the package itself."""
+    parts = module.removesuffix(".__main__").split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports_of(path: Path, modules: Iterable[str]) -> set[str]:
+    """The modules of mingpt that a file names in its imports."""
+    known, found = set(modules), set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known
+            found |= submodules or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & known) - {module_of(path), "mingpt"}
+
+
+def find_circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Nodes that lead back to the first one, if there are any."""
+    done = set[str]()
+
+    def visit(node: str, way: list[str]) -> list[str]:
+        if node in way:
+            return [*way[way.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(graph[node]):
+            circle = visit(other, [*way, node])
+            if circle:
+                return circle
+        done.add(node)
+        return []
+
+    return next((circle for circle in (visit(node, []) for node in sorted(graph)) if circle), [])
+
+
+def longest_function(files: Iterable[Path]) -> tuple[int, str]:
+    """Lines of the longest function, and its name."""
+    nodes = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    lengths = [
+        ((node.end_lineno or 0) - node.lineno + 1, f"{path.relative_to(ROOT)} {node.name}")
+        for path, node in nodes
+        if isinstance(node, Function)
+    ]
+    return max(lengths)
+
+
+def size_of(files: Iterable[Path]) -> tuple[int, int, int]:
+    """Statements, tokens and lines."""
+    texts = [path.read_text() for path in files]
+    statements = sum(isinstance(node, ast.stmt) for text in texts for node in ast.walk(ast.parse(text)))
+    kinds = [token.type for text in texts for token in tokenize.generate_tokens(io.StringIO(text).readline)]
+    return statements, sum(kind not in LAYOUT for kind in kinds), sum(text.count("\n") for text in texts)
+
+
+def main() -> int:
+    files = python_files("mingpt")
+    modules = {module_of(path): path for path in files}
+    graph = {module: imports_of(path, modules) for module, path in modules.items()}
+    arrows = {
+        (room_of(module), room_of(other)) for module in graph for other in graph[module] if room_of(module)
+    }
+    arrows = {(here, there) for here, there in arrows if here != there}
+    height = {room: -number for number, floor in enumerate(FLOORS) for room in floor}
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    loose = {path.name for path in PACKAGE.glob("*.py")} - LOOSE
+    upward = sorted(f"{here} -> {there}" for here, there in arrows if height[here] <= height[there])
+    circle = find_circle(graph)
+    longest = max(files, key=lambda path: path.read_text().count("\n"))
+    file_lines = longest.read_text().count("\n")
+    function_lines, function = longest_function(files)
+    program = [*python_files("mingpt", "train.py", "sample.py", "launch")]
+    lines = [
+        f"rooms {len(rooms)}, floors {len(FLOORS)}, arrows {len(arrows)}, loose files {len(loose)}",
+        f"files {len(files)}, the longest {longest.relative_to(ROOT)} with {file_lines} lines",
+        f"the longest function {function} with {function_lines} lines",
+    ]
+    for name, paths in (
+        ("mingpt/, train.py, sample.py, launch/", program),
+        ("tests/", python_files("tests")),
+        ("benchmarks/", python_files("benchmarks")),
+    ):
+        statements, tokens, text_lines = size_of(paths)
+        lines.append(f"{name}: {statements:,} statements, {tokens:,} tokens, {text_lines:,} lines")
+    broken = [f"a file outside the rooms: {name}" for name in sorted(loose)]
+    broken += [f"not a room of FLOORS: {room}" for room in sorted(rooms ^ height.keys())]
+    broken += [f"an import that does not point down: {arrow}" for arrow in upward]
+    broken += [f"a circle: {' -> '.join(circle)}"] if circle else []
+    broken += [f"more than {MAX_FILES} files"] if len(files) > MAX_FILES else []
+    broken += [f"a file of more than {MAX_FILE_LINES} lines"] if file_lines > MAX_FILE_LINES else []
+    broken += [f"a function of more than {MAX_FUNCTION_LINES} lines"] * (function_lines > MAX_FUNCTION_LINES)
+    sys.stdout.write("\n".join([*lines, *(f"broken: {rule}" for rule in broken)]) + "\n")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Are the snapshots of another checkout of this project resumed to the bits that it reaches itself?
+
+    git worktree add /tmp/older COMMIT && python benchmarks/resume_from.py /tmp/older
+
+The other checkout trains to the end, with a snapshot half way: a whole state, one in parts, one with a
+sharded optimizer and one of fsdp. Its last snapshot is removed, and this checkout goes on from the one before
+with another number of workers and another strategy. A row each, as JSON; exit code 1 unless all end with one
+hash and this checkout began half way. (A state in parts has a hash of its own: that of its files.)
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from common import arguments_of, row, short_hash, train, wait_for_success
+from one_hash import SETTINGS, STRATEGIES
+
+from mingpt.tools.jobs import Job, read_history, torchrun
+
+STEPS = 12
+MORE = {"trainer.max_steps": STEPS, "snapshot.every": STEPS // 2, "snapshot.keep_last": 10}
+# In parts of 4 kB, by the default of the only argument of a saver that has one.
+IN_PARTS = """
+import sys
+sys.path.insert(0, {checkout!r})
+from mingpt.snapshot import SnapshotSaver
+SnapshotSaver.__init__.__defaults__ = tuple(
+    4096 if value == 4 << 30 else value for value in SnapshotSaver.__init__.__defaults__
+)
+import train
+train.main()
+"""
+# What the other checkout writes, and with how many workers, and then who goes on.
+CASES = {
+    "whole": ("ddp", 1, "ddp", 3),
+    "in parts": ("ddp", 2, "fsdp", 2),
+    "sharded optimizer": ("ddp, sharded optimizer", 2, "ddp", 1),
+    "fsdp": ("fsdp", 3, "ddp, sharded optimizer", 2),
+}
+
+
+def resume(case: str, checkout: Path, folder: Path) -> set[str]:
+    """The hashes at the end. Raises RuntimeError if a job fails, or goes on from another step."""
+    before, workers_before, after, workers_after = CASES[case]
+    theirs, ours = folder / "theirs", folder / "ours"
+    folder.mkdir()
+    if case == "in parts":
+        program = folder / "train_in_parts.py"
+        program.write_text(IN_PARTS.format(checkout=str(checkout)))
+        given = arguments_of(SETTINGS | MORE | {"run_dir": theirs})
+        wait_for_success(
+            Job([*torchrun(workers_before), str(program), *given], theirs, cwd=checkout), timeout_s=300
+        )
+    else:
+        settings = SETTINGS | MORE | STRATEGIES[before]
+        train(theirs, settings, workers=workers_before, checkout=checkout)
+    shutil.copytree(theirs, ours)
+    for path in (ours / "snapshots").glob(f"step_{STEPS:08d}*"):
+        path.unlink()
+    files = len(list((ours / "snapshots").glob("step_*.safetensors")))
+    train(ours, SETTINGS | MORE | STRATEGIES[after], workers=workers_after)
+    began = read_history(ours)["generations"][-1]["from_step"]
+    if began != STEPS // 2:
+        raise RuntimeError(f"{case}: resumed from step {began}, not {STEPS // 2}")
+    hashes = [short_hash(ours)] if case == "in parts" else [short_hash(theirs), short_hash(ours)]
+    row(
+        case=case, written_by=f"{before}, {workers_before}", files=files,
+        resumed_by=f"{after}, {workers_after}", from_step=began, hashes=hashes,
+    )  # fmt: skip
+    return set(hashes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout", type=Path)
+    checkout = parser.parse_args().checkout.resolve()
+    with tempfile.TemporaryDirectory() as name:
+        hashes = [resume(case, checkout, Path(name) / case.replace(" ", "-")) for case in CASES]
+    return 0 if len(set.union(*hashes)) == 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

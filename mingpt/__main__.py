@@ -1,0 +1,40 @@
+"""The commands beside train.py and sample.py.
+
+python -m mingpt COMMAND [arguments]         # COMMAND --help explains one
+torchrun ... -m mingpt doctor [settings]     # a worker of the doctor
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from mingpt.base.command import CommandParser, run_command
+
+# Command: (the module whose `main` takes the arguments and returns the exit code, what the command does)
+COMMANDS = {
+    "verify": ("verify", "prove on this machine that kills and other numbers of workers change no bit"),
+    "doctor": ("doctor.command", "say why a cluster does not start, or who holds a run folder"),
+    "plan": ("plan.command", "say what a run needs, before it is started, and what fits"),
+    "prepare": ("prepare.command", "encode text into token shards"),
+    "export": ("export", "write a run as a folder in Hugging Face's format"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names. Raises UserError."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    parser = CommandParser(
+        "python -m mingpt", "\n".join(["commands:", *lines]), "%(prog)s COMMAND [arguments]"
+    )
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="COMMAND", help="followed by --help: its options"
+    )
+    command = parser.parse_args(arguments[:1]).command
+    module = importlib.import_module(f"mingpt.tools.{COMMANDS[command][0]}")
+    exit_code: int = module.main(arguments[1:])
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,0 +1,48 @@
+"""The frame of a command: its parser, its messages and its exit code.
+
+A mistake of the user's is one sentence that begins with "error:", and exit code 2. Messages and errors are
+shown without the credentials of the URLs in them.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from mingpt.base.errors import UserError
+from mingpt.base.urls import RedactingFormatter, redact
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command line on which a mistake is a UserError, and an option's name is spelled in full."""
+
+    def __init__(self, prog: str, description: str | None, usage: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run a command with these arguments. Returns its exit code; 2, and one sentence, for a UserError."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
+    try:
+        return command(arguments)
+    except UserError as error:
+        sys.stderr.write(f"error: {redact(str(error))}\n")
+        return 2
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Write lines to stdout."""
+    sys.stdout.write(redact("".join(f"{line}\n" for line in lines)))
+    sys.stdout.flush()

@@ -1,0 +1,72 @@
+"""What the operating system is asked for: a thread with a limit of time, the addresses of this host.
+
+Work that may hang, on a dead disk say, is done by a thread, and its caller waits for a limited time. IPv4
+addresses and the interfaces that have them are read on Linux without the program `ip`.
+"""
+
+import ctypes
+import fcntl
+import ipaddress
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+SIOCGIFCONF, SIOCGIFNETMASK = 0x8912, 0x891B
+IFREQ_BYTES, MAX_ADDRESSES = 40, 512
+
+
+class OutOfTime(Exception):
+    """Work is not done within its time limit; its thread goes on, and nobody waits for it."""
+
+
+def run_within(limit_s: float, work: Callable[[], T]) -> T:
+    """Return the result of `work`, or raise what it raises. Raises OutOfTime after `limit_s` seconds."""
+    outcome, thread = start(work)
+    thread.join(limit_s)
+    if not outcome.done():
+        raise OutOfTime(f"not done within {limit_s:g} s")
+    return outcome.result()
+
+
+def try_within(limit_s: float, work: Callable[[], object]) -> bool:
+    """Whether `work` ends within `limit_s` seconds. Python prints what it raises, as for any thread."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
+    """Begin `work` in a thread that ends with this process; the future gets its result, or what it raises."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return outcome, thread
+
+
+def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
+    """(interface, address with its network), the first address of an interface first. Raises OSError."""
+    buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, SIOCGIFCONF, struct.pack("iL", len(buffer), place))
+        used = struct.unpack("iL", answer)[0]
+        for start in range(0, used, IFREQ_BYTES):
+            request = bytes(buffer[start : start + IFREQ_BYTES])
+            mask = fcntl.ioctl(probe, SIOCGIFNETMASK, request)
+            name = request[:16].split(b"\0", 1)[0].decode().split(":")[0]
+            address = f"{socket.inet_ntoa(request[20:24])}/{socket.inet_ntoa(mask[20:24])}"
+            found.append((name, ipaddress.IPv4Interface(address)))
+    return found

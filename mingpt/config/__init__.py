@@ -1,0 +1,40 @@
+"""Every setting of a run on one page, checked before torch is imported; the command line that sets them.
+
+Knows pydantic and YAML, and no other room but the ground.
+"""
+
+from mingpt.config.settings import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReportConfig,
+    SnapshotConfig,
+    TrainerConfig,
+    check,
+    check_workers,
+    differences,
+    find_limits,
+    flatten,
+    settings,
+    to_dict,
+    to_yaml,
+)
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ReportConfig",
+    "SnapshotConfig",
+    "TrainerConfig",
+    "check",
+    "check_workers",
+    "differences",
+    "find_limits",
+    "flatten",
+    "settings",
+    "to_dict",
+    "to_yaml",
+]

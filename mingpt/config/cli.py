@@ -1,0 +1,180 @@
+"""A command line and a YAML file to a checked Config, and one sentence for whatever is wrong with them.
+
+A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, then the settings on the
+line, wherever the file stands; defaults are those of settings.py. `--section.key value` works too.
+"""
+
+import dataclasses
+import difflib
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from mingpt.base.errors import UserError
+from mingpt.config.settings import Config, Setting, check, flatten, settings, to_yaml
+
+DEFAULT_FILE = "gpt2_train_cfg.yaml"
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The configuration that a command line asks for; see the top of this file.
+
+    --help and --print_config print and raise SystemExit(0). Raises UserError with one sentence for anything
+    wrong.
+    """
+    if "--help" in argv or "-h" in argv:
+        sys.stdout.write(help_text())
+        raise SystemExit(0)
+    path, given = read_arguments([word for word in argv if word != "--print_config"])
+    config = build(read_file(DEFAULT_FILE if path is None else path) | given)
+    if "--print_config" in argv:
+        sys.stdout.write(to_yaml(config))
+        raise SystemExit(0)
+    return config
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """The one argument that names a file, and {dotted key: value} for the others."""
+    path, given, left = None, dict[str, Any](), list(argv)
+    while left:
+        word = left.pop(0)
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals and word.startswith("--"):
+            if not left:
+                raise UserError(f"{word} needs a value, as in {word}=VALUE")
+            text = left.pop(0)
+        elif not equals:
+            if path is not None:
+                raise UserError(
+                    f"two configuration files are given, {path} and {word}, and there may be one; "
+                    "settings are spelled section.key=value"
+                )
+            path = word
+            continue
+        given[key] = Text(text)
+    return path, given
+
+
+class Text(str):
+    """A value as typed on a command line, whose type is not known yet."""
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is repeated", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """A config file as {dotted key: value}. Raises UserError."""
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
+        if content is not None and not isinstance(content, dict):
+            raise UserError(
+                f"{path} must hold sections such as 'model:' with settings below them, "
+                f"not {type(content).__name__}"
+            )
+        return flatten({str(key): value for key, value in (content or {}).items()})
+    except RecursionError:
+        raise UserError(f"{path} is not valid YAML for settings: an anchor contains itself") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path} is not valid YAML: {reason}{where}") from None
+
+
+def build(flat: dict[str, Any]) -> Config:
+    """A checked Config from {dotted key: value}.
+
+    Raises UserError for an unknown key, a wrong type or range, or settings that contradict each other.
+    """
+    known = settings()
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        if key not in known:
+            raise UserError(unknown_key(key, value, known))
+        section, _, name = key.rpartition(".")
+        target = nested.setdefault(section, {}) if section else nested
+        target[name] = convert(value, known[key])
+    try:
+        config = Config(**nested)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = next(
+            name
+            for name in known
+            if name.split(".") == [str(part) for part in first["loc"][: name.count(".") + 1]]
+        )
+        raise wrong_value(known[key], flat[key]) from None
+    check(config)
+    return config
+
+
+def convert(value: Any, setting: Setting) -> Any:
+    """A value from YAML or a command line as pydantic checks it; text stays text where text is wanted."""
+    is_optional = type(None) in typing.get_args(setting.type)
+    if setting.type is str or is_optional:  # the optional settings are text
+        if is_optional and value == "null":
+            return None
+        return value if isinstance(value, (dict, list, type(None))) else str(value)
+    if isinstance(value, Text):
+        try:
+            scalar = yaml.safe_load(value)
+        except yaml.YAMLError:
+            scalar = None
+        value = scalar if isinstance(scalar, (bool, int, float)) else str(value)
+    takes_bool = setting.type is bool or bool in typing.get_args(setting.type)
+    if isinstance(value, bool) and not takes_bool:  # pydantic would take true for 1
+        raise wrong_value(setting, value)
+    return value
+
+
+def wrong_value(setting: Setting, value: Any) -> UserError:
+    if setting.type is not bool and not isinstance(value, bool):
+        try:
+            value = float(value) if setting.type is float else int(value)
+        except (TypeError, ValueError):
+            pass  # not a number: shown as it was given
+    value = None if value == "null" else value
+    return UserError(f"{setting.key} must be {setting.allowed()}, not {value!r}")
+
+
+def unknown_key(key: str, value: Any, known: dict[str, Setting]) -> str:
+    if key in (item.name for item in dataclasses.fields(Config)):
+        example = next(full for full in known if full.startswith(key))
+        return f"{key} is a section and takes settings such as {example}, not {value!r}"
+    near = difflib.get_close_matches(key, known, 1) or [full for full in known if full.endswith("." + key)]
+    if near:
+        return f"unknown setting '{key}'; did you mean '{near[0]}'?"
+    return f"unknown setting '{key}'; there is no section '{key.split('.')[0]}'"
+
+
+def help_text() -> str:
+    lines = [
+        "usage: train.py [CONFIG.yaml] [section.key=value ...] [--print_config] [--help]",
+        "",
+        f"CONFIG.yaml is {DEFAULT_FILE} if none is named. Settings marked * can change the result of a run.",
+        "",
+    ]
+    for setting in settings().values():
+        default = "null" if setting.default is None else setting.default
+        lines.append(f"  {'*' if setting.affects_result else ' '} {setting.key}={default}")
+        lines.append(f"        {setting.description} ({setting.allowed()})")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,377 @@
+"""Every setting of a run on one page: type, default, range, meaning, and whether it can change the result.
+
+Defaults are spelled again in gpt2_train_cfg.yaml, which `train.py` reads unless told otherwise. Settings that
+can change the result must be the same when a run is resumed; see training/start.py. Files and command lines
+are read by cli.py. Nothing here imports torch, so a wrong setting is answered at once. Below the page are
+functions on settings by their dotted keys, and on configurations as dictionaries and as YAML.
+"""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal, Optional
+
+import pydantic
+import yaml
+from pydantic.dataclasses import dataclass
+
+from mingpt.base.errors import UserError
+from mingpt.base.urls import redact_all
+
+RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+OptionalCount = Optional[typing.Annotated[int, pydantic.Field(ge=1)]]
+# The settings that are auto or something else.
+AUTO_OR = {
+    "trainer.workers": "auto or a whole number at least 1",
+    "trainer.compile": "auto, true or false",
+}
+LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
+
+
+def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
+    """A setting. `limits` are ge, gt, lt and le; `affects_result`: it can change the result of a run."""
+    extra: dict[str, Any] = {"affects_result": affects_result}
+    return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+@dataclass(frozen=True, config=RULES)
+class DataConfig:
+    """What is read."""
+
+    path: str = Field(
+        "data/input.txt",
+        "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
+        "folder or pattern of .bin files",
+    )
+    sha256: Optional[str] = Field(None, "expected SHA-256 of the text in hex; null accepts any")
+    block_size: int = Field(
+        256, "context length in tokens; a window holds one more", ge=1, affects_result=True
+    )
+    val_fraction: float = Field(
+        0.1,
+        "share of the data, its tail, kept for validation; shards named *val* take its place",
+        gt=0,
+        lt=1,
+        affects_result=True,
+    )
+    tokenizer: str = Field(
+        "auto",
+        "char, gpt2, or a tokenizer.json by path or URL; auto: the one beside the data, else init_from's, "
+        "else char for a text",
+    )
+    vocab_size: OptionalCount = Field(
+        None,
+        "rows of the embedding; null: the tokenizer's size, or 50257 for shards without one",
+        affects_result=True,
+    )
+
+
+@dataclass(frozen=True, config=RULES)
+class ModelConfig:
+    """What is trained."""
+
+    arch: Literal["gpt2", "modern"] = Field(
+        "modern",
+        "gpt2: GPT-2 exactly; modern: rotary positions, RMSNorm, QK-norm, squared ReLU",
+        affects_result=True,
+    )
+    n_layer: int = Field(3, "number of blocks", ge=1, affects_result=True)
+    n_head: int = Field(2, "attention heads per block; divides n_embd", ge=1, affects_result=True)
+    n_embd: int = Field(128, "width of the residual stream", ge=1, affects_result=True)
+    dropout: float = Field(
+        0.0, "dropout probability; on a CPU rounded to a multiple of 1/256", ge=0, lt=1, affects_result=True
+    )
+
+
+@dataclass(frozen=True, config=RULES)
+class OptimizerConfig:
+    """How a gradient becomes an update."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "muon",
+        "adamw for every tensor, or muon for the blocks' matrices and adamw for the rest",
+        affects_result=True,
+    )
+    learning_rate: float = Field(
+        0.007,
+        "peak learning rate; muon's updates are scaled to the size of adamw's",
+        gt=0,
+        affects_result=True,
+    )
+    schedule: Literal["cosine", "linear"] = Field(
+        "cosine", "how the learning rate falls after warm-up, until max_steps", affects_result=True
+    )
+    min_lr_fraction: float = Field(
+        0.02, "learning rate at the last step, as a share of the peak", ge=0, le=1, affects_result=True
+    )
+    warmup_steps: int = Field(
+        20, "steps over which the learning rate rises linearly from zero", ge=0, affects_result=True
+    )
+    weight_decay: float = Field(
+        0.1, "decoupled weight decay of tensors with two or more dimensions", ge=0, affects_result=True
+    )
+    beta1: float = Field(0.9, "adamw's decay of the mean gradient", ge=0, lt=1, affects_result=True)
+    beta2: float = Field(0.95, "adamw's decay of the mean squared gradient", ge=0, lt=1, affects_result=True)
+    momentum: float = Field(0.95, "muon's decay of the mean gradient", ge=0, lt=1, affects_result=True)
+    grad_clip: float = Field(
+        1.0, "largest norm of the whole gradient; 0 turns clipping off", ge=0, affects_result=True
+    )
+
+
+@dataclass(frozen=True, config=RULES)
+class TrainerConfig:
+    """How long, how large, how often, on what."""
+
+    max_steps: int = Field(340, "optimizer steps in the run", ge=0, affects_result=True)
+    batch_size: int = Field(
+        16, "windows per step over all workers; their number never changes it", ge=1, affects_result=True
+    )
+    micro_batch_size: int = Field(
+        2, "windows in one forward and backward pass; divides batch_size", ge=1, affects_result=True
+    )
+    eval_every: int = Field(85, "steps between evaluations of the validation split", ge=1)
+    eval_windows: OptionalCount = Field(
+        None, "windows of the validation split to evaluate, evenly spaced; null: all of it"
+    )
+    eval_at_start: bool = Field(True, "also evaluate before the first step")
+    log_every: int = Field(10, "steps between records of the training loss", ge=1)
+    sample_tokens: int = Field(200, "tokens of sample text generated at each evaluation; 0 for none", ge=0)
+    eval_only: bool = Field(False, "evaluate the newest snapshot and train nothing")
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        "auto", "auto takes cuda, else mps for a single process, else cpu"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        "autocast type of the matrix products; auto takes bfloat16 where it is native",
+        affects_result=True,
+    )
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        "torch.compile the model; auto: where the planned steps pay for the first compilation twice; if it "
+        "fails, train without it",
+        affects_result=True,
+    )
+    threads: int = Field(1, "CPU threads per worker; if left at 1, OMP_NUM_THREADS is obeyed", ge=1, le=1024)
+    reduction: Literal["exact", "fast"] = Field(
+        "exact", "exact: the same bits for any number of workers; fast: DDP's all-reduce", affects_result=True
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        "ddp: each worker holds the whole model; fsdp: each holds a share of parameters, gradients and "
+        "optimizer state",
+    )
+    shard_optimizer: bool = Field(
+        False, "under ddp, each worker holds and updates its share of the optimizer's state"
+    )
+    fsdp_reshard: bool = Field(True, "under fsdp, free a block's gathered weights after its forward pass")
+    fsdp_param_dtype: Optional[Literal["bfloat16"]] = Field(
+        None,
+        "under fsdp, gather weights and compute in this type instead of autocast; null: as ddp computes",
+        affects_result=True,
+    )
+    recompute: Literal["none", "block"] = Field(
+        "none", "block: keep each block's input alone and compute its activations again in the backward pass"
+    )
+    timeout_s: float = Field(60, "timeout of a collective in seconds; one step must fit in", gt=0)
+    workers: Literal["auto"] | typing.Annotated[int, pydantic.Field(ge=1)] = Field(
+        "auto", "workers that plain `python train.py` starts; auto: one per GPU, else one per `threads` cores"
+    )
+    max_restarts: int = Field(3, "how often plain `python train.py` restarts failed workers", ge=0)
+
+
+@dataclass(frozen=True, config=RULES)
+class SnapshotConfig:
+    """What is saved, and how a run goes on."""
+
+    every: int = Field(20, "steps between snapshots; there is always one at max_steps", ge=1)
+    memory_every: int = Field(
+        5, "steps between snapshots in the node's memory, for killed workers; 0 for none", ge=0
+    )
+    memory_path: str = Field("/dev/shm", "folder in memory; where it is absent or too small, there are none")
+    local_every: Optional[typing.Annotated[int, pydantic.Field(ge=0)]] = Field(
+        None, "like `every`, on each node's own disk where nodes share none; null: as `every`; 0: the last"
+    )
+    keep_last: int = Field(3, "number of newest snapshots kept", ge=1)
+    keep_best: bool = Field(True, "also keep the snapshot with the lowest validation loss")
+    path: Optional[str] = Field(None, "folder or fsspec URL for snapshots; null is run_dir/snapshots")
+    resume: Literal["auto", "changed", "must", "never"] = Field(
+        "auto",
+        "auto resumes from the newest valid snapshot if there is one; changed does so with other settings "
+        "too; must needs one; never refuses one",
+    )
+    init_from: Optional[str] = Field(
+        None,
+        "start with the weights of another run or model: run folder, snapshot, Hugging Face folder of GPT-2 "
+        "or NanoChat, safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl",
+        affects_result=True,
+    )
+
+
+@dataclass(frozen=True, config=RULES)
+class ReportConfig:
+    """What follows the run besides its own files."""
+
+    tensorboard: bool = Field(False, "also write events for TensorBoard to run_dir/tensorboard")
+    tracker: Optional[Literal["wandb", "trackio"]] = Field(
+        None, "experiment tracker that also gets the metrics: wandb or trackio"
+    )
+
+
+@dataclass(frozen=True, config=RULES)
+class Config:
+    """A run."""
+
+    run_dir: str = Field("out/default", "folder for everything that the run writes")
+    seed: int = Field(
+        1337, "determines initial weights, data order and dropout", ge=0, le=2**63 - 1, affects_result=True
+    )
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    snapshot: SnapshotConfig = SnapshotConfig()
+    report: ReportConfig = ReportConfig()
+
+
+def check(config: Config) -> None:
+    """Raises UserError if two settings contradict each other or one is not of its form."""
+    model, trainer = config.model, config.trainer
+    if not config.run_dir or "://" in config.run_dir or "\0" in config.run_dir:
+        raise UserError(f"run_dir must be a local folder, not {config.run_dir!r}; snapshot.path may be a URL")
+    if model.n_embd % model.n_head:
+        raise UserError(f"model.n_embd ({model.n_embd}) must be divisible by model.n_head ({model.n_head})")
+    head_size = model.n_embd // model.n_head
+    if model.arch == "modern" and head_size % 2:
+        raise UserError(
+            f"model.n_embd / model.n_head ({head_size}) must be even for the rotary positions of "
+            "model.arch=modern"
+        )
+    if trainer.batch_size % trainer.micro_batch_size:
+        raise UserError(
+            f"trainer.batch_size ({trainer.batch_size}) must be divisible by "
+            f"trainer.micro_batch_size ({trainer.micro_batch_size})"
+        )
+    if trainer.fsdp_param_dtype and trainer.parallel != "fsdp":
+        raise UserError(
+            f"trainer.fsdp_param_dtype={trainer.fsdp_param_dtype} needs trainer.parallel=fsdp; "
+            "trainer.dtype is the type of the products under both"
+        )
+    if trainer.recompute != "none" and trainer.compile is True:
+        raise UserError(
+            "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep; "
+            "drop either"
+        )
+    if config.data.sha256 and not re.fullmatch("[0-9a-fA-F]{64}", config.data.sha256):
+        raise UserError(f"data.sha256 must be 64 hexadecimal digits, not {config.data.sha256!r}")
+    if config.snapshot.init_from and config.snapshot.resume == "must":
+        raise UserError(
+            "snapshot.init_from starts a fresh run and snapshot.resume=must forbids one; drop either"
+        )
+
+
+def check_workers(config: Config, workers: int) -> None:
+    """Raises UserError if a step has fewer micro-batches than the job's first generation has workers."""
+    batch_size, micro_batch_size = config.trainer.batch_size, config.trainer.micro_batch_size
+    micro_batches = batch_size // micro_batch_size
+    if micro_batches >= workers:
+        return
+    smaller = [size for size in range(1, batch_size // workers + 1) if batch_size % size == 0]
+    lower = (
+        f"lower trainer.micro_batch_size (now {micro_batch_size}) to {max(smaller)}, or " if smaller else ""
+    )
+    raise UserError(
+        f"{workers} workers cannot share the {micro_batches} micro-batches of a step: "
+        f"{lower}start at most {micro_batches} workers"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One leaf of Config by its dotted key."""
+
+    key: str
+    type: Any
+    default: Any
+    description: str
+    affects_result: bool
+    limits: dict[str, float]  # {"at least": 1}
+
+    def allowed(self) -> str:
+        """The values it may take, in words."""
+        if self.key in AUTO_OR:
+            return AUTO_OR[self.key]
+        options = [kind for kind in typing.get_args(self.type) if kind is not type(None)]
+        is_optional = type(None) in typing.get_args(self.type)
+        kind, limits = (options[0], {}) if is_optional else (self.type, self.limits)
+        if typing.get_origin(kind) is typing.Annotated:
+            kind, *rules = typing.get_args(kind)
+            limits = find_limits([limit for rule in rules for limit in rule.metadata])
+        return describe_kind(kind, limits) + (" or null" if is_optional else "")
+
+
+def describe_kind(kind: Any, limits: dict[str, float]) -> str:
+    """The values of a type within limits, in words."""
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return " ".join(
+        [names[kind], " and ".join(f"{words} {limit:g}" for words, limit in limits.items())]
+    ).rstrip()
+
+
+def find_limits(rules: Iterable[Any]) -> dict[str, float]:
+    """{"at least": 1} of the rules that pydantic keeps for a field."""
+    return {
+        words: getattr(rule, kind) for rule in rules for kind, words in LIMITS.items() if hasattr(rule, kind)
+    }
+
+
+def settings() -> dict[str, Setting]:
+    """Every setting by its dotted key, in the order of this page."""
+    found = {}
+
+    def walk(section: Any, prefix: str) -> None:
+        for name, info in section.__pydantic_fields__.items():
+            if dataclasses.is_dataclass(info.annotation):
+                walk(info.annotation, name + ".")
+                continue
+            limits = find_limits(info.metadata)
+            affects_result = info.json_schema_extra["affects_result"]
+            key = prefix + name
+            found[key] = Setting(key, info.annotation, info.default, info.description, affects_result, limits)
+
+    walk(Config, "")
+    return found
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"n_layer": 4}} as {"model.n_layer": 4}."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Settings that affect the result and differ, as "key: old -> new"; both nested as in a file."""
+    was, now = flatten(old), flatten(new)
+    found = []
+    for key, setting in settings().items():
+        before, after = was.get(key, setting.default), now.get(key, setting.default)
+        if setting.affects_result and before != after:
+            found.append(f"{key}: {before} -> {after}")
+    return found
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as nested dictionaries, as a config file spells it; URLs without credentials."""
+    return redact_all(dataclasses.asdict(config))
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML that `cli.parse` reads back, to the same one but for credentials in URLs."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)

@@ -1,0 +1,178 @@
+"""`python train.py` without a launcher: torchrun's agent in this process, with one worker per GPU or core.
+
+As `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, without torchrun's own output,
+and with the exit code of a single process: 0 finished or stopped, 2 a user's mistake, 1 anything else.
+"""
+
+import dataclasses
+import gc
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mingpt.config import Config, check_workers
+from mingpt.distributed.device import usable_cores
+from mingpt.distributed.launch import AGENT_PID, STATUS_FILE, Launch
+from mingpt.distributed.signals import SIGNALS, StopSignal
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+MAX_WORKERS = 8
+SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+
+
+def start_workers(config: Config, launch: Launch, command: Sequence[str], stop_signal: StopSignal) -> None:
+    """Run `python *command` in as many workers as there are to be, and exit as they do.
+
+    Returns if this process is to be the only one. Raises UserError.
+    """
+    workers = choose_workers(config, launch)
+    if workers > 1:
+        run_agent(workers, config.trainer.max_restarts, command, stop_signal)
+
+
+def choose_workers(config: Config, launch: Launch) -> int:
+    """How many workers `trainer.workers` means on this machine. Raises UserError if they are too many."""
+    if may_use_gpus(config):
+        import torch
+
+        if torch.cuda.is_available():
+            return limit_workers(config, torch.cuda.device_count())
+        if torch.backends.mps.is_available():
+            return 1
+    return workers_without_gpus(config, launch)
+
+
+def may_use_gpus(config: Config) -> bool:
+    """Whether the number of workers is that of the GPUs, where there are some."""
+    trainer = config.trainer
+    return trainer.workers == "auto" and trainer.device in ("auto", "cuda") and not is_memory_store(config)
+
+
+def workers_without_gpus(config: Config, launch: Launch) -> int:
+    trainer = config.trainer
+    if trainer.workers != "auto":
+        check_workers(config, trainer.workers)
+        return trainer.workers
+    if trainer.device == "mps" or is_memory_store(config):
+        return 1
+    return limit_workers(config, usable_cores() // launch.threads(trainer))
+
+
+def is_memory_store(config: Config) -> bool:
+    """Whether snapshots go to the memory of one process."""
+    return (config.snapshot.path or "").startswith("memory://")
+
+
+def limit_workers(config: Config, available: int) -> int:
+    return max(1, min(available, MAX_WORKERS, config.trainer.batch_size // config.trainer.micro_batch_size))
+
+
+def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
+    """Run `python *command` in so many workers, restarted up to `max_restarts` times; exit as they did."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+    def stop_agent(number: int, frame: FrameType | None) -> None:
+        raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+
+    with tempfile.TemporaryDirectory(prefix="mingpt-") as folder:
+        status_file = Path(folder) / "status"
+        os.environ[STATUS_FILE] = str(status_file)
+        os.environ[AGENT_PID] = str(os.getpid())
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
+        gc.enable()
+        stop_signal.close()
+        block_signals()
+        handle_signals(stop_agent)  # until the agent installs handlers that do the same
+        try:
+            try:
+                agent(*command)
+                code = 0
+            except ChildFailedError as error:
+                code = 1
+                report_killed({rank: failure.exitcode for rank, failure in error.failures.items()})
+            handle_signals(signal.SIG_IGN)  # nothing is left to stop
+        except SignalException:  # from a user, or from rank 0 to end the job
+            handle_signals(signal.SIG_IGN)
+            code = read_status(status_file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report_killed(exit_codes: dict[int, int]) -> None:
+    """One sentence on a worker that was killed, since it could not report that itself."""
+    killed = [rank for rank, code in sorted(exit_codes.items()) if code < 0]
+    if killed:
+        name = signal.Signals(-exit_codes[killed[0]]).name
+        message = f"worker {killed[0]} was killed by {name} and no restart is left (trainer.max_restarts)"
+        sys.stderr.write(f"error: {message}\n")
+
+
+def block_signals() -> None:
+    """In this thread, whose mask the workers inherit: these wait until StopSignal unblocks them.
+
+    Another thread of this process, which does not block them, receives the agent's own.
+    """
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
+    """As `torchrun --standalone` has it."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    newer = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, "signals_to_handle": ",".join(handled_signals())}
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # not every version of torch has them
+    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        **options,
+    )
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for name in handled_signals():
+        signal.signal(signal.Signals[name], handler)
+
+
+def handled_signals() -> list[str]:
+    """Signals that stop the job; SIGHUP is left alone under nohup, which ignores it."""
+    return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_ignored(signal.SIGHUP)]
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
+def read_status(path: Path) -> int:
+    """The job's exit code as rank 0 wrote it; 1 if it was killed before it could."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 1

@@ -1,0 +1,37 @@
+"""python -m mingpt.launch.elastic --serve HOST:PORT: a board on a host that outlives the nodes.
+
+Needs no torch.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from mingpt.base.command import CommandParser, run_command
+from mingpt.base.errors import UserError
+from mingpt.launch.elastic.boards import parse_rdzv, serve
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = CommandParser("python -m mingpt.launch.elastic", __doc__)
+    parser.add_argument("--serve", required=True, metavar="HOST:PORT", help="an address of this host")
+    text = parser.parse_args(arguments).serve
+    try:
+        endpoints = parse_rdzv(text)
+    except ValueError:
+        endpoints = []
+    if not isinstance(endpoints, list) or len(endpoints) != 1:
+        raise UserError(f"--serve is one HOST:PORT, such as 10.0.0.9:29400; got {text!r}")
+    (endpoint,) = endpoints
+    try:
+        serve(endpoint.host, endpoint.port)
+    except KeyboardInterrupt:
+        return 0
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {endpoint} ({error.strerror}): choose a free port of this host"
+        ) from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,0 +1,256 @@
+"""Where agents see each other: a folder that all share, or the memory of hosts that they reach.
+
+A board holds each agent's latest entry and nothing else. It is soft state: what is lost is posted again. To a
+host there is one question and one answer, a line of JSON each way over TCP, every step with a time limit;
+nothing that is received is ever executed or unpickled.
+"""
+
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from mingpt.base.files import BadJson, check_json, parse_json, write_atomic
+from mingpt.launch.elastic.decisions import FINISHED, Entry
+
+MAX_LINE_BYTES = 1 << 24  # the entries of 1,000 agents
+SERVER_TIMEOUT_S = 5.0
+
+Message = dict[str, Any]
+Operation = Callable[[Message], Message | str]  # a string is JSON already
+FORGET_S = 60.0  # for an agent that was killed
+FORGET_FINISHED_S = 3600.0  # for an agent that is frozen or cut off while the others finish
+POST_TIMEOUT_S = 1.0
+BIND_S = 3.0  # between attempts to listen on a port that is taken
+
+
+def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
+    """The answer of the server at (host, port). Raises OSError: refused, silent, or not one of ours."""
+    try:
+        made = socket.create_connection((host, port), timeout_s)
+    except (ValueError, OverflowError) as error:  # such as a name that IDNA does not allow
+        raise OSError(f"{host}:{port} is no address: {error}") from error
+    with made as connection:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+        with connection.makefile("rb") as reader:
+            line = reader.readline(MAX_LINE_BYTES)
+    try:
+        return check_json(parse_json(line), Message)
+    except BadJson as error:
+        raise OSError(f"{host}:{port} is not an agent of this kind") from error
+
+
+class Server:
+    """Answers requests on (address, port) in threads of its own, by the operation that each names in `op`.
+
+    Raises OSError if the port is taken.
+    """
+
+    def __init__(self, address: str, port: int, operations: Mapping[str, Operation]) -> None:
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = SERVER_TIMEOUT_S
+
+            def handle(self) -> None:
+                with contextlib.suppress(OSError):  # whoever asked is gone, and asks again if it lives
+                    self.wfile.write(answer(operations, self.rfile.readline(MAX_LINE_BYTES)))
+
+        class Threads(socketserver.ThreadingTCPServer):
+            allow_reuse_address = True
+            daemon_threads = True
+            request_queue_size = 128
+            address_family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # a connection that was cut: no traceback in the log of the job
+
+        self._server = Threads((address, port), Handler)
+        self.port: int = self._server.server_address[1]
+
+    def serve_forever(self) -> None:
+        self._server.serve_forever(poll_interval=0.5)
+
+
+def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
+    """The line that answers a line; {"error": ...} if it is no request."""
+    try:
+        message = parse_json(line)
+        result = operations[message["op"]](message)
+    except (ValueError, KeyError, TypeError) as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    text = result if isinstance(result, str) else json.dumps(result)
+    return text.encode() + b"\n"
+
+
+def is_ipv6(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 6
+    except ValueError:
+        return False
+
+
+class Board(Protocol):
+    name: str  # as it is called in messages
+
+    def exchange(self, mine: Entry) -> list[Entry]:
+        """Post `mine` and return all entries. Raises OSError; may hang where storage does."""
+
+    def remove(self, mine: Entry) -> None:
+        """Raises OSError."""
+
+
+class FolderBoard:
+    """A file for each agent, replaced by rename: needs no locks, does not grow, and works on NFS."""
+
+    def __init__(self, path: Path, rdzv_id: str) -> None:
+        self.name = str(path)
+        self._folder = path / quote(rdzv_id, safe="")
+        self._unchanged: dict[str, tuple[bytes, float]] = {}
+
+    def exchange(self, mine: Entry) -> list[Entry]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file, partial = self._folder / f"{mine.id}.json", self._folder / f"{mine.id}.partial"
+        write_atomic(file, json.dumps(mine.to_json()), partial, sync="nothing")
+        found, paths = [], list(self._folder.glob("*.json"))
+        for path in paths:
+            try:
+                content = path.read_bytes()
+                self._clean(path, content)
+            except OSError:
+                continue  # its agent has just ended, or this one file cannot be read now
+            found += parse_entries([content])
+        listed = {path.name for path in paths}
+        self._unchanged = {name: value for name, value in self._unchanged.items() if name in listed}
+        return found
+
+    def _clean(self, path: Path, content: bytes) -> None:
+        """Remove what an agent left that was killed, and, after a longer time, that a job is finished."""
+        before, since = self._unchanged.get(path.name, (b"", 0.0))
+        if before != content:
+            self._unchanged[path.name] = (content, time.monotonic())
+            return
+        is_finished = [entry.state for entry in parse_entries([content])] == [FINISHED]
+        if time.monotonic() - since > (FORGET_FINISHED_S if is_finished else FORGET_S):
+            path.unlink(missing_ok=True)
+
+    def remove(self, mine: Entry) -> None:
+        (self._folder / f"{mine.id}.json").unlink(missing_ok=True)
+
+
+class HostBoard:
+    """The memory of a host's server, be it an agent's or `python -m mingpt.launch.elastic --serve`."""
+
+    def __init__(self, host: str, port: int, rdzv_id: str) -> None:
+        self.name = f"{host}:{port}"
+        self._host, self._port, self._rdzv_id = host, port, rdzv_id
+
+    def exchange(self, mine: Entry) -> list[Entry]:
+        message = {"op": "post", "rdzv_id": self._rdzv_id, "entry": mine.to_json()}
+        answer = request(self._host, self._port, message, POST_TIMEOUT_S)
+        entries = answer.get("entries")
+        if not isinstance(entries, list):
+            raise OSError(f"{self.name} has no board")
+        return parse_entries(entries)
+
+    def remove(self, mine: Entry) -> None:
+        message = {"op": "remove", "rdzv_id": self._rdzv_id, "id": mine.id}
+        request(self._host, self._port, message, POST_TIMEOUT_S)
+
+
+def parse_entries(contents: Iterable[Any]) -> list[Entry]:
+    """What is not an entry, of a later version of this program say, is left out. Bytes are JSON."""
+    found = []
+    for content in contents:
+        try:
+            found.append(Entry.from_json(parse_json(content) if isinstance(content, bytes) else content))
+        except ValueError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Posted:
+    rdzv_id: str
+    text: str  # the entry as JSON
+    until: float  # by this process's monotonic clock
+
+
+class BoardMemory:
+    """What a host board's server remembers: the operations `post` and `remove`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, str], Posted] = {}
+
+    def operations(self) -> dict[str, Operation]:
+        return {"post": self._post, "remove": self._remove}
+
+    def _post(self, message: Message) -> str:
+        """The answer as JSON: for many agents, encoding each entry each time would be most of the work."""
+        now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
+        forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
+        posted = Posted(rdzv_id, json.dumps(entry, separators=(",", ":")), now + forget_s)
+        with self._lock:
+            self._entries[rdzv_id, str(entry["id"])] = posted
+            self._entries = {key: value for key, value in self._entries.items() if now < value.until}
+            found = [value.text for value in self._entries.values() if value.rdzv_id == rdzv_id]
+        return f'{{"entries":[{",".join(found)}]}}'
+
+    def _remove(self, message: Message) -> Message:
+        with self._lock:
+            self._entries.pop((str(message["rdzv_id"]), str(message["id"])), None)
+        return {}
+
+
+def serve(address: str, port: int) -> None:
+    """Hold a board for agents elsewhere, until this process is ended. Raises OSError if the port is taken."""
+    operations: dict[str, Operation] = {"ping": lambda message: {"id": "board"}}
+    operations |= BoardMemory().operations()
+    Server(address, port, operations).serve_forever()
+
+
+def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
+    """Answer on a port that is taken, by an agent of before say, as soon as it is free."""
+    while True:
+        try:
+            server = Server(address, port, operations)
+        except OSError:
+            time.sleep(BIND_S)
+        else:
+            server.serve_forever()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def parse_rdzv(text: str) -> Path | list[Endpoint]:
+    """A folder, or HOST:PORT[,HOST:PORT...]. Raises ValueError, in one sentence."""
+    endpoints = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s\[\]]+)):(\d{1,5})", part.strip())
+        if not match or not 0 < int(match[3]) < 65536:
+            break
+        endpoints.append(Endpoint(match[1] or match[2], int(match[3])))
+    else:
+        return endpoints
+    if "/" not in text or "\n" in text:
+        raise ValueError(
+            "--rdzv is HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
+            f" as ./rendezvous; got {text!r}"
+        )
+    return Path(os.path.abspath(text))

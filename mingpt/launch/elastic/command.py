@@ -1,0 +1,163 @@
+"""What `launch/elastic.sh` does: options to a torchrun command that makes a cluster elastic."""
+
+import argparse
+import errno
+import ipaddress
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mingpt.base.command import run_command
+from mingpt.base.errors import UserError
+from mingpt.base.system import ipv4_addresses
+from mingpt.launch.elastic.boards import parse_rdzv
+
+MAX_RESTARTS = 1_000_000
+MONITOR_INTERVAL_S = 0.1
+USAGE = (
+    "launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A"
+    " [--rdzv_id ID] -- train.py ..."
+)
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def list_addresses() -> dict[str, str]:
+    """{address: interface}, IPv4 and IPv6, of the interfaces that are up."""
+    found = {str(address.ip): name for name, address in ipv4_addresses()}
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        fields = line.split()
+        found[str(ipaddress.ip_address(bytes.fromhex(fields[0])))] = fields[5]
+    return found
+
+
+def find_interface(address: str, addresses: dict[str, str]) -> str | None:
+    """The interface that has `address`, or None; all of 127.0.0.0/8 belongs to the loopback interface."""
+    if address in addresses:
+        return addresses[address]
+    if ipaddress.ip_address(address).is_loopback:
+        return addresses.get("127.0.0.1")
+    return None
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; usage: {USAGE}")
+
+
+def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the words after `--`. Raises UserError."""
+    parser = Parser("launch/elastic.sh", usage=USAGE, allow_abbrev=False)
+    parser.add_argument(
+        "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
+    )
+    parser.add_argument("--nproc", required=True, metavar="N", help="workers on this node: a number, or gpu")
+    parser.add_argument(
+        "--rdzv", required=True, metavar="PLACE", help="a shared folder, or nodes that can host"
+    )
+    parser.add_argument("--local_addr", required=True, metavar="A", help="this node's address for its peers")
+    parser.add_argument("--rdzv_id", default="mingpt", metavar="ID", help="one for each job; default: mingpt")
+    words = list(words)
+    split = words.index("--") if "--" in words else len(words)
+    options, command = parser.parse_args(words[:split]), words[split + 1 :]
+    if not command:
+        raise UserError(f"there is no program after --, such as -- train.py; usage: {USAGE}")
+    return options, command
+
+
+def check_nnodes(text: str) -> str:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    low = int(match[1]) if match else 0
+    high = int(match[2] or match[1]) if match else 0
+    if not 1 <= low <= high:
+        raise UserError(f"--nnodes is MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
+    return f"{low}:{high}"
+
+
+def check_nproc(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not re.fullmatch(r"[1-9]\d*", text):
+        raise UserError(f"--nproc is a number of workers from 1, or gpu, cpu or auto; got {text!r}")
+    if text == "gpu":
+        import torch  # takes a second or two, and torchrun would answer with a traceback
+
+        if not torch.cuda.is_available():
+            raise UserError("--nproc gpu, but torch sees no GPU on this host; give the number of workers")
+    return text
+
+
+def check_local_addr(text: str) -> tuple[str, str]:
+    """(address, interface). Raises UserError if no interface of this host has it."""
+    addresses = list_addresses()
+    known = ", ".join(f"{address} ({name})" for address, name in addresses.items())
+    try:
+        address = str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        raise UserError(f"--local_addr {text} does not resolve; this host has {known}") from None
+    interface = find_interface(address, addresses)
+    if interface is None:
+        raise UserError(f"--local_addr {text} is on no interface of this host, which has {known}")
+    return address, interface
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder where agents meet, for this user alone. Raises UserError if that is impossible."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(f"--rdzv {path} cannot be created as a folder: {error.strerror}") from None
+        # Storage that fails for a while is waited for by the agent, which says so.
+
+
+def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(what to add to the environment, the command). Raises UserError."""
+    options, program = parse(words)
+    nnodes, nproc = check_nnodes(options.nnodes), check_nproc(options.nproc)
+    try:
+        rdzv = parse_rdzv(options.rdzv)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if not options.rdzv_id:
+        raise UserError("--rdzv_id is a name for this job; got an empty one")
+    if isinstance(rdzv, Path):
+        make_folder(rdzv)
+    address, interface = check_local_addr(options.local_addr)
+    variables = {name: interface for name in INTERFACE_VARIABLES if not os.environ.get(name)}
+    if not os.environ.get("OMP_NUM_THREADS"):
+        variables["OMP_NUM_THREADS"] = "1"
+    beside = Path(sys.executable).parent / "torchrun"
+    torchrun = [str(beside)] if beside.exists() else [sys.executable, "-P", "-m", "torch.distributed.run"]
+    command = [
+        *torchrun,
+        f"--nnodes={nnodes}",
+        f"--nproc_per_node={nproc}",
+        f"--max-restarts={MAX_RESTARTS}",
+        f"--monitor_interval={MONITOR_INTERVAL_S}",
+        "--rdzv_backend=mingpt",
+        f"--rdzv_endpoint={options.rdzv if isinstance(rdzv, list) else rdzv}",
+        f"--rdzv_id={options.rdzv_id}",
+        f"--rdzv_conf=nproc={nproc}",
+        f"--local_addr={address}",
+        *program,
+    ]
+    return variables, command
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    variables, command = torchrun_command(words)
+    path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in (path | variables).items()]
+    sys.stderr.write(f"{' '.join([*assignments, shlex.join(command)])}\n")
+    sys.stderr.flush()
+    program = shutil.which(command[0]) or command[0]
+    os.execve(program, command, dict(os.environ) | variables)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""Who is in the group, and who has to start again: functions of what the agents say about themselves.
+
+No clock, no network, no torch: what is seen goes in, what to do comes out.
+"""
+
+import ipaddress
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import pydantic
+from pydantic import StrictInt
+
+from mingpt.base.files import BadJson, check_json
+
+WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
+JOIN_HOLD_S = 1.0  # of what has to last before anybody is disturbed
+REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # of a node that was lost soon after it had joined
+SOON_S = 120.0  # more than the default `trainer.timeout_s`, after which a cut link ends a round
+LAG_HOLD_S = 4.0  # a member of a new round may be seen in its old one for a moment
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one agent says about itself. `counter` grows with each post: nobody compares clocks."""
+
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
+    id: str
+    host: str
+    address: str
+    port: StrictInt
+    counter: StrictInt = 0
+    state: str = WAITING
+    round: str = ""  # the round that it is in, or was in last
+    number: StrictInt = 0  # of that round in the job
+    members: tuple[str, ...] = ()  # of that round
+    reach: tuple[str, ...] = ()  # ids of the agents that have answered it lately
+    job: str = ""
+    nproc: StrictInt = 0  # workers on this node; 0: not known
+
+    @classmethod
+    def from_json(cls, content: Any) -> "Entry":
+        """Raises ValueError if it is not an entry."""
+        try:
+            return check_json(content, cls)
+        except BadJson as error:
+            raise ValueError(f"not an entry: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def key(self) -> tuple[int, int, str, str]:
+        """Order of the ranks: by address, as a number where it is one."""
+        try:
+            return (0, int(ipaddress.ip_address(self.address)), "", self.id)
+        except ValueError:
+            return (1, 0, self.address, self.id)
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})"
+
+
+class Liveness:
+    """Who is alive: whose counter changed within `dead_s`, by the reader's clock.
+
+    A first sight is no change, so a file that an earlier job left never counts.
+    """
+
+    def __init__(self, dead_s: float) -> None:
+        self.dead_s = dead_s
+        self._seen: dict[str, tuple[int, float, bool]] = {}  # id: counter, since when, has it ever changed
+
+    def observe(self, entries: Iterable[Entry], now: float) -> None:
+        for entry in entries:
+            if entry.id not in self._seen:
+                self._seen[entry.id] = (entry.counter, now, False)
+            elif entry.counter > self._seen[entry.id][0]:
+                self._seen[entry.id] = (entry.counter, now, True)
+
+    def keep(self, ids: Collection[str]) -> None:
+        """Forget all others."""
+        self._seen = {id: seen for id, seen in self._seen.items() if id in ids}
+
+    def is_alive(self, id: str, now: float) -> bool:
+        _, since, has_changed = self._seen.get(id, (0, now, False))
+        return has_changed and now - since < self.dead_s
+
+    def was_alive(self, id: str) -> bool:
+        return id in self._seen and self._seen[id][2]
+
+    def silent_for(self, id: str, now: float) -> float:
+        """Seconds since its counter changed, or since it was first seen; infinite if it never was."""
+        return now - self._seen[id][1] if id in self._seen else math.inf
+
+
+def is_linked(one: Entry, other: Entry) -> bool:
+    """Whether each has reached the other lately."""
+    return one.id == other.id or (other.id in one.reach and one.id in other.reach)
+
+
+def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
+    """Agents of which each reaches each, at most `max_nodes`, in the order of their ranks.
+
+    Whoever has the fewest links is left out first, then the one with the larger key. Where there are too
+    many, members of the latest round come first.
+    """
+    group = sorted(entries, key=lambda entry: entry.key)
+    reach = {entry.id: {entry.id, *entry.reach} for entry in group}
+    links = {
+        id: {other for other in reach if other in reached and id in reach[other]}
+        for id, reached in reach.items()
+    }
+    while any(len(linked) < len(group) for linked in links.values()):
+        worst = min(reversed(group), key=lambda entry: len(links[entry.id]))
+        group.remove(worst)
+        for id in links.pop(worst.id) - {worst.id}:
+            links[id].remove(worst.id)
+    if len(group) > max_nodes:
+        former = last_members(group)
+        group = sorted(group, key=lambda entry: (entry.id not in former, entry.key))[:max_nodes]
+    return sorted(group, key=lambda entry: entry.key)
+
+
+def last_members(group: Sequence[Entry]) -> set[str]:
+    """Ids of the members of the latest round that anybody in the group was in."""
+    number = max((entry.number for entry in group), default=0)
+    return {id for entry in group if entry.number == number for id in entry.members}
+
+
+def job_of(group: Sequence[Entry]) -> tuple[str, int]:
+    """The job's token and the number of its latest round, as the group knows them; ("", 0) in a new job."""
+    number, job = max((entry.number, entry.job) for entry in group)
+    return job, number
+
+
+def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """{round: its members that run}"""
+    found: dict[str, list[Entry]] = {}
+    for entry in alive:
+        if entry.state == RUNNING:
+            found.setdefault(entry.round, []).append(entry)
+    return found
+
+
+def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """(agents of rounds that go on, agents of rounds that one member has left): nobody meets without them.
+
+    The first kind restart by themselves for whom they can take in; the second kind are about to come.
+    """
+    left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
+    going_on: list[Entry] = []
+    leaving: list[Entry] = []
+    for name, members in active_rounds(alive).items():
+        (leaving if name in left else going_on).extend(members)
+    return going_on, leaving
+
+
+def is_complete(
+    group: Sequence[Entry], min_nodes: int, max_nodes: int, unchanged_s: float, gone: Collection[str],
+    first_call_s: float, last_call_s: float,
+) -> bool:  # fmt: skip
+    """Whether the group may start. `unchanged_s`: since when it is the same; `gone`: known to be dead."""
+    if len(group) < min_nodes:
+        return False
+    if len(group) == max_nodes:
+        return True
+    _, number = job_of(group)
+    if number == 0:
+        return unchanged_s >= first_call_s
+    here = {entry.id for entry in group}
+    return unchanged_s >= last_call_s or last_members(group) <= here | set(gone)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why an agent has to end its round; to be obeyed if it lasts for `hold_s`."""
+
+    reason: str
+    hold_s: float = 0.0
+
+
+class JoinBackoff:
+    """How long a waiting node is held off: longer each time that it had joined and was lost soon after.
+
+    A node is known by host and address, as its agent may be another one each time.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[str, tuple[str, str, float]] = {}  # id: host, address, when it joined
+        self._losses: dict[tuple[str, str], int] = {}
+
+    def start_round(self, members: Iterable[Mapping[str, Any]], now: float) -> None:
+        """Members of the first round have joined nobody."""
+        joined = now if self._members else -math.inf
+        before = self._members
+        self._members = {
+            one["id"]: before.get(one["id"], (one["host"], one["address"], joined)) for one in members
+        }
+        for id in before.keys() - self._members.keys():
+            host, address, since = before[id]
+            losses = self._losses.pop((host, address), 0)
+            if now - since < SOON_S:
+                self._losses[host, address] = losses + 1
+
+    def hold_s(self, entry: Entry) -> float:
+        losses = self._losses.get((entry.host, entry.address), 0)
+        return REJOIN_HOLDS_S[min(losses, len(REJOIN_HOLDS_S) - 1)]
+
+
+def must_restart(
+    me: Entry, alive: Collection[Entry], max_nodes: int, join_hold_s: Callable[[Entry], float]
+) -> Restart | None:
+    """Whether the round that `me` is in has to end, for a reason that its workers cannot know.
+
+    A member has left it, an agent waits that each member reaches, or a larger round of this job is seen.
+    An agent that only some members reach disturbs nobody.
+    """
+    mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
+    for mate in mates:
+        if mate.state == WAITING and mate.round == me.round:
+            return Restart(f"{mate} has left the round")
+        if mate.state in (WAITING, RUNNING) and mate.round != me.round:
+            hold_s = 0.0 if mate.number > me.number else LAG_HOLD_S
+            return Restart(f"{mate} is not in this round", hold_s)
+    running = [me, *(mate for mate in mates if mate.state == RUNNING)]
+    if len(me.members) < max_nodes:
+        for entry in sorted(alive, key=lambda entry: (join_hold_s(entry), entry.key)):
+            can_join = entry.state == WAITING and entry.id not in me.members
+            if can_join and all(is_linked(entry, member) for member in running):
+                return Restart(f"{entry} joins", join_hold_s(entry))
+    mine = (-len(running), me.round)
+    for name, members in active_rounds(alive).items():
+        if name != me.round and (-len(members), name) < mine:
+            return Restart(f"{list_nodes(members)} go on as a larger group", JOIN_HOLD_S)
+    return None
+
+
+def has_lost_member(me: Entry, alive: Collection[Entry], gone: Collection[str]) -> bool:
+    """Whether a member of the round that `me` is in has ended, or has left the round."""
+    members = set(me.members) - {me.id}
+    left = {
+        entry.id
+        for entry in alive
+        if entry.number > me.number or (entry.state == WAITING and entry.round == me.round)
+    }
+    return not members.isdisjoint(left | set(gone))
+
+
+def list_nodes(entries: Iterable[Entry]) -> str:
+    return ", ".join(str(entry) for entry in sorted(entries, key=lambda entry: entry.key))
+
+
+def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
+    """One line: who is here, how many are needed, and what is in the way."""
+    linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
+    names = list_nodes(linked)
+    going_on, leaving = busy(alive)
+    if going_on:
+        text = f"waiting to join {list_nodes(going_on)}: here {names}"
+    elif leaving:
+        text = f"waiting for {list_nodes(leaving)} to end the round: here {names}"
+    elif len(linked) < min_nodes:
+        missing = min_nodes - len(linked)
+        nodes = f"{missing} more node{'s' if missing > 1 else ''}"
+        text = f"waiting for {nodes} of at least {min_nodes}: here {names}"
+    else:
+        text = f"waiting for more nodes: here {names}"
+    return "; ".join([text, *troubles])

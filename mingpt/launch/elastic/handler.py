@@ -1,0 +1,427 @@
+"""torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for another one.
+
+A round is what its leader, the agent with the smallest address, proposes to agents that all reach each other
+and that all accept. Its members' ranks follow their addresses. The leader's agent hosts the workers' store.
+Workers find the job's token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
+
+The agents of a round share a few keys, `RoundStore`, in the memory of its leader. Workers do not see them:
+they get a torch TCPStore that the leader's agent hosts.
+"""
+
+import atexit
+import json
+import os
+import platform
+import random
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from mingpt.launch.elastic import decisions
+from mingpt.launch.elastic.boards import (
+    Board,
+    BoardMemory,
+    Endpoint,
+    FolderBoard,
+    HostBoard,
+    Message,
+    Server,
+    is_ipv6,
+    parse_rdzv,
+    request,
+    serve_once_free,
+)
+from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry
+from mingpt.launch.elastic.node import Meeting, Node
+
+STORE_POLL_S = 0.05
+REQUEST_TIMEOUT_S = 2.0
+KEPT_ROUNDS = 2
+JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"  # mingpt/distributed/launch.py has the same names
+PROPOSAL_TIMEOUT_S = 2.0
+STORE_TIMEOUT_S = 10.0
+LINGER_S = 2.0  # for others to read that the job is finished
+NOTICE_S = 0.3  # for others to read that this agent has left
+EXIT_S = 1.0
+POLL_S = 0.05
+RETRY_S = (0.1, 0.3)  # after a proposal that failed, at random: two leaders may be in each other's way
+
+
+class KeyMemory:
+    """The leader's side: the operations `set`, `get` and `add`, for each round apart."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rounds: dict[str, dict[str, str]] = {}
+
+    def operations(self) -> dict[str, Callable[[Message], Message]]:
+        return {"set": self._set, "get": self._get, "add": self._add}
+
+    def _keys(self, message: Message) -> dict[str, str]:
+        keys = self._rounds.setdefault(str(message["round"]), {})
+        while len(self._rounds) > KEPT_ROUNDS:
+            del self._rounds[next(iter(self._rounds))]
+        return keys
+
+    def _set(self, message: Message) -> Message:
+        with self._lock:
+            self._keys(message)[str(message["key"])] = str(message["value"])
+        return {}
+
+    def _get(self, message: Message) -> Message:
+        with self._lock:
+            keys = self._keys(message)
+            return {"values": [keys.get(str(key)) for key in message["keys"]]}
+
+    def _add(self, message: Message) -> Message:
+        with self._lock:
+            keys, key, token = self._keys(message), str(message["key"]), f"add/{message['token']}"
+            if token not in keys:  # else the answer was lost and the request repeated
+                keys[key] = keys[token] = str(int(keys.get(key, "0")) + int(message["amount"]))
+            return {"value": int(keys[token])}
+
+
+def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
+    """What torchrun's agents would ask each other for ranks, if it is known how many workers each node has.
+
+    `nprocs` is in the order of the nodes' ranks; 0, not known, gives {}. Workers have one role.
+    """
+    if 0 in nprocs:
+        return {}
+    found, total = {}, sum(nprocs)
+    for rank, nproc in enumerate(nprocs):
+        base = sum(nprocs[:rank])
+        info = {"role": "", "rank": rank, "local_world_size": nproc}
+        found[f"torchelastic/role_info/{rank}"] = json.dumps(info)
+        found[f"torchelastic/assigned_ranks/{rank}"] = json.dumps([base, total, base, total])
+    return found
+
+
+class RoundStore:
+    """What torchrun's agent uses of a torch Store, so that a cut network cannot hang it.
+
+    Once `is_over()`, because a member has left or died, nothing waits any more: `wait` and `add` return, and
+    `get` raises DistStoreError. Keys in `known` are never asked for or changed: ranks are assigned where
+    torchrun catches no error.
+    """
+
+    def __init__(
+        self, address: str, port: int, round: str, is_over: Callable[[], bool], known: Mapping[str, str] = {}
+    ) -> None:
+        self.timeout = timedelta(seconds=60)
+        self._known = known
+        self._address, self._port, self._round, self._is_over = address, port, round, is_over
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if key in self._known:
+            return
+        text = value.decode("latin-1") if isinstance(value, bytes) else value
+        self._ask({"op": "set", "key": key, "value": text})
+
+    def add(self, key: str, amount: int) -> int:
+        return int(
+            self._ask({"op": "add", "key": key, "amount": amount, "token": uuid.uuid4().hex}).get("value", 0)
+        )
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        values = self._await(keys)
+        if None in values:
+            raise DistStoreError(f"a node was lost while the agents shared {', '.join(keys)}")
+        return [str(value).encode("latin-1") for value in values]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._await(keys, timeout)
+
+    def _await(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[Any]:
+        """Values once all are there, or what there is once the round is over. Raises DistStoreError."""
+        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
+        while True:
+            values = self._values(keys)
+            if None not in values or self._is_over():
+                return values
+            if time.monotonic() > deadline:
+                raise DistStoreError(f"nobody has set {', '.join(keys)} in time")
+            time.sleep(STORE_POLL_S)
+
+    def _values(self, keys: Sequence[str]) -> list[Any]:
+        if all(key in self._known for key in keys):
+            return [self._known[key] for key in keys]
+        return list(self._ask({"op": "get", "keys": list(keys)}).get("values", [None] * len(keys)))
+
+    def _ask(self, message: Message) -> Message:
+        """The leader's answer; {} once the round is over. Raises DistStoreError after the timeout."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                return request(self._address, self._port, message | {"round": self._round}, REQUEST_TIMEOUT_S)
+            except OSError as error:
+                if self._is_over():
+                    return {}
+                if time.monotonic() > deadline:
+                    raise DistStoreError(f"{self._address}:{self._port} does not answer: {error}") from error
+            time.sleep(STORE_POLL_S)
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """Raises ValueError, in one sentence, if the endpoint is neither a folder nor a list of HOST:PORT."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
+        self._address = params.local_addr or socket.gethostbyname(platform.node())
+        rdzv = parse_rdzv(params.endpoint)
+        endpoints = rdzv if isinstance(rdzv, list) else []
+        self._node = Node(platform.node(), self._address, count_workers(params.get("nproc")))
+        self._round: Message | None = None
+        self._tcp_store: TCPStore | None = None
+        self._store_port = 0
+        self._backoff = decisions.JoinBackoff()
+        self._restart: decisions.Restart | None = None
+        self._restart_since = 0.0
+        self._has_ended = False
+        operations = self._node.operations() | BoardMemory().operations() | KeyMemory().operations()
+        port = own_port(endpoints, self._address)
+        try:
+            server = Server(self._address, port, operations)
+        except OSError as error:
+            if not port:
+                raise
+            taken = f"port {port} is taken ({error.strerror})"
+            self._say(f"{taken}; this node cannot host the rendezvous for now")
+            server = Server(self._address, 0, operations)
+            arguments = self._address, port, operations
+            threading.Thread(target=serve_once_free, args=arguments, daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        boards: list[Board] = [HostBoard(end.host, end.port, self._run_id) for end in endpoints]
+        if not isinstance(rdzv, list):
+            boards = [FolderBoard(rdzv, self._run_id)]
+        self._node.start(server.port, boards)
+        atexit.register(flush_stderr)
+        atexit.register(self._leave)
+
+    def _say(self, text: str) -> None:
+        try:
+            sys.stderr.write(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
+            sys.stderr.flush()
+        except OSError:
+            discard_stderr()
+
+    def get_backend(self) -> str:
+        return "mingpt"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait to be taken into a round, for as long as it takes. Ends the agent if the job is finished."""
+        self._node.wait_for_round()
+        self._restart = None
+        meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""
+        while True:
+            round = self._node.entered_round()
+            if round is not None:
+                return self._start(round)
+            view, now = self._node.view(), time.monotonic()
+            if view.finished:
+                self._say("the job is finished")
+                raise SystemExit(0)
+            group = meeting.group_to_propose(view, now)
+            if group is not None:
+                failure = self._propose(group)
+                if failure:
+                    if failure != said:
+                        said = failure
+                        self._say(f"{failure}; retrying")
+                    time.sleep(random.uniform(*RETRY_S))
+                continue
+            line = meeting.line_to_say(view, now)
+            if line is not None:
+                self._say(line)
+            time.sleep(POLL_S)
+
+    def _propose(self, group: Sequence[Entry]) -> str:
+        """Start a round if all accept; else why not: somebody is cut off, or promised to another leader."""
+        job, number = decisions.job_of(group)
+        round: Message = {
+            "id": uuid.uuid4().hex,
+            "number": number + 1,
+            "job": job or uuid.uuid4().hex,
+            "members": [
+                {name: getattr(entry, name) for name in ("id", "host", "address", "port", "nproc")}
+                for entry in group
+            ],
+            "store_port": self._host_store(),
+        }
+        has_promised = self._node.promise(round)
+        if not has_promised:
+            return "this agent has accepted another proposal"
+        answers = self._ask_all(group[1:], {"op": "propose", "round": round})
+        refusals = [str(entry) for entry, is_ok in zip(group[1:], answers, strict=True) if not is_ok]
+        if refusals:
+            self._node.release(round["id"])
+            return f"{', '.join(refusals)} did not accept the round"
+        has_entered = self._node.enter(round)
+        if not has_entered:
+            return "the answers to a proposal took too long"
+        self._ask_all(group[1:], {"op": "go", "round": round})
+        return ""  # whoever has not heard it waits on, which the others see
+
+    def _ask_all(self, others: Sequence[Entry], message: Message) -> list[bool]:
+        def ask(entry: Entry) -> bool:
+            try:
+                return request(entry.address, entry.port, message, PROPOSAL_TIMEOUT_S).get("ok") is True
+            except OSError:
+                return False
+
+        with ThreadPoolExecutor(max(1, len(others))) as threads:
+            return list(threads.map(ask, others))
+
+    def _host_store(self) -> int:
+        """The port of the workers' store, which lives as long as this agent."""
+        if self._tcp_store is None:
+            family = socket.AF_INET6 if is_ipv6(self._address) else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.bind((self._address, 0))  # TCPStore by itself listens on every address
+            listener.listen(1024)
+            self._store_port = listener.getsockname()[1]
+            self._tcp_store = TCPStore(
+                self._address,
+                self._store_port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                master_listen_fd=listener.detach(),
+            )
+        return self._store_port
+
+    def _start(self, round: Message) -> RendezvousInfo:
+        members = round["members"]
+        self._round, leader = round, members[0]
+        self._backoff.start_round(members, time.monotonic())
+        os.environ[JOB], os.environ[ROUND] = round["job"], str(round["number"])
+        os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # the store knows the ranks of unequal nodes
+        names = ", ".join(f"{member['host']} ({member['address']})" for member in members)
+        self._say(f"round {round['number']}: {names}")
+        known = assigned_ranks([member["nproc"] for member in members])
+        store: Any = RoundStore(leader["address"], leader["port"], round["id"], self._is_round_over, known)
+        rank = [member["id"] for member in members].index(self._node.id)
+        return RendezvousInfo(
+            store, rank, len(members), RendezvousStoreInfo(leader["address"], round["store_port"])
+        )
+
+    def _is_round_over(self) -> bool:
+        """Whether a member of the round will not do its part any more."""
+        view = self._node.view()
+        assert self._round is not None
+        return decisions.has_lost_member(view.me, view.alive, view.gone)
+
+    def num_nodes_waiting(self) -> int:
+        """1 if the round has to end, else 0."""
+        view, now = self._node.view(), time.monotonic()
+        restart = None
+        if view.is_fresh:
+            restart = decisions.must_restart(view.me, view.alive, self._max, self._backoff.hold_s)
+        if restart != self._restart:
+            self._restart, self._restart_since = restart, now
+            if restart is not None and restart.hold_s > decisions.LAG_HOLD_S:
+                self._say(f"{restart.reason} in {restart.hold_s:.0f} s: it was lost soon after it had joined")
+        if restart is None or now - self._restart_since < restart.hold_s:
+            return 0
+        self._say(f"the round ends: {restart.reason}")
+        return 1
+
+    def is_closed(self) -> bool:
+        return self._node.view().finished
+
+    def set_closed(self) -> None:
+        self._node.end(FINISHED, EXIT_S)
+
+    def shutdown(self) -> bool:
+        """At the job's end. torchrun calls it with an exception in flight if it was no orderly one."""
+        if sys.exc_info()[0] is None:
+            self._has_ended = True
+            self._node.end(FINISHED, EXIT_S)
+            deadline = time.monotonic() + LINGER_S
+            while self._has_waiting_others() and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        return True
+
+    def _has_waiting_others(self) -> bool:
+        return any(entry.state == WAITING for entry in self._node.view().alive)
+
+    def _leave(self) -> None:
+        if self._has_ended:
+            return  # its last entry stays, for an agent that is frozen or cut off now
+        self._node.end(LEFT, EXIT_S)
+        time.sleep(NOTICE_S)
+        self._node.remove(EXIT_S)
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    return ElasticRendezvous(params)
+
+
+def count_workers(nproc: str | None) -> int:
+    """As torchrun reads --nproc_per_node; 0 if it is not known."""
+    from torch.distributed.run import determine_local_world_size
+
+    return determine_local_world_size(nproc) if nproc else 0
+
+
+def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
+    """The port that the list gives this node, or 0."""
+    for endpoint in endpoints:
+        if endpoint.host == address:
+            return endpoint.port
+    for endpoint in endpoints:
+        try:
+            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        except OSError:  # of a node that has not started, or our own before its cluster has named it
+            if endpoint.host.split(".")[0] == platform.node().split(".")[0]:
+                return endpoint.port
+            continue
+        if address in {str(info[4][0]) for info in found}:
+            return endpoint.port
+    return 0
+
+
+def flush_stderr() -> None:
+    """Before Python does, which ends with code 120 if nobody reads what torchrun has logged."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        discard_stderr()
+
+
+def discard_stderr() -> None:
+    """Whoever reads it may be gone, as srun is with the first node. What follows goes to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

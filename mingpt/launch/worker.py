@@ -1,0 +1,112 @@
+"""A worker's life from its first line to its exit code.
+
+Imports little, so that a signal is heard a few hundredths of a second after the process has started.
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mingpt.base import events
+from mingpt.base.errors import NonRetryableError, PeersMissing, StopRequested, UserError
+from mingpt.distributed.exit import ProcessExit, describe_failure, is_lost_peer
+from mingpt.distributed.launch import Launch
+from mingpt.distributed.rendezvous import note_failed_start
+from mingpt.distributed.signals import StopSignal
+
+if TYPE_CHECKING:
+    from mingpt.config import Config
+    from mingpt.distributed.context import DistributedContext
+
+
+class Worker:
+    """This process. As a context manager it exits with the code that says how its block ended:
+
+    0 finished, or told to stop; 128 + signal if told to stop by SIGTERM or SIGINT under torchrun; 2 after a
+    UserError; 1 after any other error.
+    """
+
+    def __init__(self) -> None:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started us
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
+        gc.disable()  # importing torch takes an eighth less time without the garbage collector
+        try:
+            self.launch = Launch.from_environment()
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.exit(2)
+        self.exit = ProcessExit(self.launch)
+        self.stop_signal = StopSignal(self.launch, self.exit)
+        self.stopped_by: str | None = None
+        events.emit("worker_start", launch=self.launch)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def start_workers(self, config: "Config", command: Sequence[str]) -> None:
+        """Under plain `python`: start as many workers as `trainer.workers` asks for, and exit as they do.
+
+        Returns in a process that is itself a worker.
+        """
+        self.watch_stop_file(config)
+        if self.launch.is_distributed:
+            return
+        if self.launch.slurm_tasks > 1 and config.trainer.workers == "auto":
+            raise UserError(
+                f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun "
+                "per node, as launch/slurm/several_nodes.sbatch does, or set trainer.workers"
+            )
+        from mingpt.launch.agent import start_workers
+
+        start_workers(config, self.launch, command, self.stop_signal)
+
+    def watch_stop_file(self, config: "Config") -> None:
+        """A file STOP in run_dir is a request to stop; not for an evaluation beside a run that goes on."""
+        run_dir = Path(config.run_dir)
+
+        def note_stop() -> None:
+            from mingpt.report import mark_ended
+
+            mark_ended(run_dir, "stopped")
+
+        if not config.trainer.eval_only:
+            # In a restart the generation before was training and could not say how it ended.
+            is_restart = self.launch.restart_count > 0
+            self.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
+
+    def connect(self, config: "Config") -> "DistributedContext":
+        """Meet the other workers of this generation."""
+        from mingpt.distributed.context import DistributedContext
+
+        gc.enable()
+        gc.freeze()  # what has been imported stays: no collection needs to look at it again
+        return DistributedContext(self.launch, config.trainer, self.stop_signal, self.exit)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.exit.exit_process(self.stopped_by)
+        if isinstance(error, StopRequested):
+            self.stop_signal.exit_before_training(error.reason)
+        if isinstance(error, (UserError, NonRetryableError)):
+            self.exit.abort_job(error, self.sigterm_received)
+        if isinstance(error, PeersMissing):
+            self.exit.exit_without_rendezvous(error)
+        if isinstance(error, Exception):
+            if self.exit.rendezvous is not None:
+                self.exit.exit_with_error(error)
+            if "torch" in sys.modules and is_lost_peer(error):
+                reason = str(error).splitlines()[0]
+                sys.exit(f"worker {self.launch.rank} could not rendezvous with the other workers: {reason}")
+            repeated = note_failed_start(self.launch, describe_failure(error))
+            if repeated:
+                self.exit.abort_job(NonRetryableError(repeated), self.sigterm_received, by_all=False)
+
+    def sigterm_received(self) -> bool:
+        return self.stop_signal.reason == "SIGTERM"

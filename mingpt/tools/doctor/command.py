@@ -1,0 +1,326 @@
+"""Why does the cluster not start, or who holds the run folder?
+
+    torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]     # started as the run is
+    python -m mingpt doctor --endpoint HOST:PORT                            # when no worker ever starts
+    python -m mingpt doctor --claim RUN_DIR [--release]
+
+The first, with the flags and settings of the run, prints a row per worker and a sentence per fault. Exit code
+0: no fault; 1: faults (torchrun does not restart the workers); 2: a mistake on the command line (torchrun
+itself exits with 1).
+
+--endpoint looks at the meeting point of the agents (--rdzv_endpoint) from this host alone.
+
+--claim shows the claim that keeps a second job from writing to the same place: a run folder, or a folder or
+URL of snapshots. --release drops it: only if its job is gone and nobody can see that; a job that lives
+notices it and ends.
+"""
+
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mingpt.base.command import CommandParser, write_lines
+from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
+from mingpt.base.files import DriverError
+from mingpt.base.system import try_within
+from mingpt.config import Config
+from mingpt.config.cli import parse
+from mingpt.distributed import Launch, ProcessExit, write_stderr
+from mingpt.distributed.rendezvous import Rendezvous
+from mingpt.snapshot.lookup import possible_places
+from mingpt.tools.doctor.facts import Facts, Findings, Folders, identity
+from mingpt.tools.doctor.network import (
+    Exchange,
+    Listener,
+    check_endpoint,
+    describe_endpoint,
+    ephemeral_ports,
+    find_unreachable,
+    gloo_address,
+    measure_all_reduce,
+    networks,
+)
+from mingpt.tools.doctor.verdict import find_faults, make_table
+from mingpt.training.claim import LEASE_S, Claim, Holder
+
+# The order of a check-up: meet, compare clocks, connect to each other, tell what was found, judge. Every wait
+# has a limit, and a watchdog ends what takes longer than this. A fault ends the job in order: the workers of
+# a job that has restarts left would otherwise be started again.
+LIMIT_S = 58.0
+MEET_S, FINDINGS_S, LEAST_FINDINGS_S, WAIT_S, ACK_S, CLEAN_UP_S = 20.0, 20.0, 4.0, 12.0, 3.0, 2.0
+
+
+def show_claims(where: str, release: bool) -> list[str]:
+    """A line for each claim to a run folder and to its snapshots. Raises UserError."""
+    if "://" not in where and not Path(where).is_dir():
+        raise UserError(f"{where} is no folder: give a run folder such as out/default, or a URL of snapshots")
+    lines = []
+    for place in dict.fromkeys([where, *possible_places(where)]):
+        claim = Claim(place, place)
+        try:
+            _, holder, _ = claim.read_newest()
+            if holder is None:
+                continue
+            lines.append(f"{place}: {describe(holder)}")
+            if release and not holder.released:
+                claim.drop()
+                lines.append(f"{place}: released")
+        except DriverError as error:
+            raise UserError(f"the claim to {place} cannot be used: {type(error).__name__}: {error}") from None
+    return lines or [f"{where}: not claimed"]
+
+
+def describe(holder: Holder) -> str:
+    """Who holds a claim, or held it last, and whether its job lives as far as this machine can see."""
+    if holder.released:
+        return f"free; last held by {holder.sentence()}"
+    states = {
+        True: "which is running",
+        False: "which is gone: the next job takes over at once",
+        None: f"which this machine cannot see: its claim holds until {LEASE_S:g} s after it was last renewed",
+    }
+    return f"claimed by {holder.sentence()}, {states[holder.is_alive()]}"
+
+
+def run_checkup(argv: Sequence[str]) -> NoReturn:
+    """The check-up of this worker, to the end of its process; __main__.py says its exit codes."""
+    try:
+        launch = Launch.from_environment()
+    except UserError as error:
+        write_stderr(f"error: {error}\n")
+        sys.exit(2)
+    process_exit = ProcessExit(launch)
+    watchdog = threading.Timer(LIMIT_S, end_hung_checkup, (launch,))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        Checkup(launch, argv, process_exit).run()
+    except (UserError, NonRetryableError) as error:
+        process_exit.abort_job(error, lambda: False)
+    except Exception as error:  # a check-up that fails would fail again in each generation
+        what = f"worker {launch.rank} on {platform.node()} failed: {type(error).__name__}: {error}"
+        process_exit.abort_job(NonRetryableError(what), lambda: False)
+    process_exit.exit_process(None)
+
+
+def end_hung_checkup(launch: Launch) -> None:
+    """In a thread, when the main one is stuck."""
+    write_stderr(
+        f"error: worker {launch.rank} on {platform.node()} is not done within {LIMIT_S:g} s: see whether the "
+        "network or the disk of a node hangs\n"
+    )
+    if launch.agent_pid and launch.local_rank == 0:
+        os.kill(launch.agent_pid, signal.SIGTERM)
+    os._exit(1)
+
+
+class Checkup:
+    """What this worker does; rank 0 also judges and prints."""
+
+    def __init__(self, launch: Launch, argv: Sequence[str], process_exit: ProcessExit) -> None:
+        self.launch, self.process_exit = launch, process_exit
+        self.config: Config | None = None
+        self.config_error: str | None = None
+        try:
+            self.config = parse(argv)
+        except UserError as error:
+            self.config_error = str(error)
+        is_first = launch.local_rank == 0
+        self.folders = Folders(self.config) if self.config and is_first else None
+        self.findings = Findings(launch, self.config, self.folders)
+        self.deadline = time.monotonic() + FINDINGS_S
+
+    def run(self) -> None:
+        """Returns if the cluster is healthy. Raises NonRetryableError after saying what is not; UserError."""
+        examine = self.examine_with_others if self.launch.is_distributed else self.examine_alone
+        try:
+            faults = examine()
+        finally:
+            self.clean_up()
+        if faults:
+            raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
+
+    def examine_alone(self) -> int:
+        if self.config_error:
+            raise UserError(self.config_error)
+        return report([Facts(**self.take_findings())])
+
+    def examine_with_others(self) -> int:
+        """The number of faults. Collective."""
+        rank, rendezvous = self.launch.rank, self.meet()
+        self.process_exit.join(rendezvous, LIMIT_S)
+        exchange = Exchange(rendezvous.process_group_store, rank, self.launch.world_size)
+        exchange.put("hello", identity(self.launch))
+        found: dict[str, Any] = {"clock_s": exchange.clock_offset_s(), "config_error": self.config_error}
+        if rank == 0:
+            exchange.serve_clock()
+        found |= try_links(exchange, rendezvous.generation)
+        found |= self.take_findings()
+        exchange.put("facts", found)
+        others = exchange.get_all("facts", WAIT_S + FINDINGS_S)
+        sees = self.visible()
+        exchange.put("sees", sees)
+        if self.folders:
+            self.folders.share(sees, others.values())
+        if rank == 0:
+            exchange.put("go", len(others) == self.launch.world_size and all_connected(others))
+        go = exchange.get("go", 0, WAIT_S)
+        if go:
+            gpu = self.launch.local_rank if found.get("device_type") == "cuda" else None
+            exchange.put("all_reduce", measure_all_reduce(exchange, gpu))
+        if rank == 0:
+            verdict = self.judge(exchange, others, bool(go))
+            exchange.put("verdict", verdict)
+        else:
+            verdict = exchange.get("verdict", 0, LIMIT_S)
+        exchange.put("done", True)
+        if rank == 0:  # which may host the store
+            exchange.get_all("done", ACK_S)
+        if verdict is None:
+            raise NonRetryableError(f"rank 0 did not answer worker {rank} on {platform.node()} any more")
+        if verdict["user_error"]:
+            raise UserError(verdict["user_error"])
+        return int(verdict["faults"])
+
+    def take_findings(self) -> dict[str, Any]:
+        return self.findings.take(max(self.deadline, time.monotonic() + LEAST_FINDINGS_S))
+
+    def visible(self) -> list[str]:
+        """The probes in the folder of snapshots; none where a disk hangs, which would hang this too."""
+        return self.folders.visible() if self.folders and not self.findings.thread.is_alive() else []
+
+    def clean_up(self) -> None:
+        """Remove what was tried; left where a disk hangs."""
+        if self.folders:
+            try_within(CLEAN_UP_S, self.folders.clean_up)
+
+    def meet(self) -> Rendezvous:
+        """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
+        launch = self.launch
+        assert launch.master_addr is not None
+        where = f"the workers' store at {launch.master_addr}:{launch.master_port} (MASTER_ADDR, MASTER_PORT)"
+        hosts = None
+        if launch.agent_hosts_store:  # it is there before the workers are
+            is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
+            if not is_good:
+                raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}")
+            hosts = HostNames(launch)
+        try:
+            return Rendezvous(launch, MEET_S)
+        except PeersMissing as error:
+            is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
+            if launch.rank and not is_good:
+                raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}") from None
+            came = f" (there are workers on {hosts.list()})" if hosts else ""
+            raise NonRetryableError(
+                f"{error}{came}: look at the terminal of their node, and there at python -m mingpt doctor "
+                f"--endpoint {launch.master_addr}:{launch.master_port}"
+            ) from None
+
+    def judge(self, exchange: Exchange, facts: dict[int, Any], is_measured: bool) -> dict[str, Any]:
+        """On rank 0: gather what all have found, print table and faults."""
+        hello = exchange.get_all("hello", WAIT_S)
+        sees = exchange.get_all("sees", WAIT_S)
+        rates = exchange.get_all("all_reduce", 2 * WAIT_S) if is_measured else {}
+        workers = []
+        for rank, worker in hello.items():
+            there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
+            rate, error = rates.get(rank, (None, "no answer" if is_measured else None))
+            more = {"sees": sees.get(rank, []), "all_reduce_mb_s": rate, "all_reduce_error": error}
+            workers.append(Facts.from_json({"unreachable": {}} | there | more))
+        errors = {worker.config_error for worker in workers}
+        if len(errors) == 1 and self.config_error:
+            return {"faults": 1, "user_error": self.config_error}
+        return {"faults": report(workers), "user_error": None}
+
+
+class HostNames:
+    """The host names of the workers that have reached the agent's store, in this or an earlier generation."""
+
+    def __init__(self, launch: Launch) -> None:
+        from torch.distributed import TCPStore
+
+        assert launch.master_addr is not None
+        limit = timedelta(seconds=MEET_S)
+        self.launch = launch
+        self.store = TCPStore(
+            launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=limit
+        )
+        self.store.set(f"doctor_host/{launch.rank}", platform.node())
+
+    def list(self) -> str:
+        keys = [f"doctor_host/{rank}" for rank in range(self.launch.world_size)]
+        there = [key for key in keys if self.store.check([key])]
+        return ", ".join(dict.fromkeys(self.store.get(key).decode() for key in there))
+
+
+def try_links(exchange: Exchange, word: str) -> dict[str, Any]:
+    """Listen where gloo would, and connect to all others. Collective."""
+    interfaces = networks()
+    found: dict[str, Any] = {"networks": interfaces, "ports": ephemeral_ports()}
+    try:
+        address = gloo_address(interfaces)
+        listener = Listener(address, word)
+        found["address"] = address
+        exchange.put("address", [address, listener.port])
+    except OSError as error:
+        found["address_error"] = str(error)
+        exchange.put("address", [None, 0])
+    addresses = exchange.get_all("address", WAIT_S)
+    targets = {
+        rank: (address, port, word)
+        for rank, (address, port) in addresses.items()
+        if address and rank != exchange.rank
+    }
+    found["unreachable"] = find_unreachable(targets)
+    return found
+
+
+def all_connected(facts: Mapping[int, dict[str, Any]]) -> bool:
+    """Whether a process group can be made."""
+    kinds = {there.get("device_type") for there in facts.values()}
+    return len(kinds) == 1 and all(
+        there.get("address") and not there["unreachable"] and not there.get("device_error")
+        for there in facts.values()
+    )
+
+
+def report(workers: Sequence[Facts]) -> int:
+    """Print the table and the faults; how many there are."""
+    faults = find_faults(workers)
+    lines = [*make_table(workers), ""]
+    lines += [f"fault: {fault}" for fault in faults] or ["no fault found"]
+    write_lines(lines)
+    return len(faults)
+
+
+def main(arguments: Sequence[str]) -> int:
+    usage = (
+        "%(prog)s [CONFIG.yaml] [section.key=value ...] | --endpoint HOST:PORT | --claim RUN_DIR [--release]"
+    )
+    parser = CommandParser("python -m mingpt doctor", __doc__, usage)
+    parser.add_argument(
+        "--endpoint", metavar="HOST:PORT", help="meeting point of the agents; several by commas"
+    )
+    where = "run folder, or snapshots at a path or URL"
+    parser.add_argument("--claim", metavar="RUN_DIR", help=where)
+    parser.add_argument("--release", action="store_true", help="drop the claim")
+    options, settings = parser.parse_known_args(arguments)
+    if options.endpoint is None and options.claim is None and not options.release:
+        run_checkup(settings)
+    if settings or (options.release and not options.claim):
+        raise UserError(f"--endpoint, and --claim with or without --release, stand alone: {usage}")
+    is_good, lines = True, list[str]()
+    if options.endpoint:
+        is_good, lines = check_endpoint(options.endpoint)
+    if options.claim:
+        lines += show_claims(options.claim, options.release)
+    write_lines(lines)
+    return 0 if is_good else 1

@@ -1,0 +1,329 @@
+"""The addresses of this host, who can connect to whom, and what the workers tell each other meanwhile.
+
+Nothing here needs a process group. The meeting point of a cluster can be looked at from one host alone, for
+when no worker ever starts. Workers talk over the launcher's store: all keys stand under the generation's
+name, which Rendezvous makes fresh, and every wait has a limit.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mingpt.base.errors import UserError
+from mingpt.base.files import BadJson, parse_json
+from mingpt.base.system import run_within
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+CONNECT_S = 3.0
+ACCEPT_BACKLOG = 1024
+MAX_THREADS = 256
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+ANSWER_S = 2.0
+# torch's TCPStoreBackend.hpp: VALIDATE with its magic number, then PING with a number that is sent back.
+STORE_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x6D696E67)
+STORE_PONG = struct.pack("<I", 0x6D696E67)
+AGENT_PING = b'{"op": "ping"}\n'
+CLOCK_ROUNDS, CLOCK_WAIT_S = 5, 10.0
+GROUP_TIMEOUT_S = 8.0
+ALL_REDUCE_FLOATS, ALL_REDUCE_ROUNDS, WARM_UPS = 1 << 20, 5, 2
+
+
+def networks() -> dict[str, str]:
+    """{interface: "10.0.0.2/24"} of those that have an IPv4 address. Empty where the system does not say."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(ImportError, OSError):  # no Linux
+        from mingpt.base.system import ipv4_addresses
+
+        for name, address in ipv4_addresses():
+            found.setdefault(name, address.with_prefixlen)
+    return found
+
+
+def gloo_address(interfaces: Mapping[str, str]) -> str:
+    """The address on which gloo listens, by its own rule. Raises OSError with a reason in words.
+
+    The first interface of GLOO_SOCKET_IFNAME; without that variable the first address of the host name that
+    belongs to this host; else 127.0.0.1 (torch's ProcessGroupGloo, createDefaultDevice).
+    """
+    name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
+    if name in interfaces:
+        return interfaces[name].partition("/")[0]
+    if name:
+        there = ", ".join(f"{one} ({address})" for one, address in interfaces.items())
+        raise OSError(
+            f"{INTERFACE_VARIABLE}={name} names no interface with an IPv4 address; there are {there}"
+        )
+    try:
+        resolved = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        resolved = []
+    for family, kind, protocol, _, address in resolved:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue  # of another host
+            return str(address[0])
+    return "127.0.0.1"
+
+
+def ephemeral_ports() -> str:
+    """The ports that listen where a program asks for any, "32768-60999"; "" where the system does not say."""
+    try:
+        return "-".join(PORT_RANGE.read_text().split())
+    except OSError:
+        return ""
+
+
+class Listener:
+    """Listens at any port of an address, while the process lives; tells a word to all. Raises OSError."""
+
+    def __init__(self, address: str, word: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.bind((address, 0))
+        self.socket.listen(ACCEPT_BACKLOG)
+        self.port, self.word = int(self.socket.getsockname()[1]), word
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+                with connection:
+                    connection.sendall(self.word.encode())
+            except OSError:
+                continue  # whoever connected has gone, and says so itself
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """A connection, for reads of up to CONNECT_S. Raises OSError whose text is the reason in words."""
+    try:
+        return socket.create_connection((host, port), CONNECT_S)
+    except OSError as error:
+        raise OSError(why_not(error)) from None
+
+
+def why_not(error: OSError) -> str:
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return f"no answer within {CONNECT_S:g} s"
+    if isinstance(error, socket.gaierror):
+        return f"the name does not resolve: {error.strerror}"
+    reasons = {
+        errno.ECONNREFUSED: "connection refused",
+        errno.EHOSTUNREACH: "no route to host",
+        errno.ENETUNREACH: "network unreachable",
+        errno.EPERM: "forbidden by a firewall on this host",
+    }
+    return reasons.get(error.errno or 0, error.strerror or str(error))
+
+
+def find_unreachable(targets: Mapping[int, tuple[str, int, str]]) -> dict[int, str]:
+    """Connect to all {rank: (address, port, word)} at once; {rank: reason} of those that do not answer so."""
+
+    def failure(target: tuple[str, int, str]) -> str | None:
+        address, port, word = target
+        try:
+            with connect(address, port) as connection:
+                heard = connection.recv(len(word) + 1)
+        except OSError as error:
+            return str(error) if not isinstance(error, TimeoutError) else why_not(error)
+        return None if heard == word.encode() else "another program answers there"
+
+    with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(targets)))) as pool:
+        results = dict(zip(targets, pool.map(failure, targets.values()), strict=True))
+    return {rank: reason for rank, reason in results.items() if reason is not None}
+
+
+def check_endpoint(where: str) -> tuple[bool, list[str]]:
+    """Whether agents can meet at one of HOST:PORT[,HOST:PORT...], and a line on each. Raises UserError."""
+    is_good, lines = False, []
+    for one in where.split(","):
+        host, port = parse_endpoint(one)
+        works, line = describe_endpoint(host, port)
+        is_good = is_good or works
+        lines.append(f"{one}: {line}")
+    return is_good, lines
+
+
+def parse_endpoint(where: str) -> tuple[str, int]:
+    host, _, port = where.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {where!r}")
+    return host, int(port)
+
+
+def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
+    """Whether agents or workers can meet there, and what this host sees of it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        reason = error.strerror or error
+        return False, f"the name does not resolve on {socket.gethostname()} ({reason}): give an address"
+    addresses = ", ".join(dict.fromkeys(str(entry[4][0]) for entry in found))
+    target = host if addresses == host else f"{host} is {addresses};"
+    try:
+        with connect(host, port) as connection:
+            own = connection.getsockname()[0]
+            heard = ask(connection, STORE_PING)
+    except OSError as error:
+        return False, f"{target} {error}: {advice(str(error), port)}{loopback_remark(addresses, host)}"
+    seen = f"{target} reached from {own}; "
+    if heard == STORE_PONG:
+        return True, f"{seen}a store of torch answers"
+    try:
+        with connect(host, port) as connection:
+            heard = ask(connection, AGENT_PING) or heard
+    except OSError as error:
+        return False, f"{seen}then {error}"
+    if is_agent(heard):
+        return True, f"{seen}an agent of mingpt.launch.elastic answers"
+    if not heard:
+        return False, f"{seen}it says nothing within {ANSWER_S:g} s: a frozen agent, or another program"
+    return False, f"{seen}another program has port {port}: it says {heard[:40]!r}"
+
+
+def ask(connection: socket.socket, question: bytes) -> bytes:
+    """The first bytes of the answer; none if there is none, or the other side hangs up."""
+    connection.settimeout(ANSWER_S)
+    try:
+        connection.sendall(question)
+        return connection.recv(4096)
+    except OSError:
+        return b""
+
+
+def is_agent(answer: bytes) -> bool:
+    """Whether a ping was answered, by an agent's name, and not refused, as by {"error": ...}."""
+    try:
+        content = parse_json(answer)
+    except BadJson:
+        return False
+    return isinstance(content, dict) and "id" in content
+
+
+def advice(reason: str, port: int) -> str:
+    """What to do about a connection that fails."""
+    if "refused" in reason:
+        return (
+            f"the host is up and nothing listens on port {port}: start the agent there first, look at its "
+            "port, and at the address that it listens on"
+        )
+    if "no answer" in reason:
+        return f"the host is down, or a firewall drops what is sent to TCP port {port}: open it from here"
+    return "look at the address and at the routes of this host"
+
+
+def loopback_remark(addresses: str, host: str) -> str:
+    if host in ("localhost", addresses) or not addresses.startswith(("127.", "::1")):
+        return ""
+    return f"; {host} resolves to {addresses} here, which is this host itself: correct /etc/hosts"
+
+
+class Exchange:
+    """One worker's view of the store."""
+
+    def __init__(self, store: "Store", rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+
+    def put(self, name: str, value: Any) -> None:
+        self.store.set(f"doctor/{name}/{self.rank}", json.dumps(value))
+
+    def get(self, name: str, rank: int, timeout_s: float) -> Any:
+        """Another's value; None if it does not come. What is there is found however short the limit is."""
+        from torch.distributed import DistError
+
+        key = f"doctor/{name}/{rank}"
+        try:
+            if not self.store.check([key]):  # a wait of no time fails where the store's host is only slow
+                self.store.wait([key], timedelta(seconds=max(0.001, timeout_s)))
+            return json.loads(self.store.get(key))
+        except DistError:
+            return None
+
+    def get_all(self, name: str, timeout_s: float) -> dict[int, Any]:
+        """{rank: value} of those that come within the time limit."""
+        deadline = time.monotonic() + timeout_s
+        values = {rank: self.get(name, rank, deadline - time.monotonic()) for rank in range(self.world_size)}
+        return {rank: value for rank, value in values.items() if value is not None}
+
+    def clock_offset_s(self) -> float | None:
+        """How far this clock is ahead of rank 0's, by the quickest of some round trips (Cristian 1989).
+
+        None if rank 0 does not answer. Rank 0 calls `serve_clock` meanwhile.
+        """
+        if self.rank == 0:
+            return 0.0
+        trips = []
+        for number in range(CLOCK_ROUNDS):
+            sent, began = time.time(), time.monotonic()
+            self.put(f"clock_asked/{number}", True)
+            there = self.get(f"clock/{self.rank}/{number}", 0, CLOCK_WAIT_S)
+            took_s = time.monotonic() - began
+            if there is None:
+                return None
+            trips.append((took_s, sent + took_s / 2 - there))
+        return min(trips)[1]
+
+    def serve_clock(self) -> None:
+        """On rank 0: answer the others, one after the other."""
+        for rank in range(1, self.world_size):
+            for number in range(CLOCK_ROUNDS):
+                asked = self.get(f"clock_asked/{number}", rank, CLOCK_WAIT_S)
+                if asked is None:
+                    break
+                self.put(f"clock/{rank}/{number}", time.time())
+
+
+def measure_all_reduce(exchange: Exchange, gpu: int | None) -> tuple[float | None, str | None]:
+    """MB/s of an all-reduce in a process group of its own, or why there is none; of a GPU or by gloo.
+
+    Collective.
+    """
+    try:
+        return run_within(2 * GROUP_TIMEOUT_S, lambda: all_reduce_rate(exchange, gpu)), None
+    except Exception as error:  # a backend raises exceptions of many kinds; this is what is looked for
+        return None, (str(error).splitlines() or [""])[0][:200]
+
+
+def all_reduce_rate(exchange: Exchange, gpu: int | None) -> float:
+    import torch
+    from torch import distributed
+
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # of this thread
+    distributed.init_process_group(
+        "gloo" if gpu is None else "nccl",
+        store=distributed.PrefixStore("group", exchange.store),
+        rank=exchange.rank,
+        world_size=exchange.world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    values = torch.ones(ALL_REDUCE_FLOATS, device=device)
+    took_s = []
+    for _ in range(WARM_UPS + ALL_REDUCE_ROUNDS):
+        values.fill_(1.0)
+        if gpu is not None:
+            torch.cuda.synchronize()
+        began = time.monotonic()
+        distributed.all_reduce(values)
+        total = values[-1].item()  # waits for a GPU
+        took_s.append(time.monotonic() - began)
+        if total != exchange.world_size:
+            raise RuntimeError(f"an all-reduce of ones over {exchange.world_size} workers gives {total}")
+    return float(values.nbytes / 1e6 / min(took_s[WARM_UPS:]))

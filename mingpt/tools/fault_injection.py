@@ -1,0 +1,127 @@
+"""The workers of verify: train.py with faults at the events that a plan names.
+
+    python -m mingpt.tools.fault_injection FOLDER section.key=value ...
+
+FOLDER/plan.json holds the kills, and how to sabotage the run, if at all.
+"""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mingpt.base import events
+from mingpt.config.cli import build
+from mingpt.distributed.launch import Launch
+from mingpt.launch.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STEPS, SABOTAGED_STEP = 48, 40
+SNAPSHOT_FILES = 2  # of tensors: weights and optimizer
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on.
+
+    In a save, modulo the number of workers that write a file. After that the job goes on with `workers`
+    workers and this strategy.
+    """
+
+    phase: str
+    step: int
+    rank: int
+    workers: int
+    strategy: str = "ddp"
+
+
+def marker(folder: Path, number: int) -> Path:
+    """A file that tells that a kill of the plan was done."""
+    return folder / f"killed-{number}"
+
+
+class FaultInjector:
+    """In a worker: kills it at the events that the plan names, and sabotages what it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        plan = json.loads((folder / "plan.json").read_text())
+        self.kills = [Kill(**kill) for kill in plan["kills"]]
+        self.sabotage = plan["sabotage"]
+        self.rank, self.workers, self.step = 0, 1, 0
+        self.savers = 1  # how many ranks write a file of a snapshot, from rank 0 on
+        events.subscribe("worker_start", self.on_worker_start)
+        events.subscribe("run_start", self.on_run_start)
+        events.subscribe("batch", self.on_batch)
+        events.subscribe("step_end", self.on_step_end)
+        events.subscribe("reduction_start", lambda: self.kill_if_due("reduction", self.step))
+        events.subscribe("evaluation_start", lambda step: self.kill_if_due("evaluation", step))
+        events.subscribe("file_progress", self.on_file_progress)
+        events.subscribe("partial_sums", self.on_partial_sums)
+
+    def waiting(self) -> list[int]:
+        """Numbers of the kills that are still to be done."""
+        return [number for number in range(len(self.kills)) if not marker(self.folder, number).exists()]
+
+    def kill_if_due(self, phase: str, step: int) -> None:
+        """Die here if the next kill of the plan says so; its mark outlives the process."""
+        waiting = [number for number in range(len(self.kills)) if not marker(self.folder, number).exists()]
+        if not waiting:
+            return
+        kill = self.kills[waiting[0]]
+        rank = kill.rank % (self.savers if phase == "save" else self.workers)
+        if kill.phase == phase and step >= kill.step and self.rank == rank:
+            marker(self.folder, waiting[0]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_worker_start(self, launch: Launch) -> None:
+        self.rank, self.workers = launch.rank, launch.world_size
+        self.kill_if_due("start-up", STEPS)  # a start-up has no step: it follows the kill before it
+
+    def on_run_start(self, state: Any, strategy: Any) -> None:
+        self.step = state.step
+        if strategy.updates_are_sharded:
+            self.savers = min(self.workers, SNAPSHOT_FILES)
+
+    def on_step_end(self, step: int) -> None:
+        self.step = step
+
+    def on_batch(self, step: int, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
+        self.kill_if_due("forward", step)
+        if self.sabotage == "window" and step == SABOTAGED_STEP and micro_batch == 0:
+            inputs.zero_()
+
+    def on_file_progress(self, name: str, written: int, size: int) -> None:
+        """A save dies with half of a tensor file written."""
+        if name.endswith(".safetensors") and 2 * written >= size:
+            self.kill_if_due("save", self.step)
+
+    def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
+        """(a + b) + (c + d) and so on become a sum in another order: two partial sums change places."""
+        if self.sabotage == "sum" and self.step == SABOTAGED_STEP and len(sums) == 3:
+            for left, right in zip(sums[0][2], sums[2][2], strict=True):
+                saved = left.clone()
+                left.copy_(right)
+                right.copy_(saved)
+
+
+def run_worker(folder: Path, argv: list[str]) -> None:
+    """train.py with faults injected."""
+    FaultInjector(folder)
+    with Worker() as worker:
+        config = build(dict(word.split("=", 1) for word in argv))
+
+        worker.watch_stop_file(config)
+
+        from mingpt.training.trainer import Trainer
+
+        worker.stopped_by = Trainer(config, worker.connect(config)).run()
+
+
+if __name__ == "__main__":
+    run_worker(Path(sys.argv[1]), sys.argv[2:])

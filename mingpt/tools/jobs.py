@@ -1,0 +1,174 @@
+"""Whole jobs, started and watched from outside; for verify, tests and benchmarks. Linux only."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.01
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's environment without what a launcher or a user may have left in it."""
+    dropped = (
+        "OMP_NUM_THREADS",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MINGPT_STATUS_FILE",
+        "MINGPT_AGENT_PID",
+        "MINGPT_JOB",
+        "MINGPT_ROUND",
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    return {name: value for name, value in kept.items() if name not in dropped} | more
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The beginning of a command line; a program and its arguments follow."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    return [*command, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def descendants(pid: int) -> list[int]:
+    return [found for child in children(pid) for found in (*descendants(child), child)]
+
+
+class Job:
+    """A command in the folder `cwd`; its output is appended to `<output>.out` and `<output>.err`."""
+
+    def __init__(self, command: Sequence[str], output: Path, *, cwd: Path = ROOT, **env: str) -> None:
+        self.out_path, self.err_path = Path(f"{output}.out"), Path(f"{output}.err")
+        with open(self.out_path, "ab") as out, open(self.err_path, "ab") as err:
+            self.process = subprocess.Popen(
+                list(command),
+                cwd=cwd,
+                env=clean_environment(**env),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+
+    def workers(self) -> list[int]:
+        """Process ids of living workers, by rank: children with train.py in their command line."""
+        found = []
+        for pid in children(self.pid):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except OSError:
+                continue  # it has just ended
+            if b"train.py" in words and is_alive(pid):
+                found.append(pid)
+        return sorted(found)
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, timeout_s: float = 120) -> int:
+        """The exit code. Kills the job and raises TimeoutError if it does not end in time."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(
+                f"not done after {timeout_s} s:\n{self.out()[-2000:]}\n{self.err()[-4000:]}"
+            ) from None
+
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float = 90) -> Any:
+        """Poll until the condition holds; returns its value. Raises RuntimeError if the job ends before."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            value = condition()
+            if value:
+                return value
+            if not self.is_running():
+                raise RuntimeError(
+                    f"the job ended with code {self.process.returncode}:\n{self.err()[-4000:]}"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not so after {timeout_s} s:\n{self.err()[-4000:]}")
+            time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """SIGKILL for the command and everything it started."""
+        for pid in [*descendants(self.pid), self.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it ended by itself
+        self.process.wait()
+
+    def out(self) -> str:
+        return self.out_path.read_text()
+
+    def err(self) -> str:
+        return self.err_path.read_text()
+
+
+def read_history(run_dir: Path) -> dict[str, Any]:
+    """run.json, or what stands for it before there is one."""
+    try:
+        history: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
+        return history
+    except OSError:
+        return {"status": "none", "generations": []}
+
+
+def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
+    """{step: value} of a metric; a line that is being written is left out."""
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except OSError:
+        return {}
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record[name] for record in records if name in record}
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step on record; -1 before the first."""
+    return max(read_metric(run_dir), default=-1)
+
+
+def tensor_hash(run_dir: Path, step: int | None = None) -> str:
+    """`sha256` of the manifest of a step, of the newest by default, but from the tensor files themselves.
+
+    That is the SHA-256 of their own, weights first. "none" if there are none.
+    """
+    paths = list((run_dir / "snapshots").glob("step_*.safetensors"))
+    steps = {path: int(re.split("[.-]", path.name)[0].removeprefix("step_")) for path in paths}
+    newest = max(steps.values(), default=None) if step is None else step
+    files = [path for path in paths if steps[path] == newest]
+    files.sort(key=lambda path: (".optimizer" in path.name, path.name))
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else "none"

@@ -1,0 +1,444 @@
+"""What a worker needs by strategy: memory, bytes sent in a step, and an estimate of the time per step.
+
+Memory is what a worker holds throughout, and what each phase of a step adds, in bytes. The terms of a micro-
+batch are the tensors of mingpt/model, one by one; a test counts those that are alive. N is the tokens of a
+micro-batch, C = n_embd, V = vocab_size, e the bytes of an element in the type of the products. The residual
+stream is float32. B is the parameters in float32, W the workers. Figures are those of the first worker, which
+holds most: the largest share of what is sharded, and the staging buffer from which snapshots are written.
+
+Time follows from rates: known ones of a GPU, or those measured here by `--measure`.
+"""
+
+import math
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mingpt.distributed.device import keeps_freed_memory
+from mingpt.model import cpu_ops, gpt, loss
+from mingpt.parallel.ddp import BUCKET_BYTES
+from mingpt.report.metrics import PEAK_FLOPS
+from mingpt.tools.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
+from mingpt.training.evaluate import MIN_BATCH_TOKENS
+
+# Measured by benchmarks/plan_memory.py: Python, torch, data, report; then, beside a model that is not tiny,
+# buffers of kernels and messages.
+PROCESS_BYTES = {"ddp": 345_000_000, "fsdp": 380_000_000}
+BUFFER_BYTES = {"ddp": 150_000_000, "fsdp": 40_000_000}
+CUDA_CONTEXT_BYTES = 1_000_000_000  # not measured here
+GPU_UTILIZATION = 0.35  # of the peak; nanoGPT reaches 33 % on an H100, llm.c 40 %
+OPTIMIZER_PASSES = 3  # over weights, gradients and state: reading, writing, the norm
+COPY_BYTES = 64 << 20
+REDUCE_BYTES = 32 << 20
+REPEATS = 5
+TIMEOUT_S = 60.0
+
+
+def kept(work: Workload) -> int:
+    """By all blocks and what surrounds them, at the end of the forward pass."""
+    config = work.config
+    stream = work.tokens_per_micro_batch * config.model.n_embd  # N C
+    dropped = work.element_bytes * stream if config.model.dropout else 0  # a mask
+    around = dropped + outer_norms(work, stream) + loss_kept(work)
+    if config.trainer.recompute == "block":
+        return config.model.n_layer * FLOAT_BYTES * stream + around  # each block's input
+    return config.model.n_layer * block(work) + around
+
+
+def block(work: Workload) -> int:
+    """By one block."""
+    model, e = work.config.model, work.element_bytes
+    tokens = work.tokens_per_micro_batch
+    stream = tokens * model.n_embd
+    # The input of c_attn, that of the attention's c_proj, of c_fc and, 4 C wide, of the MLP's c_proj; the
+    # activation's own input.
+    products = (1 + 1 + 1 + 4 + 4) * e * stream
+    if model.arch == "gpt2":  # LayerNorm keeps its input, mean and deviation; RMSNorm its result and a scale
+        norms = 2 * (FLOAT_BYTES * stream + 2 * FLOAT_BYTES * tokens)
+    else:
+        norms = 2 * FLOAT_BYTES * tokens
+    masks = 2 * e * stream if model.dropout else 0
+    return products + norms + attention(work) + masks
+
+
+def attention(work: Workload) -> int:
+    """Between c_attn and c_proj."""
+    model, e = work.config.model, work.element_bytes
+    tokens, length = work.tokens_per_micro_batch, work.config.data.block_size
+    stream = tokens * model.n_embd
+    heads = work.config.trainer.micro_batch_size * model.n_head
+    qkv = 3 * e * stream
+    if work.on_cpu and length <= gpt.MAX_MATH_ATTENTION:
+        rotary = 0
+        if model.arch == "modern":  # normed queries and keys, their scales, and tables in the products' type
+            tables = 0 if e == FLOAT_BYTES else e * length * model.n_embd // model.n_head
+            rotary = 2 * e * stream + 2 * FLOAT_BYTES * tokens * model.n_head + tables
+        ends = [min(first + cpu_ops.ROWS, length) for first in range(0, length, cpu_ops.ROWS)]
+        seen = sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
+        return qkv + rotary + heads * seen * e * (2 if model.dropout else 1)
+    rotary = 0
+    if model.arch == "modern":  # rotated queries and keys, their scales, the result in another layout
+        rotary = 3 * e * stream + 2 * FLOAT_BYTES * tokens * model.n_head
+        if work.on_cpu and e != FLOAT_BYTES:
+            rotary += 2 * FLOAT_BYTES * stream  # the norm computes in float32
+    return qkv + rotary + FLOAT_BYTES * heads * length  # and a sum for each row
+
+
+def outer_norms(work: Workload, stream: int) -> int:
+    """By ln_f, its result being the input of the head, and under modern by the norm of the embedding."""
+    statistics = 2 * FLOAT_BYTES * work.tokens_per_micro_batch
+    return FLOAT_BYTES * stream + statistics + work.element_bytes * stream
+
+
+def logits_at_once(work: Workload, tokens: int) -> int:
+    """How many exist at the same time."""
+    return min(tokens * work.vocab_size, loss.MAX_LOGITS)
+
+
+def is_chunked(work: Workload) -> bool:
+    return work.tokens_per_micro_batch * work.vocab_size > loss.MAX_LOGITS
+
+
+def loss_kept(work: Workload) -> int:
+    """For the backward pass: log-softmax, or gradients that are computed with the loss in chunks."""
+    width = work.config.model.n_embd
+    if not is_chunked(work):
+        return FLOAT_BYTES * work.tokens_per_micro_batch * work.vocab_size
+    head = FLOAT_BYTES * work.vocab_size * width
+    return head + work.element_bytes * work.tokens_per_micro_batch * width
+
+
+def loss_work(work: Workload) -> int:
+    """Beside what is kept: gradients of the logits, or a chunk of scores and what is computed from them."""
+    if not is_chunked(work):
+        logits = work.tokens_per_micro_batch * work.vocab_size
+        return logits * (2 * FLOAT_BYTES + (0 if work.element_bytes == FLOAT_BYTES else work.element_bytes))
+    head = work.vocab_size * work.config.model.n_embd
+    cast = 0 if work.element_bytes == FLOAT_BYTES else work.element_bytes * head
+    return 4 * FLOAT_BYTES * logits_at_once(work, work.tokens_per_micro_batch) + FLOAT_BYTES * head + cast
+
+
+def backward_work(work: Workload) -> int:
+    """Of one block: gradients of the widest activations and of the residual stream; what is recomputed."""
+    stream = work.tokens_per_micro_batch * work.config.model.n_embd
+    again = 0
+    if work.config.trainer.recompute == "block":
+        again = block(work) + cast_bytes(work) * work.block_parameters
+    return 2 * 4 * work.element_bytes * stream + 2 * FLOAT_BYTES * stream + again
+
+
+def cast_bytes(work: Workload) -> int:
+    """Of an element of the copy of a weight that autocast makes in the type of the products."""
+    is_cast = work.element_bytes != FLOAT_BYTES and not work.config.trainer.fsdp_param_dtype
+    return work.element_bytes if is_cast else 0
+
+
+def casts(work: Workload) -> int:
+    """Copies of weights that are kept until the backward pass; those of blocks are not if it recomputes."""
+    head = work.vocab_size * work.config.model.n_embd
+    return cast_bytes(work) * (head if work.config.trainer.recompute == "block" else work.matrices)
+
+
+def evaluation_work(work: Workload) -> int:
+    """Of a batch of validation without a backward pass."""
+    block_size = work.config.data.block_size
+    windows = max(work.config.trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
+    tokens = windows * block_size
+    logits = logits_at_once(work, tokens) * (2 * FLOAT_BYTES + work.element_bytes)
+    wide = tokens * work.config.model.n_embd * (FLOAT_BYTES + 8 * work.element_bytes)
+    return logits + wide
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by name: `held` from the first step to the last, and each phase's own."""
+
+    held: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+
+    @property
+    def largest_phase(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    def terms(self) -> dict[str, int]:
+        """Those at the peak."""
+        return {**self.held, **self.phases[self.largest_phase]}
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.terms().values())
+
+
+def estimate(work: Workload) -> Memory:
+    """That of the job's own strategy."""
+    held = {
+        "process": process(work),
+        "weights": weights(work),
+        "optimizer": optimizer(work),
+        "snapshots": host_snapshots(work) if work.on_cpu else 0,
+    }
+    phases = fsdp_phases(work) if work.config.trainer.parallel == "fsdp" else ddp_phases(work)
+    phases["update"] = {"gradients": gradient(work), "work": update_work(work)}
+    phases["evaluation"] = {"activations": evaluation_work(work), "gathered": gathered(work)}
+    return Memory(held, phases)
+
+
+def process(work: Workload) -> int:
+    """Beside everything that follows from the model."""
+    if not work.on_cpu:
+        return CUDA_CONTEXT_BYTES
+    parallel = work.config.trainer.parallel
+    return PROCESS_BYTES[parallel] + min(BUFFER_BYTES[parallel], 3 * FLOAT_BYTES * work.parameters)
+
+
+def share(work: Workload, is_sharded: bool) -> float:
+    return work.first_share if is_sharded else 1.0
+
+
+def are_updates_sharded(work: Workload) -> bool:
+    trainer = work.config.trainer
+    return trainer.parallel == "fsdp" or (trainer.shard_optimizer and work.workers > 1)
+
+
+def weights(work: Workload) -> int:
+    """B, or B / W under fsdp."""
+    is_sharded = work.config.trainer.parallel == "fsdp"
+    return math.ceil(FLOAT_BYTES * work.parameters * share(work, is_sharded))
+
+
+def optimizer(work: Workload) -> int:
+    """2 B under adamw, B for matrices under muon; / W where updates are sharded."""
+    return math.ceil(FLOAT_BYTES * work.optimizer_elements * share(work, are_updates_sharded(work)))
+
+
+def host_snapshots(work: Workload) -> int:
+    """What snapshots need of the host's memory: a copy of the worker's part, and two in files in memory.
+
+    From the first one a snapshot is written. The first worker of a node maps the others, so they are its own.
+    """
+    copies = 3 if work.config.snapshot.memory_every else 1
+    return copies * (weights(work) + optimizer(work))
+
+
+def gradient(work: Workload) -> int:
+    """That of the parameters that the worker updates, summed over all workers."""
+    return math.ceil(FLOAT_BYTES * work.parameters * share(work, are_updates_sharded(work)))
+
+
+def update_work(work: Workload) -> int:
+    """Muon's matrices in bfloat16: momentum, iteration and updates of the worker's share of them.
+
+    Where workers hold matrices whole, the updates of all others too.
+    """
+    own = math.ceil(work.muon_elements / work.workers)
+    others = 0 if are_updates_sharded(work) else work.muon_elements - own
+    return BFLOAT_BYTES * (4 * own + others)
+
+
+def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
+    """Each worker computes whole gradients."""
+    whole = FLOAT_BYTES * work.parameters
+    sums = work.partial_sums()
+    head = FLOAT_BYTES * work.vocab_size * work.config.model.n_embd
+    if work.config.trainer.reduction == "fast" and work.workers > 1:
+        sums += 1  # DistributedDataParallel keeps gradients in its buckets
+    backward = {
+        "gradients": sums * whole,
+        "activations": kept(work) + casts(work),
+        "work": max(loss_work(work), backward_work(work) + head),
+    }
+    if work.on_cpu and keeps_freed_memory(work.config.trainer):
+        # Freed blocks of other sizes are of no use to the last micro-batch's gradient and to the copies that
+        # are sent, received and gathered, bucket by bucket.
+        backward["freed"] = (4 if work.workers > 1 else 1) * whole
+    return {
+        "backward begins": backward,
+        "backward ends": {"gradients": max(sums, 1) * whole, "work": backward_work(work) + head},
+        "reduction": {"gradients": whole, "work": in_flight(work)},
+    }
+
+
+def in_flight(work: Workload) -> int:
+    """Of a bucket what is sent, received and gathered."""
+    largest = FLOAT_BYTES * max(map(math.prod, work.shapes.values()))
+    bucket = min(FLOAT_BYTES * work.parameters, BUCKET_BYTES + largest)
+    return 3 * bucket if work.workers > 1 else 0
+
+
+def gathered(work: Workload) -> int:
+    """Weights that a worker has whole at a time under fsdp: the root's, and those of two blocks."""
+    if work.config.trainer.parallel != "fsdp" or work.workers == 1:
+        return 0
+    if not work.config.trainer.fsdp_reshard:
+        return gathered_bytes(work) * work.parameters
+    return gathered_bytes(work) * (
+        work.root_parameters + min(2, work.config.model.n_layer) * work.block_parameters
+    )
+
+
+def gathered_bytes(work: Workload) -> int:
+    """Of an element of gathered weights."""
+    return BFLOAT_BYTES if work.config.trainer.fsdp_param_dtype else FLOAT_BYTES
+
+
+def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
+    """Blocks one after the other: a block's gradient, what is sent of it, and what is received."""
+    sums, own = work.partial_sums() * gradient(work), gradient(work)
+    copies = 3 if work.workers > 1 else 1
+    root = FLOAT_BYTES * work.root_parameters
+    block = FLOAT_BYTES * work.block_parameters
+    return {
+        "backward begins": {
+            "gradients": sums + root,
+            "activations": kept(work) + casts(work),
+            "gathered": gathered(work),
+            "work": max(loss_work(work), backward_work(work) + copies * block),
+        },
+        "backward ends": {
+            "gradients": sums + own + copies * root,
+            "gathered": gathered(work),
+            "work": backward_work(work) + copies * block,
+        },
+    }
+
+
+def bytes_sent(work: Workload) -> int:
+    """Of the worker that has most partial sums to send, else a mean over the workers.
+
+    A collective of n bytes of which each worker keeps 1 / W costs n (W - 1) / W.
+    Gradients, weights and Muon's updates; not the few bytes of losses and norms.
+    """
+    if work.workers == 1:
+        return 0
+    elements = fsdp_bytes(work) if work.config.trainer.parallel == "fsdp" else ddp_bytes(work)
+    return math.ceil((elements + muon_bytes(work)) * (work.workers - 1) / work.workers)
+
+
+def ddp_bytes(work: Workload) -> int:
+    """Partial sums to the workers that add them, and sums, or updated weights, from these: a ring's bytes.
+
+    A worker whose micro-batches are no whole subtree sends several partial sums.
+    """
+    whole = FLOAT_BYTES * work.parameters
+    if work.config.trainer.reduction == "fast":
+        gathers = 2 if not work.config.trainer.shard_optimizer else 3
+        return gathers * whole
+    return work.parts_sent() * whole + whole
+
+
+def fsdp_bytes(work: Workload) -> int:
+    """In each round weights before the forward pass, blocks again before the backward, then gradients."""
+    again = work.parameters - work.root_parameters if work.config.trainer.fsdp_reshard else 0
+    weights = gathered_bytes(work) * (work.parameters + again)
+    return work.rounds * (weights + FLOAT_BYTES * work.parameters)
+
+
+def muon_bytes(work: Workload) -> int:
+    """Updates in bfloat16, from the worker that computes them to all.
+
+    Where rows are sharded, each worker sends its rows of the momentum there, and gets those of the update.
+    """
+    whole = BFLOAT_BYTES * work.muon_elements
+    return 2 * whole // work.workers if are_updates_sharded(work) else whole
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one worker. None where a rate is not known: its part is left out."""
+
+    flops_per_s: float
+    copied_bytes_per_s: float | None = None
+    sent_bytes_per_s: float | None = None
+
+
+def known_rates(gpu: str) -> Rates | None:
+    """Those of a GPU, by a part of its name; None for one that is not known."""
+    peaks = [peak for name, peak in PEAK_FLOPS.items() if name.lower() in gpu.lower()]
+    return Rates(GPU_UTILIZATION * peaks[0]) if peaks else None
+
+
+def step_seconds(work: Workload, rates: Rates) -> float:
+    """Computing, updating and sending, one after the other: what overlaps takes less."""
+    flops = work.flops_per_step * (4 / 3 if work.config.trainer.recompute == "block" else 1)
+    seconds = flops / work.workers / rates.flops_per_s
+    if rates.copied_bytes_per_s:
+        updated = weights(work) + gradient(work) + FLOAT_BYTES * work.optimizer_elements * work.first_share
+        seconds += OPTIMIZER_PASSES * updated / rates.copied_bytes_per_s
+    if rates.sent_bytes_per_s:
+        seconds += bytes_sent(work) / rates.sent_bytes_per_s
+    return seconds
+
+
+def measure_rates(work: Workload) -> Rates:
+    """On this machine's CPU, with trainer.threads threads; a few seconds."""
+    torch.set_num_threads(work.config.trainer.threads)
+    return Rates(measure_products(work), measure_copies(), measure_all_reduce() if work.workers > 1 else None)
+
+
+def best_seconds(run: Callable[[], object]) -> float:
+    """Of several runs, after one that is not counted."""
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def measure_products(work: Workload) -> float:
+    """FLOP/s of the MLP's two products and their four gradients, the largest of a block."""
+    width = work.config.model.n_embd
+    dtype = getattr(torch, work.dtype)
+    x = torch.randn(work.tokens_per_micro_batch, width, dtype=dtype)
+    up, down = torch.randn(4 * width, width, dtype=dtype), torch.randn(width, 4 * width, dtype=dtype)
+
+    def products() -> None:
+        wide = x @ up.T
+        narrow = wide @ down.T
+        grad_wide = narrow @ down
+        _ = narrow.T @ wide, grad_wide @ up, grad_wide.T @ x
+
+    return 12.0 * x.numel() * 4 * width / best_seconds(products)
+
+
+def measure_copies() -> float:
+    """Bytes per second of a copy from memory to memory."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return COPY_BYTES / best_seconds(lambda: target.copy_(source))
+
+
+def measure_all_reduce() -> float:
+    """Bytes that each of two processes on this machine sends per second in gloo's all-reduce."""
+    with tempfile.TemporaryDirectory() as name:
+        spawn = multiprocessing.get_context("spawn")
+        receiver, sender = spawn.Pipe(duplex=False)
+        peers = [spawn.Process(target=all_reduce, args=(rank, name, sender)) for rank in range(2)]
+        for peer in peers:
+            peer.start()
+        is_there = receiver.poll(TIMEOUT_S)
+        seconds: float = receiver.recv() if is_there else float("nan")
+        for peer in peers:
+            peer.join(TIMEOUT_S)
+    return REDUCE_BYTES / seconds
+
+
+def all_reduce(rank: int, folder: str, sender: "multiprocessing.connection.Connection") -> None:
+    """What each of the two does; a ring's all-reduce of n bytes between two sends n from each."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    values = torch.zeros(REDUCE_BYTES // FLOAT_BYTES)
+    seconds = best_seconds(lambda: dist.all_reduce(values))
+    if rank == 0:
+        sender.send(seconds)
+    dist.destroy_process_group()

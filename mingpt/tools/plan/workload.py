@@ -1,0 +1,234 @@
+"""What is planned: a configuration with the sizes that follow from it, without allocating a tensor.
+
+The vocabulary and the number of training tokens are found without reading more of the data than they need.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mingpt.base.errors import UserError
+from mingpt.config import Config
+from mingpt.data import (
+    TOKENIZERS,
+    ShardData,
+    Tokenizer,
+    is_shards,
+    local_path,
+    open_shards,
+    read_bytes,
+    read_named_tokenizer,
+    train_tokenizer,
+)
+from mingpt.data.json_tokenizer import parse_tokenizer_json
+from mingpt.data.windows import TextData, vocabulary_size
+from mingpt.model import flops_per_token, parameter_shapes
+from mingpt.optim import state_shapes
+from mingpt.parallel import split_rows
+from mingpt.parallel.tree import PartialSums, cover, push
+
+FLOAT_BYTES = 4
+BFLOAT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job of `workers` workers. Sizes in elements, unless a name says bytes."""
+
+    config: Config
+    vocab_size: int
+    workers: int
+    on_cpu: bool
+    dtype: str  # of the products: "float32" or "bfloat16"
+    train_tokens: int | None = None  # None where the data is not known
+
+    def with_trainer(self, **settings: Any) -> "Workload":
+        """The same job with other settings of the trainer section."""
+        trainer = dataclasses.replace(self.config.trainer, **settings)
+        return self.with_config(dataclasses.replace(self.config, trainer=trainer))
+
+    def with_config(self, config: Config) -> "Workload":
+        return dataclasses.replace(self, config=config)
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, by name."""
+        config = self.config
+        return parameter_shapes(config.model, vocab_size=self.vocab_size, block_size=config.data.block_size)
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @functools.cached_property
+    def block_parameters(self) -> int:
+        """Of one block."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name.startswith("h.0."))
+
+    @property
+    def root_parameters(self) -> int:
+        """In no block: embeddings, last norm, head."""
+        return self.parameters - self.config.model.n_layer * self.block_parameters
+
+    @functools.cached_property
+    def matrices(self) -> int:
+        """Elements of the weights that take part in products, the head among them."""
+        embedding = {"wte.weight", "wpe.weight"} if "lm_head.weight" in self.shapes else {"wpe.weight"}
+        return sum(
+            math.prod(shape)
+            for name, shape in self.shapes.items()
+            if len(shape) == 2 and name not in embedding
+        )
+
+    @functools.cached_property
+    def muon_elements(self) -> int:
+        """Of the matrices that Muon updates."""
+        states = state_shapes(self.shapes, self.config.optimizer)
+        return sum(math.prod(shape) for name, shape in states.items() if name.endswith("momentum_buffer"))
+
+    @functools.cached_property
+    def optimizer_elements(self) -> int:
+        return sum(map(math.prod, state_shapes(self.shapes, self.config.optimizer).values()))
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights and optimizer, which is also what a snapshot holds."""
+        return FLOAT_BYTES * (self.parameters + self.optimizer_elements)
+
+    @functools.cached_property
+    def first_share(self) -> float:
+        """The part of the parameters that the first rank holds where they are sharded: the largest one."""
+        held = sum(
+            len(split_rows(shape[0], self.workers)[0]) * math.prod(shape[1:])
+            for shape in self.shapes.values()
+        )
+        return held / self.parameters
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation in the type of the products."""
+        return BFLOAT_BYTES if self.dtype == "bfloat16" else FLOAT_BYTES
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, of all workers."""
+        return self.config.trainer.batch_size // self.config.trainer.micro_batch_size
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.config.trainer.micro_batch_size * self.config.data.block_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.trainer.batch_size * self.config.data.block_size
+
+    @property
+    def rounds(self) -> int:
+        """Micro-batches of the worker that has most."""
+        return -(-self.micro_batches // self.workers)
+
+    def neighbours(self, rank: int) -> range:
+        """The micro-batches of a rank where each has neighbouring ones: under ddp."""
+        count = self.micro_batches
+        return range(rank * count // self.workers, (rank + 1) * count // self.workers)
+
+    def parts_sent(self) -> int:
+        """The most partial sums of a gradient that one rank sends to the others: under ddp."""
+        count = self.micro_batches
+        return max(len(cover(self.neighbours(rank), count)) for rank in range(self.workers))
+
+    def partial_sums(self) -> int:
+        """The most partial sums of a gradient that a rank keeps before its last micro-batch."""
+        count = self.micro_batches
+        if self.config.trainer.reduction == "fast":
+            return 0
+        if self.config.trainer.parallel == "fsdp":  # of all micro-batches before a round
+            return max(start.bit_count() for start in range(0, count, self.workers))
+        most = 0
+        stack: PartialSums[None] = []
+        for number in max((self.neighbours(rank) for rank in range(self.workers)), key=len):
+            most = max(most, len(stack))
+            push(stack, 0, number, None, count, lambda *_: None)
+        return most
+
+    @property
+    def flops_per_step(self) -> float:
+        """Of forward and backward passes (Chowdhery et al. 2022, appendix B), as the metric mfu counts them.
+
+        What `recompute` computes twice is not counted.
+        """
+        config = self.config
+        per_token = flops_per_token(
+            config.model, vocab_size=self.vocab_size, block_size=config.data.block_size
+        )
+        return per_token * self.tokens_per_step
+
+
+class DataSize(NamedTuple):
+    """`train_tokens` is None where it is not known."""
+
+    vocab_size: int
+    train_tokens: int | None
+
+
+def measure_data(config: Config) -> DataSize:
+    """As training/run_data.py would choose the tokenizer. Raises UserError if the vocabulary cannot be known.
+
+    With data.vocab_size given, data that cannot be read is no error.
+    """
+    data, given = config.data, config.data.vocab_size
+    try:
+        if is_shards(data.path):
+            return measure_shards(config)
+        if given is not None and local_path(data.path) is None:
+            return DataSize(given, None)  # nothing is downloaded for a count
+        return measure_text(config)
+    except UserError as error:
+        if given is not None:
+            return DataSize(given, None)
+        raise UserError(f"{error}; data.vocab_size=N plans without the data") from None
+
+
+def measure_shards(config: Config) -> DataSize:
+    """Headers and sizes of the files are read, no token."""
+    data = open_shards(config.data.path, config.data.val_fraction)
+    return DataSize(rows(config, named_tokenizer(config, data.folder), data), len(data.train))
+
+
+def measure_text(config: Config) -> DataSize:
+    """The text is read, and encoded if it has a tokenizer.json."""
+    data = TextData(read_bytes(config.data), config.data)
+    path = local_path(config.data.path)
+    tokenizer = named_tokenizer(config, Path(path).parent if path else None)
+    characters = int(len(data.text) * (1 - config.data.val_fraction))
+    if tokenizer is None:
+        return DataSize(rows(config, train_tokenizer(data, config.data), None), characters)
+    return DataSize(rows(config, tokenizer, None), len(tokenizer.encode(data.text[:characters])))
+
+
+def named_tokenizer(config: Config, folder: Path | None) -> Tokenizer | None:
+    """That of data.tokenizer, or the tokenizer.json in the folder of the data. Raises UserError."""
+    name = config.data.tokenizer
+    if name == "auto":
+        beside = folder / "tokenizer.json" if folder else None
+        if beside is None or not beside.is_file():
+            return None
+        name = str(beside)
+    elif name in TOKENIZERS:
+        return None
+    try:
+        return parse_tokenizer_json(read_named_tokenizer(name))
+    except ValueError as error:
+        raise UserError(f"data.tokenizer {name} cannot be used: {error}") from None
+
+
+def rows(config: Config, tokenizer: Tokenizer | None, data: ShardData | None) -> int:
+    """Of the embedding. Raises UserError where they are those of other weights, which are not read here."""
+    if config.snapshot.init_from and config.data.vocab_size is None and config.data.tokenizer == "auto":
+        raise UserError(
+            "with snapshot.init_from the vocabulary is that of these weights, which a plan does not read"
+        )
+    return vocabulary_size(config.data, tokenizer, data.meta if data else None)

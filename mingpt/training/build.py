@@ -1,0 +1,219 @@
+"""Builds what is trained, from snapshot, weights or seed: model, parallel strategy, optimizer, position."""
+
+import functools
+import logging
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from mingpt.base.errors import UserError
+from mingpt.config import Config
+from mingpt.data import Corpus, ElasticSampler
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.device import Environment, autocast, enable_determinism
+from mingpt.model import (
+    GPT,
+    LossModule,
+    can_compile_block,
+    choose_compile,
+    compile_blocks,
+    compile_model,
+    draw_weight,
+    import_compiler,
+)
+from mingpt.optim import Exchange, Optimizer
+from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, split_rows
+from mingpt.training.initial_weights import match_weights
+from mingpt.training.start import StartPoint
+from mingpt.training.state import TrainState, copy_rows, load_state
+
+log = logging.getLogger(__name__)
+
+
+class BuiltRun(NamedTuple):
+    """What is trained, and how."""
+
+    state: TrainState
+    sampler: ElasticSampler
+    environment: Environment
+    compile_choice: str  # whether the model is compiled, and why; empty where nothing is to be trained
+
+
+def build_run(config: Config, context: DistributedContext, start: StartPoint) -> BuiltRun:
+    """The state from a snapshot, other weights (on rank 0), or seed. Raises UserError. Collective."""
+    trainer, corpus, environment = config.trainer, start.corpus, start.environment
+    if trainer.parallel == "fsdp" and context.device.type == "mps":
+        raise UserError("trainer.parallel=fsdp needs CPUs or CUDA GPUs: set trainer.device=cpu")
+    if trainer.reduction == "exact":
+        enable_determinism()
+    with torch.device("meta"):
+        model = GPT(config.model, vocab_size=corpus.vocab_size, block_size=config.data.block_size)
+    model.set_recompute(trainer.recompute == "block")
+    strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
+    sampler = make_sampler(config, context, corpus, strategy_class.takes_turns)
+    sampler.seek(start.windows_seen)
+    strategy = strategy_class(make_setup(config, context, model, sampler))
+    model.init_buffers()
+    exchange = make_exchange(context, strategy)
+    optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
+    state = TrainState(model, optimizer, strategy, start.step, start.windows_seen)
+    if start.snapshot:
+        load_state(state, start.snapshot, context)
+    else:
+        init_weights(state, config, context, start)
+    context.exit.step = start.step
+    if start.step >= trainer.max_steps or trainer.eval_only:
+        strategy.prepare(LossModule(model))
+        return BuiltRun(state, sampler, environment, "")
+    choice = choose_compile(config, corpus.vocab_size, context.device.type, start.was_compiled)
+    compiled = prepare_forward(config, context, model, strategy, choice.is_compiled)
+    environment = replace(environment, compiled=compiled)
+    if start.snapshot:
+        compare_environment(start.software, environment)
+    failed = choice.is_compiled and not compiled
+    return BuiltRun(
+        state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
+    )
+
+
+def make_sampler(
+    config: Config, context: DistributedContext, corpus: Corpus, takes_turns: bool
+) -> ElasticSampler:
+    """Of the windows that are trained on, at the first one."""
+    return ElasticSampler(
+        corpus.train,
+        batch_size=config.trainer.batch_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        seed=config.seed,
+        num_replicas=context.world_size,
+        rank=context.rank,
+        takes_turns=takes_turns,
+    )
+
+
+def make_setup(
+    config: Config,
+    context: DistributedContext,
+    model: GPT,
+    sampler: ElasticSampler,
+) -> StrategySetup:
+    trainer = config.trainer
+    return StrategySetup(
+        model,
+        list(model.h),
+        sampler.micro_batches_by_rank(),
+        (trainer.micro_batch_size, config.data.block_size),
+        context,
+        shard_optimizer=trainer.shard_optimizer,
+        reshard=trainer.fsdp_reshard,
+        param_dtype=torch.bfloat16 if trainer.fsdp_param_dtype else None,
+        timeout_s=trainer.timeout_s,
+        autocasts=functools.partial(autocast, context.device, context.dtype),
+    )
+
+
+def make_exchange(context: DistributedContext, strategy: Strategy) -> Exchange:
+    """How the optimizer's part of a rank meets those of the others."""
+    return Exchange(
+        context.rank,
+        context.world_size,
+        strategy.updates_are_sharded,
+        rows=functools.partial(split_rows, workers=context.world_size),
+        all_to_all=context.all_to_all,
+        all_gather=context.all_gather_parts,
+    )
+
+
+def init_weights(
+    state: TrainState,
+    config: Config,
+    context: DistributedContext,
+    start: StartPoint,
+) -> None:
+    """Weights drawn by name from the seed, or the initial ones of rank 0; one after the other. Collective.
+
+    All ranks get rank 0's, since those drawn from one seed may differ between kinds of machines.
+    """
+    initial, tokenizer = start.initial, start.corpus.tokenizer
+    shapes, parts, first = state.strategy.shapes, state.tensors(), state.first_rows()
+    draw = functools.partial(draw_weight, config=config.model, seed=config.seed)
+    given = context.run_with_heartbeat(
+        lambda: match_weights(initial, config.model, shapes, draw, tokenizer) if initial else {}
+    )
+    for name, shape in shapes.items():
+        if context.rank == 0:
+            weight = given.pop(name) if name in given else draw(name, shape)
+            weight = weight.to(context.device, torch.float32).contiguous()
+        else:
+            weight = torch.empty(shape, device=context.device)
+        context.broadcast(weight, 0)
+        copy_rows(parts[f"model.{name}"], first[f"model.{name}"], 0, weight)
+
+
+def prepare_forward(
+    config: Config,
+    context: DistributedContext,
+    model: GPT,
+    strategy: Strategy,
+    compiles: bool,
+) -> bool | str:
+    """Give the strategy the loss, compiled if it is to be. Returns whether it is, as Environment has it."""
+    forward: Any = LossModule(model)
+    if compiles and strategy.weights_are_sharded:
+        strategy.prepare(forward)
+        # Compiled blocks have other bits than a model compiled as a whole.
+        return "blocks" if compile_blocks_on_all_ranks(config, context, model) else False
+    compiled, grads_are_static = None, False
+    if compiles:
+        compiled, grads_are_static = compile_on_all_ranks(config, context, forward)
+    strategy.prepare(forward if compiled is None else compiled, grads_are_static)
+    return compiled is not None
+
+
+def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
+    """The compiled loss, or None if any rank fails, and whether gradients are static."""
+    shape = config.trainer.micro_batch_size, config.data.block_size
+    example = torch.zeros(shape, dtype=torch.long, device=context.device)
+    autocasts = functools.partial(autocast, context.device, context.dtype)
+    graphs = config.trainer.reduction == "exact"
+    work = functools.partial(compile_model, loss, example, autocasts, graphs=graphs)
+    # The first worker of a node fills the compiler's cache for the others; it is of no use to another GPU.
+    is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
+    early = context.heartbeat_while(lambda: work() if is_first else import_compiler())
+    result = context.heartbeat_while(lambda: early or work())
+    succeeded = context.all_gather_object(result[0] is not None)
+    return result if all(succeeded) else (None, False)  # all ranks compute with the same kernels
+
+
+def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
+    """Whether the blocks are compiled: on all ranks or on none, so that all compute with the same kernels.
+
+    Each rank first tries one that is not sharded: a rank whose compiler fails inside a forward pass of all
+    ranks would leave the others waiting.
+    """
+    trainer = config.trainer
+    x = torch.zeros(
+        trainer.micro_batch_size, config.data.block_size, config.model.n_embd, device=context.device
+    )
+    weights = torch.bfloat16 if trainer.fsdp_param_dtype else torch.float32
+    work = functools.partial(
+        can_compile_block, model, x, functools.partial(autocast, context.device, context.dtype), weights
+    )
+    succeeded = context.all_gather_object(context.heartbeat_while(work))
+    if all(succeeded):
+        compile_blocks(model)
+    return all(succeeded)
+
+
+def compare_environment(then: dict[str, Any], environment: Environment) -> None:
+    """One line on what besides the configuration could change the bits."""
+    now = asdict(environment)
+    then = {"numerics": 1} | then  # at first it was not recorded
+    changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
+    if changed:
+        log.info(
+            "the bits may differ from those of an undisturbed run, because the snapshot was written "
+            "with other software or hardware (%s)",
+            "; ".join(changed),
+        )

@@ -1,0 +1,141 @@
+"""Validation loss over the whole validation split, and a sample of text."""
+
+import itertools
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from mingpt.base import events
+from mingpt.base.errors import UserError
+from mingpt.base.files import reason_of as describe
+from mingpt.config import Config, TrainerConfig
+from mingpt.data import Corpus
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.device import autocast
+from mingpt.model import generate
+from mingpt.report.files import read_records
+from mingpt.training.start import StartPoint
+from mingpt.training.state import TrainState
+
+log = logging.getLogger(__name__)
+MIN_BATCH_TOKENS = 4096  # without a backward pass there is room, and small batches cost more
+
+
+class Evaluator:
+    """Evaluates `model`; the ranks take batches in turn, and the result does not depend on their number."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: DistributedContext,
+        state: TrainState,
+        corpus: Corpus,
+    ) -> None:
+        self.config, self.context, self.corpus = config, context, corpus
+        self.model, self.strategy = state.model, state.strategy
+        self.token_bytes = corpus.tokenizer.token_bytes() if corpus.tokenizer else None
+
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        """Mean loss in nats over every token of the split, or of `trainer.eval_windows`, dropout off.
+
+        Bits per byte where it is known how many bytes of text these tokens stand for. None on all ranks if a
+        request to stop has cut it. Raises UserError on all ranks for data that cannot be used. Collective.
+        """
+        events.emit("evaluation_start", step=step)
+        sums = self.context.run_with_heartbeat(self.local_sums)
+        if self.context.agreed_stop:
+            return None
+        nats, source_bytes, targets = (math.fsum(row) for row in self.context.all_reduce(sums).tolist())
+        values = {"val/loss": nats / targets}
+        if self.token_bytes is None:
+            is_all = targets == len(self.corpus.val.tokens) - 1
+            source_bytes = (self.corpus.val_bytes or 0) if is_all else 0
+        if source_bytes:
+            values["val/bits_per_byte"] = nats / math.log(2) / source_bytes
+        return values
+
+    def local_sums(self) -> Tensor:
+        """(3, batches): nats, bytes of text and targets of each batch; zero for those of other ranks.
+
+        Raises UserError for data that cannot be used.
+        """
+        trainer, block_size = self.config.trainer, self.config.data.block_size
+        batch_size = max(trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
+        batches = self.corpus.val.eval_batches(batch_size, trainer.eval_windows)
+        sums = torch.zeros(3, len(batches), dtype=torch.float64)
+        error: UserError | None = None
+        self.model.eval()
+        for first in range(0, len(batches), self.context.world_size):
+            number = first + self.context.rank
+            events.emit("evaluation_batch", number=number)
+            if self.strategy.any(self.context.should_stop() or error is not None):
+                break
+            if number < len(batches):
+                try:
+                    sums[:, number] = self.evaluate_batch(*batches[number])
+                    continue
+                except UserError as data_error:
+                    error = data_error
+            if self.strategy.weights_are_sharded:  # the others' forward passes need this rank's weights
+                self.evaluate_batch(*torch.zeros(2, 1, 1, dtype=torch.long))
+        self.model.train()
+        if error is not None:
+            raise error
+        return sums
+
+    @torch.no_grad()
+    def evaluate_batch(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """(3,): nats, bytes of text and targets of a (B, T) batch."""
+        device = self.context.device
+        with autocast(device, self.context.dtype):
+            _, loss = self.model(inputs.to(device), targets.to(device))
+        text_bytes = 0 if self.token_bytes is None else int(self.token_bytes[targets.numpy()].sum())
+        return torch.tensor([float(loss) * targets.numel(), text_bytes, targets.numel()], dtype=torch.float64)
+
+    def sample(self, is_wanted: bool) -> str:
+        """If `is_wanted`, text from the default prompt, without that; the same on the same kind of device.
+
+        Cut short by a request to stop. Empty without a tokenizer. Collective where weights are sharded: all
+        ranks take part then.
+        """
+        tokenizer = self.corpus.tokenizer
+        if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):
+            return ""
+        prompt = tokenizer.default_prompt()
+        count, known = self.config.trainer.sample_tokens, len(tokenizer)
+        tokens = generate(self.model, prompt, count, seed=self.config.seed, vocab_size=known)
+        kept = itertools.takewhile(lambda _: not self.strategy.any(self.context.should_stop()), tokens)
+        return tokenizer.decode(list(kept))
+
+
+def is_due(trainer: TrainerConfig, step: int) -> bool:
+    """Whether an evaluation follows this step."""
+    if step == 0:
+        return trainer.eval_at_start
+    return step == trainer.max_steps or step % trainer.eval_every == 0
+
+
+def is_missing(config: Config, context: DistributedContext, start: StartPoint) -> bool:
+    """Whether the evaluation that follows the step of the start is to be done first. Collective.
+
+    So it is in a fresh run, and where a request to stop has cut it.
+    """
+    if start.snapshot is None or config.trainer.eval_only:
+        return not config.trainer.eval_only and is_due(config.trainer, 0)
+    manifest = start.snapshot.manifest
+    step = manifest["step"]
+    if step > config.trainer.max_steps or not is_due(config.trainer, step):
+        return False
+    if step == 0:
+        return True  # its records are dropped when a run begins there again
+    is_on_record = manifest["metrics"].get("val", {}).get("step") == step
+    if context.rank == 0 and not is_on_record:
+        records = itertools.chain(start.unwritten, read_records(start.folder.path / "metrics.jsonl"))
+        try:
+            is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
+        except OSError as error:
+            log.warning("metrics.jsonl cannot be read (%s): evaluating again", describe(error))
+    is_on_record = context.broadcast_object(is_on_record, 0)
+    return not is_on_record

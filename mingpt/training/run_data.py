@@ -1,0 +1,254 @@
+"""The data of a run, the same on all ranks, and the tokenizer that goes with it."""
+
+import functools
+import hashlib
+import logging
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mingpt.base.errors import UserError
+from mingpt.config import Config, DataConfig
+from mingpt.data import (
+    TOKENIZERS,
+    Corpus,
+    Data,
+    ShardData,
+    TextData,
+    Tokenizer,
+    is_shards,
+    kind_of,
+    load_tokenizer,
+    local_path,
+    open_shards,
+    parse_tokenizer_json,
+    read_bytes,
+    read_named_tokenizer,
+    tokenize,
+    train_tokenizer,
+)
+from mingpt.distributed import DistributedContext
+from mingpt.training.initial_weights import InitialWeights
+from mingpt.training.state import TOKENIZER_TENSOR, StoredState, make_tokenizer, snapshot_vocab_size
+
+log = logging.getLogger(__name__)
+
+
+def load_data(config: Config, context: DistributedContext) -> Data:
+    """The text, or the token shards, the same on all ranks. Raises UserError if there is none. Collective."""
+    any_shards = any(context.all_gather_object(is_shards(config.data.path)))
+    if any_shards:
+        return load_shards(config.data, context)
+    content = read_on_first_node(context, lambda: read_bytes(config.data), "the text")
+    return context.heartbeat_while(lambda: TextData(content, config.data))
+
+
+def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
+    """Every rank reads them itself. Raises UserError unless all nodes have the same files. Collective."""
+    if config.sha256 is not None:
+        raise UserError(
+            "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
+        )
+    data = context.run_with_heartbeat(lambda: open_shards(config.path, config.val_fraction))
+    fingerprints = context.all_gather_object(data.fingerprint)
+    if len(set(fingerprints)) == 1:
+        return data
+    hosts, files = zip(*context.all_gather_object((platform.node(), data.files)), strict=True)
+    other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
+    name = first_difference(files[0], files[other])
+    raise UserError(
+        f"the token shards in {config.path} differ between nodes: {name} on {hosts[other]} is not that on "
+        f"{hosts[0]}; copy the same files to every node"
+    )
+
+
+def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """The name of the first file that is not in both, or not with the same fingerprint."""
+    return next((name for name in [*old, *new] if old.get(name) != new.get(name)), "their order")
+
+
+def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
+    """What the first node that can read it has, on all ranks. Raises UserError if none can. Collective."""
+    local_ranks = context.all_gather_object(context.launch.local_rank)
+    errors: list[UserError] = []
+    for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
+        reads = context.rank == source
+        try:
+            content = context.run_with_heartbeat(functools.partial(read_if, reads, read))
+        except UserError as error:  # raised on all ranks
+            errors.append(error)
+            continue
+        if errors and context.rank == 0:
+            log.warning("%s; %s is read by worker %d", errors[0], what, source)
+        return context.broadcast_bytes(content, source)
+    raise errors[0]
+
+
+def read_if(reads: bool, read: Callable[[], bytes]) -> bytes | None:
+    return read() if reads else None
+
+
+def load_corpus(
+    config: Config,
+    context: DistributedContext,
+    data: Data,
+    snapshot: StoredState | None,
+    is_restart: bool,
+    initial: InitialWeights | None,
+) -> Corpus:
+    """The data as tokens, for the run that goes on from a snapshot, if there is one. Collective.
+
+    `initial`, on rank 0, are the weights of snapshot.init_from. Raises UserError.
+    """
+    rows: int | None
+    if snapshot:
+        keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
+        tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
+        rows = snapshot_vocab_size(snapshot.manifest)
+    else:
+        tokenizer = choose_tokenizer(config.data, context, data, initial)
+        check_prepared_with(config.data, data, tokenizer)
+        rows = initial_rows(config.data, context, tokenizer, initial)
+    if tokenizer is None and context.rank == 0 and not is_restart:
+        log.info("no tokenizer: no bits per byte, and no samples of text")
+    return context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
+
+
+def snapshot_tokenizer(
+    config: DataConfig, context: DistributedContext, data: Data, snapshot: StoredState, keeps_it: bool
+) -> Tokenizer | None:
+    """The tokenizer of the snapshot. Collective.
+
+    Raises UserError if it cannot be used, or, unless the run `keeps_it` whatever data.tokenizer says, if
+    that names another one that can be read.
+    """
+    has_tensor = TOKENIZER_TENSOR in snapshot.shapes
+    tensor = snapshot.tensor(TOKENIZER_TENSOR, context) if has_tensor else None
+    carried = context.run_with_heartbeat(lambda: make_tokenizer(snapshot.manifest, tensor))
+    if keeps_it:
+        return carried
+    try:
+        named = read_named(config, context, data)
+    except UserError as error:
+        if context.rank == 0:
+            log.warning("%s; the snapshot's tokenizer is used", error)
+        return carried
+    if carried is None or named.fingerprint() != carried.fingerprint():
+        raise UserError(
+            f"data.tokenizer={config.tokenizer} is another tokenizer than that of the snapshots of this run: "
+            "leave it out, or choose another run_dir, with snapshot.init_from to keep the weights"
+        )
+    return carried
+
+
+def choose_tokenizer(
+    config: DataConfig, context: DistributedContext, data: Data, initial: InitialWeights | None
+) -> Tokenizer | None:
+    """The one that `data.tokenizer` names; for auto see its description in config/settings.py. Collective.
+
+    Raises UserError.
+    """
+    if config.tokenizer != "auto":
+        return read_named(config, context, data)
+    path = find_tokenizer_file(config, data)
+    found = context.all_gather_object(path is not None)
+    if any(found):
+        return read_tokenizer(context, path, config.path)
+    tokenizer = broadcast_tokenizer(context, initial, data)
+    if tokenizer is None and isinstance(data, TextData):
+        tokenizer = context.run_with_heartbeat(lambda: train_tokenizer(data, config))
+    return tokenizer
+
+
+def read_named(config: DataConfig, context: DistributedContext, data: Data) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names. Raises UserError. Collective."""
+    name = config.tokenizer
+    if name not in TOKENIZERS:
+        return read_tokenizer(context, name, name)
+    if isinstance(data, TextData):
+        return context.run_with_heartbeat(lambda: train_tokenizer(data, config))
+    raise UserError(
+        f"data.tokenizer={name} is made from a text, and data.path {config.path} holds token shards: give "
+        "the tokenizer.json that they were made with"
+    )
+
+
+def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
+    """That of the first node that can read it; `path` is None on nodes that have none. Collective.
+
+    Raises UserError on all ranks.
+    """
+
+    def read() -> bytes:
+        if path is None:
+            raise UserError(f"there is no tokenizer.json beside {place} on {platform.node()}")
+        return read_named_tokenizer(str(path))
+
+    def parse() -> Tokenizer:
+        try:
+            return parse_tokenizer_json(content)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"data.tokenizer {path or place} cannot be used: {error}") from None
+
+    content = read_on_first_node(context, read, "the tokenizer")
+    return context.run_with_heartbeat(parse)
+
+
+def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
+    """The tokenizer.json in the folder of the data, if there is one on this node."""
+    if isinstance(data, ShardData):
+        path = data.folder / "tokenizer.json"
+    else:
+        text = local_path(config.path)
+        if text is None:
+            return None
+        path = Path(text).parent / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def broadcast_tokenizer(
+    context: DistributedContext, initial: InitialWeights | None, data: Data
+) -> Tokenizer | None:
+    """The tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
+
+    None without one, and for characters where the data is a text, which has its own. Raises UserError.
+    """
+    found = None
+    if initial is not None and initial.tokenizer is not None:
+        kind = kind_of(initial.tokenizer)
+        if kind == "json" or isinstance(data, ShardData):
+            found = kind, initial.tokenizer.to_bytes()
+    found = context.broadcast_object(found, 0)
+    return context.run_with_heartbeat(lambda: load_tokenizer(*found) if found else None)
+
+
+def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:
+    """Raises UserError if meta.json beside the shards tells of another tokenizer."""
+    meta = data.meta if isinstance(data, ShardData) else None
+    content = tokenizer.to_tokenizer_json() if tokenizer else None
+    if meta is None or content is None or meta["tokenizer"]["sha256"] is None:
+        return
+    if hashlib.sha256(content).hexdigest() != meta["tokenizer"]["sha256"]:
+        raise UserError(
+            f"the token shards in {config.path} were prepared with another tokenizer than "
+            f"data.tokenizer={config.tokenizer}: leave that at auto, with their tokenizer.json beside them"
+        )
+
+
+def initial_rows(
+    config: DataConfig,
+    context: DistributedContext,
+    tokenizer: Tokenizer | None,
+    initial: InitialWeights | None,
+) -> int | None:
+    """Rows of the embedding of the weights to start with, where they have the same tokenizer. Collective."""
+    rows = None
+    if initial is not None and config.vocab_size is None:
+        there = initial.tokenizer.fingerprint() if initial.tokenizer else None
+        here = tokenizer.fingerprint() if tokenizer else None
+        # A tokenizer to which tokens were added has more of them than its model has rows.
+        enough = initial.vocab_size >= (len(tokenizer) if tokenizer else 0)
+        rows = initial.vocab_size if there == here and enough else None
+    return context.broadcast_object(rows, 0)

@@ -1,0 +1,261 @@
+"""What is saved when, on disk and in memory, and the fields of the manifest."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from mingpt.base import events
+from mingpt.base.errors import ClaimLost, NonRetryableError, UserError
+from mingpt.base.files import reason_of
+from mingpt.base.urls import redact
+from mingpt.config import Config, to_dict
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.background_group import save_needs_peers
+from mingpt.distributed.device import Environment
+from mingpt.report import RunLogger
+from mingpt.snapshot import MemorySaver, Sharding, SnapshotSaver, TensorSpec, specs_of
+from mingpt.training.audit import Audit
+from mingpt.training.start import StartPoint
+from mingpt.training.state import TrainState, manifest_tokenizer
+
+log = logging.getLogger(__name__)
+LONG_WAIT_S = 5.0
+MAX_FILES = 10_000  # token shards that a manifest lists, since its size is limited
+
+
+class Saving:
+    """The snapshots of this generation. Methods are collective unless they say otherwise.
+
+    The ranks with `folder.keeps_snapshots` write to disk, the first worker of each node to its memory; all
+    ranks write what is sharded. What `folder.snapshots_rank` has written counts as durable.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        context: DistributedContext,
+        state: TrainState,
+        start: StartPoint,
+        environment: Environment,
+        audit: Audit,
+    ) -> None:
+        self.config, self.context, self.state, self.audit = config, context, state, audit
+        self.corpus, self.environment = start.corpus, environment
+        self.tokenizer_fields, self.tokenizer_tensors = manifest_tokenizer(
+            start.corpus.tokenizer, start.corpus.vocab_size
+        )
+        self.store, self.is_resumed = start.store, start.snapshot is not None
+        self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
+        self.is_main = context.rank == self.main_rank
+        self.is_sharded = state.strategy.updates_are_sharded
+        self.shapes = state.shapes()
+        self.rows_by_rank = {name: state.rows_by_rank(name, shape) for name, shape in self.shapes.items()}
+        # All ranks take part in writing what is sharded.
+        self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
+        local_every = config.snapshot.local_every
+        self.local_every = config.snapshot.every if local_every is None else local_every
+        sharding = self.describe_sharding(start)
+        keep_last, keep_best = config.snapshot.keep_last, config.snapshot.keep_best
+        self.saver = SnapshotSaver(start.store, keep_last, keep_best, sharding)
+        self.memory = MemorySaver(start.memory, sharding)
+        self.last_save_step = start.durable_step  # of the last save to disk that was begun
+        # Of the last save of this rank that was begun.
+        self.own_step = start.own_step
+        if self.is_sharded:  # all save together: it is that of the main rank
+            self.own_step = context.broadcast_object(start.own_step, self.main_rank)
+        self.is_slow_disk_reported = False
+        self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
+
+    def describe_sharding(self, start: StartPoint) -> Sharding:
+        """Return who saves together: all ranks what is sharded, else each rank by itself."""
+        if not self.is_sharded:
+            return Sharding()
+        parts, ranks = self.state.tensors(), range(self.context.world_size)
+        specs = {name: TensorSpec(part.dtype, self.shapes[name]) for name, part in parts.items()}
+        return Sharding(
+            self.context,
+            specs_of(self.tokenizer_tensors) | specs,
+            self.rows_by_rank.get,
+            self.state.strategy.weights_are_sharded,
+            self.main_rank,
+            ranks if start.folder.snapshots_are_shared else [self.main_rank],
+        )
+
+    @property
+    def writes_to_memory(self) -> bool:
+        """Whether this rank does: of a state that is not sharded, the first worker of each node alone."""
+        return self.is_sharded or self.context.launch.local_rank == 0
+
+    @property
+    def newest_written(self) -> int:
+        """On the main rank, the step of the last snapshot that it has written; else 0. Not collective."""
+        return self.saver.newest_written if self.is_main else 0
+
+    def allocate(self) -> None:
+        """Allocate staging buffers before the first step, so that no save has to."""
+        if self.writes_to_disk:
+            self.saver.allocate(self.tensors(self.is_main))
+        if self.config.snapshot.memory_every and self.writes_to_memory:
+            self.memory.allocate(self.tensors(self.context.launch.local_rank == 0), self.state.step)
+
+    def note_written(self, step: int, run_logger: RunLogger | None) -> None:
+        """All ranks have learned that the snapshot of this step is on disk."""
+        if step > self.durable_step:
+            self.durable_step = step
+            if run_logger:
+                run_logger.note_durable(step)
+            if self.context.launch.local_rank == 0:
+                self.memory.remove_outdated(step)
+
+    def is_missing(self) -> bool:
+        """Whether the present state is on no disk, or not on that of every node that has its own."""
+        never_saved = self.state.step == 0 and not self.is_resumed
+        is_missing_here = self.writes_to_disk and self.own_step < self.state.step
+        is_missing_there = any(self.context.all_gather_object(is_missing_here))
+        return self.state.step > self.last_save_step or never_saved or is_missing_there
+
+    def is_due_here(self, is_last: bool) -> bool:
+        """Whether this rank, which keeps snapshots, writes the one that is due. Not collective."""
+        if is_last:
+            return self.own_step < self.state.step or self.state.step == 0
+        if self.is_sharded:
+            return True
+        is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
+        # A node's own copy is left out while the one before is being written: no other node waits for it.
+        return self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
+
+    def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
+        """Copy the state; whoever keeps snapshots writes it in the background."""
+        events.emit("save_start", kind="disk", step=self.state.step)
+        if isinstance(self.saver.error, ClaimLost):
+            raise self.saver.error
+        if is_last or self.durable_step < self.last_save_step:
+            self.wait_for_previous_save()
+        self.last_save_step = self.state.step
+        chain = self.audit.gather_chain(self.context)
+        tensors = self.tensors(self.is_main)
+        if self.writes_to_disk and self.is_due_here(is_last):
+            metrics = dict(run_logger.last) if run_logger else {}
+            manifest = self.manifest() | {"metrics": metrics}
+
+            def fields() -> dict[str, Any]:
+                # A step that has a snapshot is never computed again, so its records must be durable.
+                if run_logger:
+                    run_logger.flush()
+                return late_fields(chain, run_logger, manifest["step"])
+
+            self.own_step = self.state.step
+            self.saver.save(manifest, tensors, fields)
+        events.emit("save_end", kind="disk", step=self.state.step)
+
+    def save_to_memory(self, run_logger: RunLogger | None) -> None:
+        """Copy the state to memory that outlives this process."""
+        events.emit("save_start", kind="memory", step=self.state.step)
+        chain = self.audit.gather_chain(self.context)
+        if self.writes_to_memory:
+            tensors = self.tensors(self.context.launch.local_rank == 0)
+            manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}
+            self.memory.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
+        events.emit("save_end", kind="memory", step=self.state.step)
+
+    def tensors(self, with_whole: bool) -> dict[str, Tensor]:
+        """What this rank gives to a snapshot: its part of the state.
+
+        And, if it is not sharded or `with_whole`, the tensors that all ranks have and a tokenizer that is too
+        large for the manifest.
+        """
+        tensors = self.state.tensors()
+        if self.is_sharded and not with_whole:
+            return {name: part for name, part in tensors.items() if self.rows_by_rank[name]}
+        return tensors | self.tokenizer_tensors
+
+    def manifest(self) -> dict[str, Any]:
+        """The fields that are known now; the audit chain and the checksums are added in the background."""
+        files = dict(self.corpus.files)
+        return {
+            "step": self.state.step,
+            "windows": self.state.windows_seen,
+            "config": to_dict(self.config),
+            **self.tokenizer_fields,
+            "data": {
+                "path": redact(self.config.data.path),
+                "sha256": self.corpus.fingerprint,
+                **({"files": files} if 0 < len(files) <= MAX_FILES else {}),
+            },
+            "software": asdict(self.environment),
+        }
+
+    def wait(self) -> None:
+        """Until all writes are over; asks once a second, so that a long upload causes no timeout."""
+        done = False
+        while not done:
+            is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
+            done = all(is_over)
+
+    def wait_for_previous_save(self) -> None:
+        """`wait`, and one line if that takes long: training stands still meanwhile."""
+        began = time.monotonic()
+        self.wait()
+        waited_s = time.monotonic() - began
+        if waited_s > LONG_WAIT_S and not self.is_slow_disk_reported and self.context.rank == 0:
+            self.is_slow_disk_reported = True
+            log.warning(
+                "training waited %.1f s until the snapshot of step %d was written: raise snapshot.every "
+                "(now %d) or write to a faster disk than %s",
+                waited_s,
+                self.last_save_step,
+                self.config.snapshot.every,
+                self.store.url,
+            )
+
+    def finish(self, run_logger: RunLogger | None) -> None:
+        """Until the last snapshot is on disk. Raises NonRetryableError on all ranks if it cannot be written.
+
+        Snapshots in memory are kept then: they may be newer than those on disk.
+        """
+        self.wait()
+        failure = self.describe_failure() if self.is_main else None
+        failure = self.context.broadcast_object(failure, self.main_rank)
+        if failure is None:
+            return
+        if run_logger:
+            run_logger.failed(self.state.step, failure)
+        raise NonRetryableError(failure)
+
+    def describe_failure(self) -> str | None:
+        """On the main rank, why the last snapshot is not on disk. Raises an error that is not the disk's."""
+        error = self.saver.error
+        if error is None:
+            return None
+        is_disk_error = isinstance(error, (OSError, UserError)) or not self.store.is_local
+        if isinstance(error, ClaimLost) or not is_disk_error:
+            raise error
+        durable_step = max(self.durable_step, self.saver.newest_written)
+        stands, goes_on = "there is none before it", ""
+        if durable_step:
+            stands, goes_on = f"the run stands at step {durable_step} there", ", which goes on from there"
+        return (
+            f"the snapshot of step {self.last_save_step} cannot be written to {self.store.url} "
+            f"({reason_of(error)}) and {stands}: make room or repair it, "
+            f"and start the same command again{goes_on}"
+        )
+
+    def remove_memory_snapshots(self) -> None:
+        """The run ends here. Not collective."""
+        if self.writes_to_memory:
+            self.memory.remove()
+
+
+def late_fields(chain: Callable[[], str], run_logger: RunLogger | None, step: int) -> dict[str, Any]:
+    """What the manifest gets in the background: the audit's chain, and records that cannot be written.
+
+    Raises SaveAborted if a rank that the chain needs is gone.
+    """
+    unwritten = run_logger.unwritten(step) if run_logger else []
+    fields: dict[str, Any] = {"unwritten": unwritten} if unwritten else {}
+    with save_needs_peers():
+        return fields | {"audit": chain()}

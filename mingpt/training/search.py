@@ -1,0 +1,354 @@
+"""The newest valid snapshot that any worker can see, on disk or in a node's memory, and what is corrupt.
+
+A sharded state is in memory as one part per worker, and a copy of each on the next node. A step counts if all
+parts of it are there, from the same workers, wherever they lie. The number of workers may be another now.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.config import Config, flatten, settings
+from mingpt.distributed import DistributedContext
+from mingpt.parallel import split_rows
+from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
+from mingpt.snapshot.reading import DTYPES
+from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
+from mingpt.training.state import (
+    Rows,
+    Shape,
+    StoredState,
+    check_shard,
+    is_sharded,
+    snapshot_shapes,
+    snapshot_vocab_size,
+)
+
+AGREEING = ("step", "windows", "vocabulary", "tokenizer", "audit", "after")  # fields of the manifest
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoreView:
+    """What one rank sees in the store."""
+
+    step: int = -1  # of the newest valid snapshot; -1 for none
+    corrupt: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
+    unreadable: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
+    folder_error: str | None = None  # why the folder cannot be read
+    completed_step: int = 0  # the newest with a manifest, valid or not; 0 for none
+    set_aside_step: int = 0  # the newest that was set aside with its manifest; 0 for none
+
+    @property
+    def newest(self) -> int:
+        """The newest step that is there, valid or not; -1 for none."""
+        return max([self.step, *self.corrupt, *self.unreadable])
+
+
+@dataclass(frozen=True)
+class LatestSnapshot:
+    """The newest valid snapshot that any rank can see, and what this rank found to be corrupt."""
+
+    snapshot: StoredState | None
+    durable_step: int  # of the newest one that is not in memory only
+    corrupt: dict[int, str]  # step -> reason
+    where: str
+    views: list[StoreView]  # by rank
+
+
+def find_latest(
+    store: SnapshotStore,
+    memory: MemorySnapshots,
+    context: DistributedContext,
+    is_restart: bool,
+    check: Check = check_shard,
+) -> LatestSnapshot:
+    """Find the newest valid snapshot, for all ranks. One worker per node reads the store and its memory.
+
+    In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user
+    who deletes snapshots wants to go back. In a restart, they may have been lost with their node.
+    """
+    reads_store = context.launch.local_rank == 0
+    found, view = context.run_with_heartbeat(
+        lambda: view_store(store, check) if reads_store else (None, StoreView())
+    )
+    views = context.all_gather_object(view)
+    saved_after = None if is_restart else max(0, *(view.newest for view in views))
+    durable_step = max(0, *(view.step for view in views))
+    unreadable = {step for view in views for step in view.unreadable}  # their files are left as they are
+    corrupt = {step: reason for step, reason in view.corrupt.items() if step not in unreadable}
+    steps = [view.step for view in views]
+    in_memory = find_in_memory(memory, context, max(steps), saved_after, check)
+    if in_memory:
+        return LatestSnapshot(in_memory, durable_step, corrupt, str(memory.root), views)
+    if max(steps) < 0:
+        return LatestSnapshot(None, durable_step, corrupt, store.url, views)
+    source = steps.index(max(steps))
+    stored = assemble([found] if found else [], Choice([(source, 0)], whole=(source, 0)), context)
+    return LatestSnapshot(stored, durable_step, corrupt, store.url, views)
+
+
+def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:
+    """The newest valid snapshot that this rank can read, and what it sees. A part of a state is none."""
+
+    def check_whole(manifest: dict[str, Any], entries: Entries) -> None:
+        if manifest.get("shard"):
+            raise CorruptSnapshot("it is a part of a sharded state")
+        check(manifest, entries)
+
+    try:
+        found, corrupt = store.find_newest(check_whole)
+        step = found.manifest["step"] if found else -1
+        return found, StoreView(step, corrupt, store.unreadable, None, *store.completed_steps())
+    except UnreadableSnapshot as error:
+        return None, StoreView(folder_error=str(error))
+
+
+def report_skipped(latest: LatestSnapshot, url: str, config: Config) -> None:
+    """A line for each snapshot that is passed over and keeps its name."""
+    corrupt = latest.corrupt if config.trainer.eval_only else {}  # a run that trains sets them aside
+    unreadable = {step: reason for view in latest.views for step, reason in view.unreadable.items()}
+    for step, reason in sorted((corrupt | unreadable).items(), reverse=True):
+        log.warning("snapshot of step %d in %s skipped: %s", step, url, reason)
+    for reason in sorted({view.folder_error for view in latest.views if view.folder_error}):
+        log.warning("%s", reason)
+
+
+def prepare_store(
+    store: SnapshotStore,
+    memory: MemorySnapshots,
+    context: DistributedContext,
+    latest: LatestSnapshot,
+    is_restart: bool,
+    folder: RunFolder,
+) -> None:
+    """Quarantine corrupt snapshots and prepare the folder. Raises UserError if it cannot be written to."""
+
+    def prepare() -> None:
+        for step, reason in latest.corrupt.items():
+            quarantine(store, step, reason)
+        if context.launch.local_rank == 0:
+            memory.remove_leftovers()
+        if not is_restart and context.launch.local_rank == 0:
+            memory.remove_newer(latest.snapshot.manifest["step"] if latest.snapshot else -1)
+        if folder.keeps_snapshots:
+            store.prepare()
+
+    refuse_where_it_fails(context, prepare)
+
+
+def quarantine(store: SnapshotStore, step: int, reason: str) -> None:
+    """Set a corrupt snapshot aside. Raises UserError if that fails."""
+    try:
+        store.quarantine(step, reason)
+    except Exception as error:  # each driver raises exceptions of its own
+        raise UserError(
+            f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+
+
+class Offer(NamedTuple):
+    """A part that a rank can read, the `number`-th of those that it has found."""
+
+    step: int
+    key: str  # the same for all parts of one save
+    rank: int  # whose rows these are, of `workers`
+    workers: int
+    has_whole: bool  # whether it holds the tensors that are not sharded, too
+    number: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who reads what. Places are (rank, number of its offer)."""
+
+    shards: list[tuple[int, int]]  # by the rank whose rows they are
+    whole: tuple[int, int]  # of what is not sharded
+
+    def read_by(self, rank: int) -> list[int]:
+        """The numbers of the offers that a rank reads."""
+        return sorted({number for reader, number in (*self.shards, self.whole) if reader == rank})
+
+
+def find_in_memory(
+    memory: MemorySnapshots,
+    context: DistributedContext,
+    newer_than: int,
+    saved_after: int | None,
+    check: Check,
+) -> StoredState | None:
+    """The newest valid one past the step `newer_than` whose parts are all there. Collective.
+
+    `saved_after`: see MemorySnapshots.find. The first worker of each node reads. What it has not to read, it
+    does not verify.
+    """
+    reads = context.launch.local_rank == 0
+    found = context.run_with_heartbeat(lambda: memory.find(newer_than, saved_after, check) if reads else [])
+    valid, offered = set[int](), dict(enumerate(found))
+    while True:
+        offers = [describe(snapshot, index) for index, (_, snapshot) in offered.items()]
+        choice = choose(context.all_gather_object(offers))
+        if choice is None:
+            return None
+        unchecked = [index for index in choice.read_by(context.rank) if index not in valid]
+        work = functools.partial(find_damaged, {index: found[index] for index in unchecked})
+        damaged = context.run_with_heartbeat(work)
+        for index in damaged:
+            del offered[index]
+        valid.update(index for index in unchecked if index not in damaged)
+        if not any(context.all_gather_object(bool(damaged))):
+            return assemble([snapshot for _, snapshot in found], choice, context)
+
+
+def find_damaged(found: Mapping[int, tuple[SnapshotStore, Snapshot]]) -> list[int]:
+    """Those whose checksum does not hold, or that are gone."""
+    damaged = []
+    for index, (store, snapshot) in found.items():
+        try:
+            store.verify(snapshot)
+        except (CorruptSnapshot, UnreadableSnapshot):
+            damaged.append(index)
+    return damaged
+
+
+def describe(snapshot: Snapshot, index: int) -> Offer:
+    manifest = snapshot.manifest
+    shard = manifest.get("shard") or {"rank": 0, "workers": 1}
+    has_whole = any(not is_sharded(manifest, name, entry.shape) for name, entry in snapshot.entries.items())
+    return Offer(manifest["step"], key_of(manifest), shard["rank"], shard["workers"], has_whole, index)
+
+
+def key_of(manifest: Mapping[str, Any]) -> str:
+    """A hash of what the parts of one save have in common."""
+    given = flatten(manifest["config"])
+    fields = {name: manifest.get(name) for name in AGREEING}
+    fields |= {
+        "config": {key: given.get(key) for key, setting in settings().items() if setting.affects_result},
+        "data": manifest["data"]["sha256"],
+        "shard": {key: value for key, value in (manifest.get("shard") or {}).items() if key != "rank"},
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def choose(offers: Sequence[Sequence[Offer]]) -> Choice | None:
+    """The newest save of which everything is on offer by some rank; `offers` are by rank."""
+    saves: dict[tuple[int, str], list[tuple[int, Offer]]] = {}
+    for reader, own in enumerate(offers):
+        for offer in own:
+            saves.setdefault((offer.step, offer.key), []).append((reader, offer))
+    for save in sorted(saves, reverse=True):
+        shards: dict[int, tuple[int, int]] = {}
+        whole = []
+        for reader, offer in saves[save]:
+            shards.setdefault(offer.rank, (reader, offer.number))
+            if offer.has_whole:
+                whole.append((reader, offer.number))
+        workers = saves[save][0][1].workers
+        if whole and len(shards) == workers:
+            by_rank = [shards[rank] for rank in range(workers)]
+            return Choice(by_rank, next((place for place in whole if place in by_rank), whole[0]))
+    return None
+
+
+def assemble(found: Sequence[Snapshot], choice: Choice, context: DistributedContext) -> StoredState:
+    """The state that the chosen parts are together. Collective; `found` are this rank's."""
+    own = [found[index] for index in choice.read_by(context.rank)]
+    reader, index = choice.whole
+    whole = found[index] if reader == context.rank else None
+    content = (whole.manifest, shapes_of(whole)) if whole else None
+    manifest, whole_tensors = context.broadcast_object(content, reader)
+    unwritten = context.all_gather_object([one.manifest.get("unwritten", []) for one in own])
+    records: list[Any] = next((records for lists in unwritten for records in lists if records), [])
+    shapes = {name: shape for name, (shape, _) in whole_tensors.items()}
+    dtypes = {name: DTYPES[dtype] for name, (_, dtype) in whole_tensors.items()}
+    rows = [Rows(name, 0, shape[0] if shape else 1, reader) for name, shape in shapes.items()]
+    sharded = sharded_shapes(manifest)
+    for name, shape in sharded.items():
+        parts = zip(split_rows(shape[0], len(choice.shards)), choice.shards, strict=True)
+        rows += [Rows(name, part.start, part.stop, source) for part, (source, _) in parts if part]
+    by_rank = {
+        rank: found[place] for rank, (source, place) in enumerate(choice.shards) if source == context.rank
+    }
+
+    def read(name: str, begin: int, end: int) -> Tensor:
+        if name not in sharded:
+            assert whole is not None
+            return whole.read(name, begin, end) if shapes[name] else whole.read(name)
+        parts = split_rows(sharded[name][0], len(choice.shards))
+        rank = begin // len(parts[0])
+        return by_rank[rank].read(name, begin - parts[rank].start, end - parts[rank].start)
+
+    manifest = {key: value for key, value in manifest.items() if key not in ("shard", "unwritten")}
+    return StoredState(
+        manifest | ({"unwritten": records} if records else {}),
+        shapes | sharded,
+        dtypes | dict.fromkeys(sharded, torch.float32),
+        sorted(rows, key=lambda part: part.rank),  # so that a rank sends many rows at once
+        read,
+    )
+
+
+def shapes_of(snapshot: Snapshot) -> dict[str, tuple[Shape, str]]:
+    """Shape and type of each tensor that is not sharded."""
+    return {
+        name: (entry.shape, entry.dtype)
+        for name, entry in snapshot.entries.items()
+        if not is_sharded(snapshot.manifest, name, entry.shape)
+    }
+
+
+def sharded_shapes(manifest: dict[str, Any]) -> dict[str, Shape]:
+    """Of the whole tensors of which each part has some rows."""
+    if not manifest.get("shard"):
+        return {}
+    shapes = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
+    return {name: shape for name, shape in shapes.items() if is_sharded(manifest, name, shape)}
+
+
+def check_nothing_is_lost(
+    latest: LatestSnapshot, config: Config, is_restart: bool, recorded_step: int = 0
+) -> None:
+    """Raises UserError if the run has, or may have, completed a snapshot past step 0. None is valid now.
+
+    `recorded_step`: of the newest snapshot on disk that any run.json tells of.
+    """
+    errors = [view.folder_error for view in latest.views if view.folder_error]
+    errors += [f"step {step}: {why}" for view in latest.views for step, why in view.unreadable.items()]
+    if errors:
+        raise UserError(
+            f"the snapshots in {latest.where} cannot be read ({shorten(errors)}): start again when they can "
+            "be, or choose another run_dir"
+        )
+    completed = max(view.completed_step for view in latest.views)
+    set_aside = max(view.set_aside_step for view in latest.views)
+    # What a job that was told to begin anew finds set aside may be older than the job.
+    is_first = not is_restart or max(completed, recorded_step) == 0
+    begins_anew = config.snapshot.resume == "never" and is_first
+    newest = max(completed, set_aside, recorded_step)
+    if newest == 0 or begins_anew or config.trainer.eval_only:
+        return
+    reasons = [f"step {step}: {why}" for view in latest.views for step, why in view.corrupt.items()]
+    if set_aside:
+        reasons.append(f"damaged-*-step_{set_aside:08d}.json was set aside")
+    if recorded_step > max(completed, set_aside):
+        reasons.append(f"run.json tells of one of step {recorded_step}, which no node has")
+    raise UserError(
+        f"no valid snapshot is left in {latest.where} ({shorten(reasons)}), where one of step "
+        f"{newest} was written: choose another run_dir, or begin anew by "
+        "snapshot.resume=never"
+    )
+
+
+def shorten(reasons: list[str]) -> str:
+    """The first three, in one line."""
+    more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
+    return "; ".join([*dict.fromkeys(reasons[:3]), *more])

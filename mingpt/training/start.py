@@ -1,0 +1,318 @@
+"""What a generation starts from: one sequence, the same on all ranks, told as frozen values.
+
+The run folder and its claims, the data, the newest snapshot that any rank sees, checked against the
+configuration, the weights to start with otherwise, the tokens and the environment. build.py makes the state
+of it.
+"""
+
+import logging
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mingpt.base.errors import NonRetryableError, UnreadableSnapshot, UserError
+from mingpt.config import Config, check_workers, differences, to_dict
+from mingpt.data import Corpus, Data
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.device import Environment
+from mingpt.report import GenerationStart, mark_ended, open_log, read_durable_step, read_job_start
+from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this_process
+from mingpt.training.audit import START
+from mingpt.training.initial_weights import InitialWeights, open_weights
+from mingpt.training.run_data import load_corpus, load_data
+from mingpt.training.run_folder import (
+    Claims,
+    RunFolder,
+    agree_on_run_id,
+    check_same_settings,
+    claim_places,
+    open_run_folder,
+    share_history,
+)
+from mingpt.training.search import check_nothing_is_lost, find_latest, prepare_store, report_skipped
+from mingpt.training.state import StoredState, check_shard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundSnapshot:
+    """The snapshot that a generation goes on from, the same on all ranks, and the places of the next ones."""
+
+    run_id: str
+    is_restart: bool  # false in a job's first generation
+    store: SnapshotStore
+    memory: MemorySnapshots
+    snapshot: StoredState | None
+    durable_step: int
+    own_step: int  # of the newest snapshot on a disk that this rank reads; -1 for none
+    changes: list[str]  # settings that differ from the snapshot's on purpose
+
+    @property
+    def step(self) -> int:
+        """The step of the snapshot; 0 without one."""
+        return int(self.snapshot.manifest["step"]) if self.snapshot else 0
+
+    @property
+    def software(self) -> dict[str, Any]:
+        """The environment that the snapshot was computed in; empty without one."""
+        return self.snapshot.manifest["software"] if self.snapshot else {}
+
+
+@dataclass(frozen=True)
+class StartPoint(FoundSnapshot):
+    """What this generation starts from."""
+
+    folder: RunFolder
+    claims: Claims
+    corpus: Corpus
+    environment: Environment
+    initial: InitialWeights | None  # those of snapshot.init_from, on rank 0 of a fresh run
+
+    @property
+    def windows_seen(self) -> int:
+        return int(self.snapshot.manifest["windows"]) if self.snapshot else 0
+
+    @property
+    def audit_chain(self) -> str:
+        """The chain of hashes of what the workers have read so far."""
+        return str(self.snapshot.manifest["audit"]) if self.snapshot else START
+
+    @property
+    def was_compiled(self) -> bool | None:
+        """Whether the model of the snapshot was; None if nothing has been trained yet."""
+        return bool(self.software.get("compiled")) if self.step else None
+
+    @property
+    def unwritten(self) -> list[dict[str, Any]]:
+        """Records that the snapshot holds because metrics.jsonl could not be written."""
+        return self.snapshot.manifest.get("unwritten", []) if self.snapshot else []
+
+
+def find_start(config: Config, context: DistributedContext) -> StartPoint:
+    """Open the run folder and the data, and find what the run goes on from. Raises UserError. Collective."""
+    check_same_settings(config, context)
+    folder = open_run_folder(config, context)
+    claims = claim_places(config, context, folder)
+    open_log(context.rank, folder.path if folder.is_kept else None, claims.may_write)
+    raise_if_repeated(context, folder)
+    data = load_data(config, context)
+    found = find_snapshot(config, context, folder, claims, data)
+    initial = None if found.snapshot else open_initial_weights(config.snapshot.init_from, context)
+    corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
+    environment = choose_environment(config, context, found)
+    return StartPoint(
+        **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
+    )
+
+
+def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
+    """Raises NonRetryableError on all ranks if generation after generation has failed to begin.
+
+    Also says who did not come to the last rendezvous. An evaluation alone writes nothing.
+    """
+    if context.rendezvous and context.rendezvous.missing_workers:
+        log.warning("%s", context.rendezvous.missing_workers)
+    if context.repeated_failure:
+        if folder.is_kept:
+            mark_ended(folder.path, "failed", f"failed: {context.repeated_failure}")
+        raise NonRetryableError(context.repeated_failure)
+
+
+def find_snapshot(
+    config: Config, context: DistributedContext, folder: RunFolder, claims: Claims, data: Data
+) -> FoundSnapshot:
+    """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective."""
+    store = context.raise_on_all_ranks(lambda: open_store(config, context, claims))
+    is_restart = context.is_restart(claims.was_started())
+    if not is_restart:
+        check_workers(config, context.world_size)
+    run_id = agree_on_run_id(context, folder, claims.was_started())
+    agent = this_process(context.launch.agent_pid)
+    memory = MemorySnapshots(
+        config.snapshot.memory_path, run_id, folder.path, context.launch.node_rank, agent
+    )
+    starts = context.all_gather_object(read_job_start(folder.path, run_id) if is_restart else None)
+    check = make_check(config, data, max((step for step in starts if step is not None), default=None))
+    latest = find_latest(store, memory, context, is_restart, check)
+    if latest.snapshot is None or latest.snapshot.manifest["step"] == 0:
+        durable_steps = context.all_gather_object(read_durable_step(folder.path, run_id))
+        check_nothing_is_lost(latest, config, is_restart, max(durable_steps))
+    if context.rank == 0:
+        report_skipped(latest, store.url, config)
+    changes = check_snapshot(latest.snapshot, config, latest.where, data, is_restart)
+    own_step = latest.views[context.rank].step
+    found = FoundSnapshot(
+        run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, own_step, changes
+    )
+    if not config.trainer.eval_only:
+        prepare_store(store, memory, context, latest, is_restart, folder)
+        share_history(context, folder, found.step)
+    return found
+
+
+def open_store(config: Config, context: DistributedContext, claims: Claims) -> SnapshotStore:
+    """The snapshots of this run. Raises UserError if they could not bring back a worker that died."""
+    url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
+    store = SnapshotStore(url, check_claim=claims.check)
+    if store.is_process_private and context.launch.is_distributed:
+        raise UserError(
+            f"snapshot.path {store.url} lives in the memory of one process and cannot bring back workers "
+            "that died: use a folder or an object store"
+        )
+    return store
+
+
+def make_check(config: Config, data: Data, job_start: int | None) -> Check:
+    """What a snapshot must fulfil to be looked at. `job_start`: the step from which this job began.
+
+    In a restart, a node that joins may have newer ones of another run, or of an earlier job of this one.
+    """
+
+    def check(manifest: dict[str, Any], entries: Entries) -> None:
+        check_shard(manifest, entries)
+        if job_start is None or manifest["step"] <= job_start:
+            return
+        changes = changed_settings(manifest, config)
+        if manifest["data"]["sha256"] != data.fingerprint:
+            changes.append("data")
+        if changes:
+            raise UnreadableSnapshot(f"it is none of this job ({'; '.join(changes)})")
+
+    return check
+
+
+def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
+    """Those that affect the result and differ from the snapshot's.
+
+    trainer.compile=auto changes nothing: it goes on as the snapshot was computed.
+    """
+    changes = differences(manifest["config"], to_dict(config))
+    if config.trainer.compile != "auto":
+        return changes
+    return [change for change in changes if not change.startswith("trainer.compile:")]
+
+
+def check_snapshot(
+    snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
+) -> list[str]:
+    """Raises UserError unless a generation may start from this snapshot; a restart checks the data alone.
+
+    Returns the settings that were changed on purpose.
+    """
+    resume = config.snapshot.resume
+    if snapshot is None:
+        if resume == "must" and not is_restart:
+            raise UserError(
+                f"there is no valid snapshot in {url} to resume from, and snapshot.resume=must needs one"
+            )
+        if config.trainer.eval_only:
+            raise UserError(f"there is no valid snapshot in {url} to evaluate")
+        return []
+    manifest = snapshot.manifest
+    step = manifest["step"]
+    if resume == "never" and not is_restart:
+        raise UserError(
+            f"{url} holds a snapshot of step {step}, and snapshot.resume=never refuses one: "
+            "choose another run_dir"
+        )
+    if manifest["data"]["sha256"] != data.fingerprint:
+        what = describe_other_data(config.data.path, data, url, manifest["data"])
+        raise UserError(f"{what}: choose another run_dir, with snapshot.init_from to keep the weights")
+    if is_restart:
+        return []
+    changes = changed_settings(manifest, config)
+    if config.snapshot.init_from and any(change.startswith("snapshot.init_from:") for change in changes):
+        raise UserError(
+            f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "
+            "choose another run_dir"
+        )
+    if changes and resume != "changed":
+        raise UserError(
+            f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, "
+            "choose another run_dir, or go on with the new ones by snapshot.resume=changed"
+        )
+    return changes
+
+
+def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:
+    """In which way `data` is not that of the snapshots in `url`, whose manifest says `then` of theirs."""
+    was, now = then.get("files", {}), data.files
+    if not was or not now:
+        return (
+            f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
+            f"trained on ({then['sha256'][:12]}...)"
+        )
+    differing = (name for name in [*was, *now] if was.get(name) != now.get(name))
+    name = next(differing, None)
+    what = f"{name} has changed"
+    if name is None:
+        what = "the files are the same, and not their order or the split"
+    elif name not in now:
+        what = f"{name} is missing"
+    elif name not in was:
+        what = f"{name} is new"
+    return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
+
+
+def open_initial_weights(where: str | None, context: DistributedContext) -> InitialWeights | None:
+    """Read the weights of snapshot.init_from on rank 0. Raises UserError. Collective."""
+    if not where:
+        return None
+    return context.run_with_heartbeat(lambda: open_weights(where) if context.rank == 0 else None)
+
+
+def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
+    """Take the threads that the run began with, and tell what the bits depend on.
+
+    Raises UserError if the snapshot to go on from needs another device or dtype.
+    """
+    if found.snapshot:
+        context.use_threads(found.software["threads"])
+    compiled = found.software.get("compiled", False)  # until a forward pass is prepared for training
+    environment = replace(context.environment(), compiled=compiled)
+    if found.snapshot and found.step < config.trainer.max_steps:
+        check_environment(found, config, environment)
+    return environment
+
+
+def check_environment(found: FoundSnapshot, config: Config, environment: Environment) -> None:
+    """Raises UserError if the snapshot was computed on another kind of device or in another dtype.
+
+    A person who starts a job may ask for that by snapshot.resume=changed; a restart never does.
+    """
+    then = found.software
+    was = {device_type_of(then), then["dtype"]}
+    now = {environment.device_type, environment.dtype}
+    is_asked_for = config.snapshot.resume == "changed" and not found.is_restart
+    if was == now or is_asked_for or config.trainer.eval_only:
+        return
+    raise UserError(
+        f"the snapshots in {found.store.url} were computed on {device_type_of(then)} in {then['dtype']} and "
+        f"the workers now have {environment.device_type} and {environment.dtype}: start the job on "
+        "such hardware again, or go on with this one by snapshot.resume=changed"
+    )
+
+
+def device_type_of(software: dict[str, Any]) -> str:
+    """The kind of device that a snapshot was computed on."""
+    kind = software["device"].split()[0]  # schema 1 began without device_type
+    return str(software.get("device_type") or (kind if kind in ("cpu", "mps") else "cuda"))
+
+
+def describe_start(start: StartPoint, context: DistributedContext) -> GenerationStart:
+    """What run.json tells of the beginning of this generation. Collective."""
+    hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
+    return GenerationStart(
+        start.run_id,
+        start.step,
+        context.world_size,
+        start.is_restart,
+        [host for _, host in sorted(set(hosts))],
+        context.previous_generation,
+        start.durable_step,
+        start.changes,
+        start.unwritten,
+        start.was_compiled,
+    )

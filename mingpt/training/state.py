@@ -1,0 +1,360 @@
+"""The whole state of a run between two steps: model, optimizer and position in the data, live and stored.
+
+What a snapshot holds, its tensors and its tokenizer, is checked before it is read. A rank may hold some rows
+of a tensor alone: then its part here is these rows. A stored state is read by whoever can and handed over to
+all ranks piece by piece: no rank ever holds more of it than its own part and one piece.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mingpt.base.errors import CorruptSnapshot, UserError
+from mingpt.base.files import PIECE_BYTES
+from mingpt.config import Config
+from mingpt.data import Tokenizer, kind_of, load_tokenizer
+from mingpt.distributed import DistributedContext
+from mingpt.model import GPT, parameter_shapes
+from mingpt.optim import Optimizer, state_shapes
+from mingpt.parallel import Strategy, split_rows
+from mingpt.snapshot import Entries, Snapshot, read_config
+
+TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
+POSITIONS = "model.wpe.weight"
+
+Shape = tuple[int, ...]
+Read = Callable[[str, int, int], Tensor]  # name, first row, row after the last: these rows
+
+
+def check_model(manifest: dict[str, Any], entries: Entries) -> None:
+    """Raises CorruptSnapshot unless a snapshot has exactly the tensors that its manifest's run has.
+
+    These are the model's parameters and the optimizer's state, in float32. Nothing is allocated for them.
+    """
+    if manifest.get("shard"):
+        raise CorruptSnapshot("it is a part of a sharded state")
+    check_shard(manifest, entries)
+
+
+def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
+    """`check_model` for what may be a part of a sharded state: the rows of one rank of what is sharded.
+
+    The tensors that are not sharded are there, all of them, or none is.
+    """
+    config = read_config(manifest)
+    if config.model.n_layer > len(entries):
+        raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
+    vocab_size = check_tokenizer(manifest, entries)
+    shapes = snapshot_shapes(manifest, vocab_size)
+    sharded = {name: shape for name, shape in shapes.items() if is_sharded(manifest, name, shape)}
+    whole = {name: shape for name, shape in shapes.items() if name not in sharded}
+    expected = {name: shard_shape(manifest, shape) for name, shape in sharded.items()}
+    if not manifest.get("shard") or TOKENIZER_TENSOR in entries or entries.keys() & whole.keys():
+        expected |= whole
+        if tokenizer_fields(manifest)["kind"] == "json" and TOKENIZER_TENSOR not in entries:
+            raise CorruptSnapshot(f"its tensor file lacks {TOKENIZER_TENSOR}")
+    for name, shape in expected.items():
+        if name not in entries:
+            raise CorruptSnapshot(f"its tensor file lacks {name}")
+        if entries[name].shape != shape:
+            raise CorruptSnapshot(
+                f"its tensor {name} has shape {list(entries[name].shape)}, not {list(shape)}"
+            )
+        if entries[name].dtype != "F32":
+            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not F32")
+    surplus = sorted(entries.keys() - expected.keys() - {TOKENIZER_TENSOR})
+    if surplus:
+        raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
+
+
+def snapshot_shapes(manifest: dict[str, Any], vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Of the whole tensors of the manifest's run, without a tokenizer."""
+    config = read_config(manifest)
+    parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
+    states = state_shapes(parameters, config.optimizer)
+    shapes = {f"model.{name}": shape for name, shape in parameters.items()}
+    return shapes | {f"optimizer.{name}": shape for name, shape in states.items()}
+
+
+def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> bool:
+    """Whether each of several parts has some rows of this tensor; `shape` is that of the whole one."""
+    shard = manifest.get("shard")
+    if not shard or not shape:
+        return False
+    return name.startswith("optimizer.") or (shard["weights"] and name.startswith("model."))
+
+
+def shard_shape(manifest: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the rows that a part has of a sharded tensor."""
+    shard = manifest["shard"]
+    return (len(split_rows(shape[0], shard["workers"])[shard["rank"]]), *shape[1:])
+
+
+def check_tokenizer(manifest: dict[str, Any], entries: Entries) -> int:
+    """Rows of the embedding. Raises CorruptSnapshot for a tokenizer that cannot be the run's."""
+    fields = tokenizer_fields(manifest)
+    entry = entries.get(TOKENIZER_TENSOR)
+    may_be_elsewhere = bool(manifest.get("shard")) and entry is None
+    if (entry is not None) != (fields["kind"] == "json") and not may_be_elsewhere:
+        raise CorruptSnapshot(
+            f"its tensor {TOKENIZER_TENSOR} and its manifest's tokenizer contradict each other"
+        )
+    if entry is not None and (entry.dtype != "U8" or len(entry.shape) != 1):
+        raise CorruptSnapshot(f"its tensor {TOKENIZER_TENSOR} is no list of bytes")
+    if fields["kind"] in ("json", "none"):
+        return int(fields["vocab_size"])
+    try:
+        size = len(load_tokenizer(fields["kind"], manifest["vocabulary"].encode()))
+    except ValueError as error:
+        raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
+    if size > fields.get("vocab_size", size):
+        raise CorruptSnapshot(f"its vocabulary has {size} tokens, and its model {fields['vocab_size']}")
+    return int(fields.get("vocab_size", size))
+
+
+def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says of the tokenizer; at first there were characters alone, and it said nothing."""
+    return manifest.get("tokenizer") or {"kind": "char"}
+
+
+def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
+    """The tokenizer that a snapshot carries, if it has one. Raises UserError if it cannot be used."""
+    tensor = snapshot.read(TOKENIZER_TENSOR) if TOKENIZER_TENSOR in snapshot.entries else None
+    return make_tokenizer(snapshot.manifest, tensor)
+
+
+def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer | None:
+    """The tokenizer of a manifest and the tensor that carries it, if one does. Raises UserError."""
+    fields = tokenizer_fields(manifest)
+    if fields["kind"] == "none":
+        return None
+    content = manifest["vocabulary"].encode() if tensor is None else tensor.numpy().tobytes()
+    try:
+        tokenizer = load_tokenizer(fields["kind"], content)
+    except ValueError as error:
+        raise UserError(f"the tokenizer of the snapshot cannot be used: {error}") from None
+    if len(tokenizer) > fields.get("vocab_size", len(tokenizer)):
+        raise UserError(
+            f"the tokenizer of the snapshot cannot be used: it has {len(tokenizer)} tokens, and the model "
+            f"{fields['vocab_size']}"
+        )
+    return tokenizer
+
+
+def snapshot_vocab_size(manifest: dict[str, Any]) -> int:
+    """Rows of the model's embedding."""
+    return int(tokenizer_fields(manifest).get("vocab_size") or len(manifest["vocabulary"]))
+
+
+def manifest_tokenizer(
+    tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The fields of a manifest, and the tensors, that carry a tokenizer."""
+    if tokenizer is None:
+        return {"vocabulary": "", "tokenizer": {"kind": "none", "vocab_size": vocab_size}}, {}
+    content = tokenizer.to_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    about = {"kind": kind_of(tokenizer), "vocab_size": vocab_size, "sha256": digest}
+    if not tokenizer.stored_as_tensor:
+        return {"vocabulary": content.decode(), "tokenizer": about}, {}
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return {"vocabulary": "", "tokenizer": about}, {TOKENIZER_TENSOR: tensor}
+
+
+def fit_weights(
+    tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], origin: str
+) -> dict[str, Tensor]:
+    """The tensors for a model of these shapes; learned positions are cut. Raises UserError for another's."""
+    if "wpe.weight" in shapes and "wpe.weight" in tensors:
+        tensors = tensors | {"wpe.weight": tensors["wpe.weight"][: shapes["wpe.weight"][0]]}
+    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    check_shapes(there, shapes, origin)
+    return tensors
+
+
+def check_shapes(
+    there: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    here: Mapping[str, tuple[int, ...]],
+    origin: str,
+) -> None:
+    """Raises UserError unless tensors of these shapes and types are those of a model of the shapes `here`."""
+    wrong = []
+    for name, shape in here.items():
+        found: Any = there[name][0] if name in there else "missing"
+        if name in there and not there[name][1].is_floating_point:
+            found = there[name][1]
+        if found != shape:
+            wrong.append(f"{name}: {found} -> {shape}")
+    surplus = there.keys() - here.keys()
+    if wrong or surplus:
+        reasons = wrong[:3] + ([f"{len(surplus)} tensors that this model lacks"] if surplus else [])
+        raise UserError(f"{origin} holds the weights of another model ({'; '.join(reasons)})")
+
+
+def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
+    """Copy every weight; learned positions are cut to block_size. Raises UserError for another model's."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    tensors = fit_weights(tensors, shapes, origin)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+class TrainState:
+    """What a snapshot holds. `step` counts completed steps, `windows_seen` windows read by all ranks."""
+
+    def __init__(
+        self, model: GPT, optimizer: Optimizer, strategy: Strategy, step: int = 0, windows_seen: int = 0
+    ) -> None:
+        self.model, self.optimizer, self.strategy = model, optimizer, strategy
+        self.step, self.windows_seen = step, windows_seen
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parts, under "model.<name>" and "optimizer.<parameter>.<state>".
+
+        They are the state itself, and change with the next step.
+        """
+        weights = {f"model.{name}": weight for name, weight in self.strategy.held_weights().items()}
+        return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state_dict().items()}
+
+    def shapes(self) -> dict[str, Shape]:
+        """Of the whole tensors."""
+        shapes = {f"model.{name}": shape for name, shape in self.strategy.shapes.items()}
+        for name, part in self.optimizer.state_dict().items():
+            parameter = name.rpartition(".")[0]
+            shapes[f"optimizer.{name}"] = self.strategy.shapes[parameter] if part.ndim else ()
+        return shapes
+
+    def rows_by_rank(self, name: str, shape: Shape) -> list[range] | None:
+        """Which rows of a tensor each rank holds; None if each holds all."""
+        strategy = self.strategy
+        is_sharded = (
+            strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
+        )
+        return split_rows(shape[0], strategy.world_size) if is_sharded and shape else None
+
+    def first_rows(self) -> dict[str, int]:
+        """The first row that this rank holds of each tensor."""
+        rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
+        return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
+
+    def advance(self, windows: int) -> None:
+        """A step over so many windows is complete."""
+        self.step += 1
+        self.windows_seen += windows
+
+
+@torch.no_grad()
+def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
+    """Copy the rows of a tensor from `begin` on, as far as they are in a part whose first row is `first`."""
+    if not part.ndim:
+        part.copy_(rows.view(()))
+        return
+    low, high = max(first, begin), min(first + len(part), begin + len(rows))
+    if low < high:
+        part[low - first : high - first].copy_(rows[low - begin : high - begin])
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor that one rank can read; a scalar is one row."""
+
+    name: str
+    begin: int
+    end: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A snapshot, the same on all ranks, but for `read`."""
+
+    manifest: dict[str, Any]
+    shapes: dict[str, Shape]
+    dtypes: dict[str, torch.dtype]
+    rows: list[Rows]  # which together are all tensors
+    read: Read  # for this rank's of them
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The configuration of the run that wrote it."""
+        return read_config(self.manifest)
+
+    def tensor(self, name: str, context: DistributedContext) -> Tensor:
+        """A whole tensor. Collective."""
+        whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        for _, begin, rows in self.stream([name], context):
+            copy_rows(whole, 0, begin, rows)
+        return whole
+
+    def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
+        """(name, first row, rows) of these tensors, on the CPU, valid until the next. Collective."""
+        wanted = set(names)
+        for pieces in self.batches(part for part in self.rows if part.name in wanted):
+            sizes = [self.size(piece) for piece in pieces]
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+            source = pieces[0].rank
+            parts = buffer.split(sizes) if context.rank == source else ()
+            fill = functools.partial(self.fill, pieces, parts)
+            context.run_with_heartbeat(fill)  # a store may be slow
+            context.broadcast(buffer, source)
+            for piece, part in zip(pieces, buffer.split(sizes), strict=True):
+                rows = part.view(self.dtypes[piece.name]).view(-1, *self.shapes[piece.name][1:])
+                yield piece.name, piece.begin, rows
+
+    def fill(self, pieces: Sequence[Rows], parts: Sequence[Tensor]) -> None:
+        """Read these rows, each into (n,) uint8, where there are any."""
+        for piece, part in zip(pieces, parts, strict=False):
+            rows = self.read(piece.name, piece.begin, piece.end)
+            part.copy_(rows.reshape(-1).view(torch.uint8))
+
+    def batches(self, parts: Iterable[Rows]) -> Iterator[list[Rows]]:
+        """Runs of rows of one rank, of about PIECE_BYTES; many small tensors are one message."""
+        batch: list[Rows] = []
+        size = 0
+        for part in parts:
+            for piece in self.cut(part):
+                if batch and (piece.rank != batch[0].rank or size + self.size(piece) > PIECE_BYTES):
+                    yield batch
+                    batch, size = [], 0
+                batch.append(piece)
+                size += self.size(piece)
+        if batch:
+            yield batch
+
+    def cut(self, part: Rows) -> Iterator[Rows]:
+        """Pieces of at most PIECE_BYTES, or of one row."""
+        row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
+        count = max(1, PIECE_BYTES // row_bytes)
+        for begin in range(part.begin, part.end, count):
+            yield Rows(part.name, begin, min(begin + count, part.end), part.rank)
+
+    def size(self, part: Rows) -> int:
+        """In bytes."""
+        columns = torch.Size(self.shapes[part.name][1:]).numel()
+        return (part.end - part.begin) * columns * self.dtypes[part.name].itemsize
+
+
+def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
+    """Take over the weights, and the optimizer's state if it is of the same kind. Collective.
+
+    Learned positions are cut to block_size. Raises UserError for the weights of another model.
+    """
+    parts, first, shapes = state.tensors(), state.first_rows(), state.shapes()
+    names = [name for name in stored.shapes if name.startswith("model.")]
+    there = {name: (stored.shapes[name], stored.dtypes[name]) for name in names}
+    if POSITIONS in there and POSITIONS in shapes:
+        (length, *columns), dtype = there[POSITIONS]
+        there[POSITIONS] = (min(length, shapes[POSITIONS][0]), *columns), dtype
+    here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+    check_shapes(there, here, f"the snapshot of step {stored.manifest['step']}")
+    optimizer = [name for name in stored.shapes if name.startswith("optimizer.")]
+    if set(optimizer) == {name for name in shapes if name.startswith("optimizer.")}:
+        names += optimizer
+    for name, begin, rows in stored.stream(names, context):
+        copy_rows(parts[name], first[name], begin, rows)

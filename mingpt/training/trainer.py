@@ -1,0 +1,377 @@
+"""The training loop: a run is a function of its configuration, whoever computes it.
+
+A step is `batch_size / micro_batch_size` micro-batches, shared among the workers. The data and dropout of a
+micro-batch depend on (seed, step, micro-batch) alone, and the gradients are summed in one order. So the whole
+state of a run between two steps is the model, the optimizer and one integer, the windows seen so far: what a
+snapshot holds.
+"""
+
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mingpt.base import events
+from mingpt.base.errors import ExpectedError, NonFiniteError, NonRetryableError, UserError
+from mingpt.config import Config
+from mingpt.data import Corpus, ElasticSampler, mix
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.device import autocast
+from mingpt.optim import learning_rate
+from mingpt.report import RunLogger, StepStats, StepTimer, is_reported
+from mingpt.training.audit import Audit
+from mingpt.training.build import build_run
+from mingpt.training.evaluate import Evaluator, is_due, is_missing
+from mingpt.training.run_folder import Claims
+from mingpt.training.saving import Saving
+from mingpt.training.start import StartPoint, describe_start, find_start
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One rank's part of a run. Construct it on every rank, then call `run` once. Raises UserError."""
+
+    def __init__(self, config: Config, context: DistributedContext) -> None:
+        self.config, self.context = config, context
+        start = find_start(config, context)
+        with out_of_memory_explained():
+            built = build_run(config, context, start)
+        self.state, self.sampler, self.environment, self.compile_choice = built
+        self.strategy = self.state.strategy
+        micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
+        self.audit = Audit(start.audit_chain, micro_batches)
+        self.losses = torch.zeros(micro_batches, device=context.device)  # zero for those of other ranks
+        self.step_losses: list[float] = []  # of all micro-batches of the last step
+        self.lr = 0.0
+        self.timer = StepTimer(start.step)
+        self.evaluator = Evaluator(config, context, self.state, start.corpus)
+        self.batches = Batches(config, context, start.corpus, self.sampler, self.audit, self.timer)
+        self.saving = Saving(config, context, self.state, start, self.environment, self.audit)
+        is_over = self.is_over(start)
+        self.evaluation_missing = is_missing(config, context, start)
+        self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
+        if not config.trainer.eval_only:
+            context.stop_signal.defer()
+        self.run_logger = self.open_run_logger(start)
+        self.mark_started(start.claims)
+
+    def is_over(self, start: StartPoint) -> bool:
+        """Whether the run stands at max_steps, and has been reported as finished. Collective.
+
+        A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
+        """
+        is_complete = start.snapshot is not None and start.step >= self.config.trainer.max_steps
+        is_here = is_complete and self.context.rank == 0 and is_reported(start.folder.path, start.unwritten)
+        return self.context.broadcast_object(is_here, 0)
+
+    def open_run_logger(self, start: StartPoint) -> RunLogger | None:
+        """On the ranks that keep a run folder, unless there is nothing to report. Collective."""
+        context = self.context
+        generation = describe_start(start, context)
+        if not start.folder.is_kept or self.nothing_left:
+            return None
+        logger = RunLogger(
+            self.config,
+            start.corpus,
+            generation,
+            self.environment,
+            start.claims.check_run_dir,
+            start.claims.may_write,
+            is_main=context.rank == 0,
+        )
+        context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
+        return logger
+
+    def mark_started(self, claims: Claims) -> None:
+        """From here on run.json tells from which step the job began, and where this generation fails."""
+        if self.context.rank == 0:
+            self.context.mark_started()
+        claims.mark_started()
+        self.context.exit.note_begun()
+
+    def run(self) -> str | None:
+        """Train up to max_steps, or until told to stop; then everything is durable, on all ranks.
+
+        Returns the request that stopped the run, if one did. Raises NonFiniteError, or NonRetryableError for
+        a failure that repeats, on all ranks; ExpectedError where memory does not suffice.
+        """
+        with self.failure_recorded():
+            if not self.begin_run():
+                return None
+            stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # since the workers started
+            if self.evaluation_missing and not stop:
+                stop = self.evaluate()
+                if self.state.step and not stop:
+                    self.saving.save_to_disk(self.run_logger)  # whose manifest holds the evaluation
+            self.timer.reset(self.state.step)
+            while self.state.step < self.config.trainer.max_steps and not stop:
+                grad_norm, stop = self.step()
+                stop = self.after_step(grad_norm, stop)
+            is_complete = self.state.step >= self.config.trainer.max_steps and not self.evaluation_missing
+            stopped_by = None if is_complete else stop
+            self.end_run(stopped_by)
+            return stopped_by
+
+    def step(self) -> tuple[float, str | None]:
+        """One optimizer update. Returns the gradient's norm and the request to stop, if there is one."""
+        config, state, strategy = self.config, self.state, self.strategy
+        step = state.step
+        events.emit("step_start", step=step)
+        strategy.start_step()
+        with out_of_memory_explained():
+            for micro_batch in strategy.my_micro_batches:
+                inputs, targets = self.batches.next(step, micro_batch)
+                with strategy.micro_batch(micro_batch):
+                    with autocast(self.context.device, self.context.dtype):
+                        loss = strategy.forward(inputs, targets)
+                    events.emit("forward_end", step=step, micro_batch=micro_batch)
+                    (loss * strategy.loss_scale).backward()
+                    events.emit("backward_end", step=step, micro_batch=micro_batch)
+                self.losses[micro_batch] = math.nan if self.batches.error else loss.detach()
+            strategy.finish_step()
+            events.emit("reduction_end", step=step)
+            status = self.context.reduce_step_status(self.losses, self.saving.newest_written)
+            grad_norm_tensor = strategy.clip_grad_norm_(config.optimizer.grad_clip)
+            self.lr = learning_rate(step + 1, config.optimizer, config.trainer.max_steps)
+            state.optimizer.step(self.lr, strategy.gradients())
+            strategy.finish_update()
+            events.emit("optimizer_end", step=step)
+            # A GPU is waited for only here, after it has been given all the work of the step.
+            self.step_losses, newest_written, stop = status()
+            grad_norm = float(grad_norm_tensor)
+        self.saving.note_written(newest_written, self.run_logger)
+        self.raise_if_not_finite(grad_norm)
+        self.audit.end_step(self.context)
+        state.advance(config.trainer.batch_size)
+        self.context.exit.step = state.step
+        events.emit("step_end", step=state.step)
+        return grad_norm, stop
+
+    def after_step(self, grad_norm: float, stop: str | None) -> str | None:
+        """Whatever is due. Records come before a snapshot, so that it holds all of its step.
+
+        Returns the request to stop, if there is one: an evaluation is left to the next generation then.
+        """
+        config, step = self.config, self.state.step
+        is_last = step == config.trainer.max_steps
+        if self.run_logger:
+            self.run_logger.on_step(step)
+        if is_last or step % config.trainer.log_every == 0:
+            self.log_training(grad_norm)
+        self.evaluation_missing = is_due(config.trainer, step)
+        if self.evaluation_missing and not stop:
+            stop = self.timer.exclude(self.evaluate)
+        if is_last or stop or step % config.snapshot.every == 0:
+            is_end = is_last or bool(stop)
+            self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_end))
+        elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
+            self.timer.exclude(lambda: self.saving.save_to_memory(self.run_logger))
+        return stop
+
+    def begin_run(self) -> bool:
+        """Whether there is anything to train; if so, everything is ready for the first step."""
+        config, state = self.config.trainer, self.state
+        if config.eval_only:
+            losses = self.evaluator.evaluate(state.step)
+            assert losses is not None, "a request to stop ends an evaluation alone at once"
+            named = [f"{name} {value:.4f}" for name, value in losses.items()]
+            log.info("step %d  %s", state.step, "  ".join(named))
+            return False
+        if self.nothing_left:
+            self.context.stop_signal.remove_stop_file()
+            if self.saving.durable_step >= state.step:
+                self.saving.remove_memory_snapshots()
+            log.info(
+                "the run already stands at step %d and trainer.max_steps is %d: nothing is left to do",
+                state.step,
+                config.max_steps,
+            )
+            return False
+        failure = self.run_logger.repeated_failure() if self.run_logger else None
+        failure = self.context.broadcast_object(failure, 0)
+        if failure:
+            self.saving.remove_memory_snapshots()
+            raise NonRetryableError(failure)
+        if self.run_logger:
+            parameters = sum(map(math.prod, self.strategy.shapes.values()))
+            assignment = self.sampler.micro_batches_by_rank()
+            self.run_logger.plan(
+                state.step,
+                parameters,
+                self.sampler.windows_per_epoch,
+                self.compile_choice,
+                assignment,
+                self.saving.store.url,
+            )
+        self.saving.allocate()
+        events.emit("run_start", state=state, strategy=self.strategy)
+        return True
+
+    def end_run(self, stopped_by: str | None) -> None:
+        """Return when the last snapshot is on disk, on all ranks."""
+        if self.saving.is_missing():
+            self.saving.save_to_disk(self.run_logger, is_last=True)
+        self.saving.finish(self.run_logger)
+        events.emit("run_end", state=self.state)
+
+        def report() -> None:
+            if self.run_logger:
+                self.context.stop_signal.remove_stop_file()
+                self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url)
+
+        self.context.run_with_heartbeat(report)
+        self.saving.remove_memory_snapshots()
+
+    def raise_if_not_finite(self, grad_norm: float) -> None:
+        """Gradient and losses are the same on all ranks, so all of them raise, or none.
+
+        NonFiniteError, or UserError for data that a rank could not use.
+        """
+        bad = [number for number, loss in enumerate(self.step_losses) if not math.isfinite(loss)]
+        if math.isfinite(grad_norm) and not bad:
+            return
+        micro_batch_size, windows_seen = self.config.trainer.micro_batch_size, self.state.windows_seen
+        where = []
+        for number in bad:
+            starts = self.sampler.window_starts(windows_seen + number * micro_batch_size, micro_batch_size)
+            where.append(f"micro-batch {number} (windows at {', '.join(map(str, starts))})")
+        last_window = windows_seen + self.config.trainer.batch_size - 1
+        sentence = not_finite(self.state.step + 1, where, windows_seen, last_window)
+        data_error = self.batches.find_error()
+        if data_error:
+            raise UserError(data_error)
+        self.saving.saver.wait()  # all ranks write what is sharded
+        if self.run_logger:
+            self.run_logger.failed(self.state.step, sentence)
+        self.saving.remove_memory_snapshots()
+        raise NonFiniteError(sentence)
+
+    def log_training(self, grad_norm: float) -> None:
+        """One record of the last step, with rates over the steps since the record before."""
+        step_s, data_s = self.timer.seconds_per_step(self.state.step)
+        if self.run_logger:
+            stats = StepStats(
+                step=self.state.step,
+                loss=math.fsum(self.step_losses) / len(self.step_losses),
+                lr=self.lr,
+                grad_norm=grad_norm,
+                windows_seen=self.state.windows_seen,
+                block_size=self.config.data.block_size,
+                batch_size=self.config.trainer.batch_size,
+                step_s=step_s,
+                data_s=data_s,
+                flops_per_token=self.state.model.flops_per_token(),
+                world_size=self.context.world_size,
+                device_name=self.environment.device,
+            )
+            self.run_logger.log_training(stats)
+        self.timer.reset(self.state.step)
+
+    def evaluate(self) -> str | None:
+        """Evaluate and put it on record. Returns the request to stop that has cut it, if one has."""
+        losses, context = self.evaluator.evaluate(self.state.step), self.context
+        if losses is None:
+            return context.agreed_stop
+        sample = context.run_with_heartbeat(lambda: self.evaluator.sample(self.run_logger is not None))
+        if context.should_stop():
+            return context.agreed_stop
+        if self.run_logger:
+            self.run_logger.log_evaluation(self.state.step, losses, sample)
+        self.evaluation_missing = False
+        return None
+
+    @contextlib.contextmanager
+    def failure_recorded(self) -> Iterator[None]:
+        """Note in run.json a failure after which no generation follows."""
+        try:
+            yield
+        except UserError as error:
+            self.saving.saver.wait()
+            self.context.exit.note_end_of_job(str(error))
+            self.saving.remove_memory_snapshots()
+            raise
+        except Exception as error:
+            is_noted = isinstance(error, NonRetryableError) or self.context.launch.has_restarts_left()
+            if not is_noted:
+                self.context.exit.note_end_of_job(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+
+
+@contextlib.contextmanager
+def out_of_memory_explained() -> Iterator[None]:
+    """Raises ExpectedError where memory does not suffice."""
+    try:
+        yield
+    except RuntimeError as error:
+        messages = ("can't allocate memory", "not enough memory")
+        if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
+            raise ExpectedError(
+                "out of memory: lower trainer.micro_batch_size, the batch stays the same; "
+                "or train a smaller model"
+            ) from error
+        raise
+
+
+def not_finite(step: int, where: Sequence[str], first_window: int, last_window: int) -> str:
+    """The sentence on a loss, of these micro-batches, or a gradient that is not finite."""
+    what = f"loss of {'; '.join(where)}" if where else f"gradient of windows {first_window} to {last_window}"
+    return f"step {step}: the {what} is not finite; its update is dropped and the last snapshot is kept"
+
+
+class Batches:
+    """The micro-batches of all steps up to max_steps, in order.
+
+    Data that cannot be used is an error of one rank, of which all ranks learn by `find_error`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        context: DistributedContext,
+        corpus: Corpus,
+        sampler: ElasticSampler,
+        audit: Audit,
+        timer: StepTimer,
+    ) -> None:
+        self.config, self.context, self.audit, self.timer = config, context, audit, timer
+        size = config.trainer.micro_batch_size
+        steps = max(0, config.trainer.max_steps - timer.first_step)
+        starts = itertools.islice(sampler, steps * len(sampler.my_micro_batches()) * size)
+        self.batches = corpus.train.batches(starts, size, context.device)
+        self.error: str | None = None
+
+    def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets on the device, (B, T) each; seeds the micro-batch's dropout.
+
+        Zeros once there is an `error`.
+        """
+        began = time.perf_counter()
+        inputs, targets, *on_device = self.fetch()
+        events.emit("batch", step=step, micro_batch=micro_batch, inputs=inputs, targets=targets)
+        self.audit.add(micro_batch, inputs, targets)
+        self.timer.data_s += time.perf_counter() - began
+        if self.config.model.dropout:
+            torch.manual_seed(mix(self.config.seed, step, micro_batch))
+        return on_device[0], on_device[1]
+
+    def fetch(self) -> tuple[Tensor, ...]:
+        """Inputs and targets on the CPU, then on the device."""
+        if self.error is None:
+            try:
+                return next(self.batches)
+            except UserError as error:
+                self.error = str(error)
+        shape = self.config.trainer.micro_batch_size, self.config.data.block_size
+        zeros = torch.zeros(shape, dtype=torch.long)
+        return zeros, zeros, zeros.to(self.context.device), zeros.to(self.context.device)
+
+    def find_error(self) -> str | None:
+        """The first error of any rank. Collective."""
+        errors = self.context.all_gather_object(self.error)
+        return next((error for error in errors if error is not None), None)

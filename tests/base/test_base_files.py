@@ -1,0 +1,182 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+import pytest
+from support.faults import FaultyDisk
+
+from mingpt.base.errors import UserError
+from mingpt.base.files import BadJson, atomic_file, check_json, parse_json, read_json, retry, write_atomic
+from mingpt.base.urls import open_url
+
+KILLED = """
+import os, signal, sys
+from mingpt.base.files import write_atomic
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_atomic(sys.argv[1], "after")
+"""
+
+
+def test_a_kill_between_write_and_rename_leaves_the_file_of_before(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)])
+    assert (done.returncode, path.read_text()) == (-signal.SIGKILL, "before")
+    write_atomic(path, "after")
+    assert path.read_text() == "after" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("function", ["write", "fsync", "replace"])
+def test_a_failure_leaves_the_file_of_before_and_no_partial_file(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    FaultyDisk(monkeypatch, function, "file", partly=function == "write")
+    with pytest.raises(OSError, match="No space left on device"):
+        write_atomic(path, "after")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_or_a_refusal_before_the_rename_leaves_the_file_of_before(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(KeyError), atomic_file(path) as file:
+        file.write(b"aft")
+        raise KeyError
+    write_atomic(path, "after", before_rename=lambda: False)
+    assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        ("nothing", ["replace"]),
+        ("file", ["fsync the.partial", "replace"]),
+        ("folder", ["fsync the.partial", "replace", "fsync folder"]),
+    ],
+)
+def test_a_file_is_durable_before_it_has_its_name_and_its_name_afterwards(
+    sync: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, calls, replace = tmp_path / "folder", list[str](), os.replace
+    folder.mkdir()
+
+    def note_replace(source: Path, target: Path) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    def note_fsync(handle: int) -> None:
+        calls.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+
+    monkeypatch.setattr(os, "replace", note_replace)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    write_atomic(folder / "file", "content", folder / "the.partial", sync)  # type: ignore[arg-type]
+    assert calls == expected
+
+
+def test_a_partial_file_that_cannot_be_removed_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FaultyDisk(monkeypatch, "fsync", "file")
+    FaultyDisk(monkeypatch, "unlink", "file", errno.EIO)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_atomic(tmp_path / "file", "content")
+
+
+def test_work_is_tried_again_after_the_given_pauses_and_then_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, told, attempts = list[float](), list[str](), list[int]()
+    monkeypatch.setattr("time.sleep", slept.append)
+
+    def work() -> str:
+        attempts.append(1)
+        raise OSError(f"attempt {len(attempts)}")
+
+    with pytest.raises(OSError, match="attempt 3"):
+        retry(work, (0.5, 2.0), lambda error: told.append(str(error)))
+    assert (slept, told) == ([0.5, 2.0], ["attempt 1", "attempt 2"])
+
+
+def test_work_that_succeeds_or_can_never_succeed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept, results = list[float](), [KeyError("once"), "done"]
+    monkeypatch.setattr("time.sleep", slept.append)
+
+    def work() -> object:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def give_up(error: Exception) -> None:
+        raise error
+
+    assert retry(work, (0.5, 2.0), lambda error: None) == "done" and slept == [0.5]
+    results.append(KeyError("once"))
+    with pytest.raises(KeyError, match="once"):
+        retry(work, (0.5, 2.0), give_up)
+    assert slept == [0.5]
+
+
+def test_a_url_without_a_driver_is_one_sentence_that_names_it() -> None:
+    with pytest.raises(UserError, match=r"^the data nowhere://x needs a driver that is not installed: "):
+        open_url("nowhere://x", "the data nowhere://x")
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    x: pydantic.StrictInt
+    more: tuple[str, ...] = ()
+
+
+HOSTILE = {
+    "empty": b"",
+    "cut off": b'{"name": "a", "x": ',
+    "no text": b"\xff\xfe",
+    "nested": b"[" * 100_000 + b"]" * 100_000,
+    "nested in a field": b'{"name": "a", "x": ' + b'{"x": ' * 100_000 + b"1" + b"}" * 100_001,
+    "a number of too many digits": b'{"name": "a", "x": ' + b"1" * 10_000 + b"}",
+    "another type": b'["a", 1]',
+    "another type in a field": b'{"name": "a", "x": "1"}',
+    "true for a number": b'{"name": "a", "x": true}',
+    "a missing field": b'{"name": "a"}',
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_json_that_is_not_as_it_should_be_is_one_error_of_one_line(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(HOSTILE[kind])
+    with pytest.raises(BadJson) as caught:
+        read_json(tmp_path / "file", Point)
+    assert 0 < len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_json_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text(f'{{"name": "{"a" * 100}", "x": 1}}')
+    monkeypatch.setattr("mingpt.base.files.MAX_JSON_BYTES", 100)
+    with pytest.raises(BadJson, match="more than 100 bytes"):
+        read_json(tmp_path / "file", Point)
+
+
+def test_json_becomes_what_it_is_asked_to_be_and_an_error_names_the_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"name": "\\udc80", "x": 1, "more": ["b"], "other": 2}')
+    value = read_json(tmp_path / "file", Point)
+    assert value == {"name": "\udc80", "x": 1, "more": ["b"], "other": 2}
+    assert check_json(value | {"name": "a"}, Point) == Point("a", 1, ("b",))
+    with pytest.raises(BadJson, match=r"^more\.1: Input should be a valid string$") as caught:
+        check_json({"name": "a", "x": 1, "more": ["b", 3]}, Point)
+    assert caught.value.place == ("more", 1)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"x": 1, "x": 2}', '{"x": NaN}', '{"x": -Infinity}', f"[{'1,' * 200_000}1]"]
+)
+def test_strict_json_refuses_what_readers_understand_differently(content: str) -> None:
+    parse_json(content)
+    with pytest.raises(BadJson):
+        parse_json(content, strict=True)

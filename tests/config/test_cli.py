@@ -1,0 +1,142 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mingpt.base.errors import UserError
+from mingpt.config import Config, settings
+from mingpt.config.cli import build, parse
+
+
+def test_the_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {n_layer: 3, n_head: 2}\n")
+    lines = (
+        ["model.n_head=1", str(file)],
+        [str(file), "--model.n_head", "1"],
+        ["--model.n_head=1", str(file)],
+    )
+    for argv in lines:
+        model = parse(argv).model
+        assert (model.n_layer, model.n_head, model.n_embd) == (3, 1, Config().model.n_embd)
+
+
+def test_numbers_in_exponent_form_and_null_are_understood() -> None:
+    words = ["optimizer.learning_rate=1e-3", "trainer.max_steps=7", "snapshot.path=null", "run_dir=12"]
+    config = parse(words)
+    assert (config.optimizer.learning_rate, config.trainer.max_steps) == (1e-3, 7)
+    assert (config.snapshot.path, config.run_dir) == (None, "12")
+
+
+@pytest.mark.parametrize(("text", "workers"), [("auto", "auto"), ("4", 4), ("1", 1)])
+def test_the_number_of_workers_is_auto_or_a_whole_number(text: str, workers: int | str) -> None:
+    assert parse([f"trainer.workers={text}"]).trainer.workers == workers
+    assert build({"trainer.workers": workers}).trainer.workers == workers
+
+
+def test_the_tokenizer_and_the_schedule_are_chosen_by_name() -> None:
+    config = parse(["data.tokenizer=char", "optimizer.schedule=linear"])
+    assert (config.data.tokenizer, config.optimizer.schedule) == ("char", "linear")
+
+
+def test_what_is_printed_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(["model.n_layer=5", "--print_config"])
+    assert stop.value.code == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert yaml.safe_load(printed.read_text())["model"]["n_layer"] == 5
+    assert parse([str(printed)]) == parse(["model.n_layer=5"])
+
+
+def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for key, setting in settings().items():
+        assert key in text
+        assert setting.description in text
+        assert setting.allowed() in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("model.n_layers=3", "unknown setting 'model.n_layers'; did you mean 'model.n_layer'?"),
+        ("n_layer=3", "unknown setting 'n_layer'; did you mean 'model.n_layer'?"),
+        ("model=3", "model is a section"),
+        ("model.n_layer=two", "model.n_layer must be a whole number at least 1, not 'two'"),
+        ("model.n_layer=0", "model.n_layer must be a whole number at least 1, not 0"),
+        ("model.n_layer=2.5", "model.n_layer must be a whole number"),
+        ("model.n_layer=true", "model.n_layer must be a whole number at least 1, not True"),
+        ("model.dropout=1", "model.dropout must be a number at least 0 and below 1, not 1.0"),
+        ("model.dropout=false", "model.dropout must be a number at least 0 and below 1, not False"),
+        ("optimizer.learning_rate=nan", "optimizer.learning_rate must be a number above 0"),
+        ("optimizer.learning_rate=inf", "optimizer.learning_rate must be a number above 0"),
+        ("optimizer.schedule=step", "optimizer.schedule must be one of cosine, linear, not 'step'"),
+        ("report.tracker=mlflow", "report.tracker must be one of wandb, trackio or null, not 'mlflow'"),
+        ("trainer.eval_windows=0", "trainer.eval_windows must be a whole number at least 1 or null, not 0"),
+        ("snapshot.local_every=-1", "snapshot.local_every must be a whole number at least 0 or null, not -1"),
+        ("model.arch=gpt3", "model.arch must be one of gpt2, modern, not 'gpt3'"),
+        ("trainer.compile=perhaps", "trainer.compile must be auto, true or false, not"),
+        ("trainer.workers=0", "trainer.workers must be auto or a whole number at least 1, not"),
+        ("trainer.workers=true", "trainer.workers must be auto or a whole number at least 1, not True"),
+        ("trainer.workers=x", "trainer.workers must be auto or a whole number at least 1, not 'x'"),
+        ("model.n_head=3", "model.n_embd (128) must be divisible by model.n_head (3)"),
+        ("model.n_head=128", "must be even for the rotary positions of model.arch=modern"),
+        (
+            "trainer.micro_batch_size=7",
+            "trainer.batch_size (16) must be divisible by trainer.micro_batch_size (7)",
+        ),
+        ("data.sha256=abc", "data.sha256 must be 64 hexadecimal digits"),
+        ("--trainer.max_steps", "--trainer.max_steps needs a value"),
+        ("run_dir=", "run_dir must be a local folder, not ''"),
+        ("run_dir=s3://bucket/run", "run_dir must be a local folder"),
+        ("seed=18446744073709551616", "seed must be"),
+        ("", "the configuration file  cannot be read"),
+        ("elsewhere.yaml", "the configuration file elsewhere.yaml cannot be read: No such file or directory"),
+    ],
+)
+def test_a_mistake_is_one_sentence(argument: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse([argument])
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("model: [1, 2\n", "is not valid YAML"),
+        ("model: {n_layer: 1}}\n", "is not valid YAML"),
+        ("- a\n- b\n", "must hold sections"),
+        ("modle:\n  n_layer: 3\n", "unknown setting 'modle.n_layer'; did you mean 'model.n_layer'?"),
+        ("model: {n_layer: 1}\nmodel: {n_head: 1}\n", "'model' is repeated"),
+        ("model: &m {x: *m}\n", "an anchor contains itself"),
+        ("model: {n_layer: null}\n", "model.n_layer must be a whole number at least 1, not None"),
+        ("model: {n_layer: true}\n", "model.n_layer must be a whole number at least 1, not True"),
+        ("trainer: {dtype: null}\n", "trainer.dtype must be one of"),
+        ("trainer: {workers: null}\n", "trainer.workers must be auto or a whole number at least 1"),
+        ("seed: {}\n", "seed must be"),
+        ("extra: {}\n", "unknown setting 'extra'"),
+        ("model:\n", "model is a section"),
+        ("\tmodel: 3\n", "is not valid YAML"),
+    ],
+)
+def test_a_broken_file_is_one_sentence(content: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text(content)
+    with pytest.raises(UserError) as error:
+        parse([str(tmp_path / "broken.yaml")])
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_two_files_are_refused() -> None:
+    with pytest.raises(UserError, match="two configuration files"):
+        parse(["a.yaml", "b.yaml"])
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UserError, match=r"snapshot\.resume=must forbids one"):
+        build({"snapshot.init_from": "out/other", "snapshot.resume": "must"})

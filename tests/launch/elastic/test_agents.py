@@ -1,0 +1,268 @@
+"""Real torchrun agents, each with an address of its own on this machine; their workers do nothing."""
+
+import errno
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Start, wait_until
+
+from mingpt.tools.jobs import Job, children, descendants
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+names = "RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MINGPT_JOB", "MINGPT_ROUND"
+with open(folder / "started", "a") as log:
+    log.write(" ".join([sys.argv[2], *(os.environ[name] for name in names)]) + "\\n")
+while not (folder / "stop").exists():
+    time.sleep(0.02)
+"""
+
+
+class Agents:
+    """Agents 1, 2, ... of one job, in a folder of their own."""
+
+    def __init__(self, folder: Path, hosts: bool, nnodes: str) -> None:
+        self.folder, self.nnodes = folder, nnodes
+        self.network = f"127.{random.randint(1, 250)}.{random.randint(1, 250)}"
+        self.meeting = str(folder / "meet")
+        if hosts:
+            self.meeting = ",".join(f"{self.network}.{number}:29400" for number in (1, 2, 3))
+        self.jobs: dict[int, Job] = {}
+        (folder / "worker.py").write_text(WORKER)
+
+    def start(self, *numbers: int, launcher: Sequence[str] = ()) -> None:
+        for number in numbers:
+            options = {"nnodes": self.nnodes, "nproc": "1", "rdzv": self.meeting}
+            words = [f"--{name}={value}" for name, value in options.items()]
+            command = [
+                *launcher,
+                str(ROOT / "launch" / "elastic.sh"),
+                *words,
+                f"--local_addr={self.network}.{number}",
+                "--",
+            ]
+            command += ["worker.py", str(self.folder), str(number)]
+            output = self.folder / f"agent-{number}"
+            self.jobs[number] = Job(command, output, cwd=self.folder, PYTHON=sys.executable)
+
+    def started(self) -> list[list[str]]:
+        """A line for each worker that has started: agent, RANK, WORLD_SIZE, ..., MINGPT_ROUND."""
+        path = self.folder / "started"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def await_round(self, number: int, *agents: int) -> None:
+        """Until round `number` of the job runs with exactly these agents, ranked by their addresses."""
+
+        def members() -> list[int]:
+            return sorted(int(line[0]) for line in self.started() if line[6] == str(number))
+
+        try:
+            wait_until(lambda: members() == sorted(agents), 40)
+        except TimeoutError:
+            errors = "\n".join(f"agent {number}:\n{job.err()[-2000:]}" for number, job in self.jobs.items())
+            raise AssertionError(f"round {number} is of {members()}: {self.started()}\n{errors}") from None
+        lines = sorted(
+            (line for line in self.started() if line[6] == str(number)), key=lambda line: int(line[0])
+        )
+        assert (
+            [line[1] for line in lines] == [line[3] for line in lines] == list(map(str, range(len(agents))))
+        )
+        assert {line[2] for line in lines} == {str(len(agents))}
+        assert {line[4] for line in lines} == {f"{self.network}.{min(agents)}"}
+        assert len({line[5] for line in self.started()}) == 1  # one job
+
+    def end_workers(self, *numbers: int) -> None:
+        """As a collective that fails ends them."""
+        for number in numbers:
+            for pid in children(self.jobs[number].pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def finish(self) -> None:
+        (self.folder / "stop").touch()
+        for number, job in self.jobs.items():
+            assert job.wait(30) == 0, f"agent {number}: {job.err()[-3000:]}"
+
+
+@pytest.fixture
+def new_agents(tmp_path: Path) -> Iterator[Callable[..., Agents]]:
+    made: list[Agents] = []
+
+    def make(hosts: bool = False, nnodes: str = "1:3") -> Agents:
+        made.append(Agents(tmp_path, hosts, nnodes))
+        return made[-1]
+
+    yield make
+    for agents in made:
+        for job in agents.jobs.values():
+            job.kill()
+
+
+def test_agents_meet_finish_and_leave_the_news(new_agents: Callable[..., Agents]) -> None:
+    agents = new_agents(nnodes="2:2")
+    agents.start(1, 2)
+    agents.await_round(1, 1, 2)
+    agents.finish()
+    left = [json.loads(path.read_text()) for path in (agents.folder / "meet" / "mingpt").glob("*.json")]
+    assert [entry["state"] for entry in left] == ["finished"] * 2  # for a node that is frozen meanwhile
+
+
+def test_a_board_on_a_host_of_its_own_will_do(new_agents: Callable[..., Agents], start: Start) -> None:
+    agents = new_agents(nnodes="1:1")
+    agents.meeting = f"{agents.network}.9:29400"
+    server = start([sys.executable, "-m", "mingpt.launch.elastic", "--serve", agents.meeting])
+    agents.start(1)
+    agents.await_round(1, 1)
+    agents.finish()
+    assert server.is_running() and server.err() == ""
+    second = start([sys.executable, "-m", "mingpt.launch.elastic", "--serve", agents.meeting])
+    assert second.wait() == 2 and second.err().startswith("error: cannot listen")
+    wrong = start([sys.executable, "-m", "mingpt.launch.elastic", "--serve", "here"])
+    assert wrong.wait() == 2 and wrong.err().startswith("error: --serve is one HOST:PORT")
+
+
+def test_an_agent_whose_messages_nobody_reads_any_more_goes_on(new_agents: Callable[..., Agents]) -> None:
+    """As where srun has died with the first node: what is written to stderr then fails."""
+    agents = new_agents(nnodes="1:2")
+    one_line_is_read = ["bash", "-c", 'unset PYTHONUNBUFFERED; exec "$0" "$@" 2> >(head -n 1 > read)']
+    agents.start(1)
+    agents.start(2, launcher=one_line_is_read)
+    agents.await_round(1, 1, 2)
+    agents.jobs.pop(1).kill()
+    agents.end_workers(2)
+    agents.await_round(2, 2)
+    agents.finish()
+
+
+def test_too_few_agents_say_so_and_obey_sigterm(new_agents: Callable[..., Agents]) -> None:
+    agents = new_agents(nnodes="2:3", hosts=True)
+    agents.start(1)
+    job = agents.jobs[1]
+    job.wait_until(lambda: "waiting for 1 more node of at least 2: here" in job.err())
+    line = next(line for line in job.err().splitlines() if "waiting for" in line)
+    assert f"{agents.network}.2:29400 does not answer; {agents.network}.3:29400 does not answer" in line
+    job.process.send_signal(signal.SIGTERM)
+    job.process.wait(5)
+    assert agents.started() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [False, True], ids=["folder", "hosts"])
+def test_any_agent_may_be_killed_and_replaced(hosts: bool, new_agents: Callable[..., Agents]) -> None:
+    agents = new_agents(hosts)
+    agents.start(1, 2, 3)
+    agents.await_round(1, 1, 2, 3)
+    for victim in (1, 2, 3):  # the first leads the round, and holds the board that the others ask first
+        others = {1, 2, 3} - {victim}
+        agents.jobs[victim].kill()
+        agents.end_workers(*others)
+        agents.await_round(2 * victim, *others)
+        agents.start(victim)
+        agents.await_round(2 * victim + 1, 1, 2, 3)
+    agents.finish()
+
+
+@pytest.mark.slow
+def test_a_job_grows_and_shrinks(new_agents: Callable[..., Agents]) -> None:
+    agents = new_agents(hosts=True)
+    agents.start(2)
+    agents.await_round(1, 2)
+    agents.start(1)
+    agents.await_round(2, 1, 2)
+    agents.start(3)
+    agents.await_round(3, 1, 2, 3)
+    leaving = agents.jobs.pop(1)
+    leaving.process.send_signal(signal.SIGTERM)
+    assert leaving.wait(20) == 1
+    agents.end_workers(2, 3)
+    agents.await_round(4, 2, 3)
+    agents.finish()
+
+
+@pytest.mark.slow
+def test_a_frozen_agent_is_left_out_and_taken_in_once_thawed(new_agents: Callable[..., Agents]) -> None:
+    agents = new_agents(nnodes="2:3")
+    agents.start(1, 2, 3)
+    agents.await_round(1, 1, 2, 3)
+    frozen = [agents.jobs[1].pid, *descendants(agents.jobs[1].pid)]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    agents.end_workers(2, 3)
+    agents.await_round(2, 2, 3)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    agents.await_round(3, 1, 2, 3)
+    agents.finish()
+
+
+@pytest.mark.slow
+def test_an_agent_that_was_frozen_while_the_job_ended_ends_once_thawed(
+    new_agents: Callable[..., Agents],
+) -> None:
+    agents = new_agents(nnodes="2:2")
+    agents.start(1, 2)
+    agents.await_round(1, 1, 2)
+    frozen = agents.jobs.pop(2)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    for pid in children(frozen.pid):
+        os.kill(pid, signal.SIGKILL)
+    agents.finish()
+    os.kill(frozen.pid, signal.SIGCONT)
+    assert frozen.wait(20) == 0
+    assert "the job is finished" in frozen.err()
+
+
+@pytest.mark.slow
+def test_a_spare_agent_waits_and_ends_with_the_job(new_agents: Callable[..., Agents]) -> None:
+    agents = new_agents(nnodes="1:2")
+    agents.start(2, 3)
+    agents.await_round(1, 2, 3)
+    agents.start(1)
+    spare = agents.jobs[1]
+    spare.wait_until(lambda: "waiting to join" in spare.err())
+    agents.jobs.pop(3).kill()
+    agents.end_workers(2)
+    agents.await_round(2, 1, 2)
+    agents.start(3)
+    other = agents.jobs[3]
+    other.wait_until(lambda: "waiting to join" in other.err())
+    agents.finish()
+    assert "the job is finished" in other.err()
+
+
+def wait_until_read(pipe: Path) -> int:
+    """A descriptor that keeps whoever reads the pipe waiting, once somebody does."""
+    found: list[int] = []
+
+    def is_read() -> bool:
+        try:
+            found.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # nobody reads it yet
+                raise
+        return bool(found)
+
+    wait_until(is_read)
+    return found[0]
+
+
+def test_storage_that_hangs_does_not_keep_an_agent_from_obeying(new_agents: Callable[..., Agents]) -> None:
+    agents = new_agents(nnodes="1:1")
+    agents.start(1)
+    agents.await_round(1, 1)
+    pipe = agents.folder / "meet" / "mingpt" / "hangs.json"  # and so does whoever reads it
+    os.mkfifo(pipe)
+    held = wait_until_read(pipe)
+    began = time.monotonic()
+    agents.jobs[1].process.send_signal(signal.SIGTERM)
+    assert agents.jobs[1].wait(20) == 1
+    assert time.monotonic() - began < 8
+    os.close(held)

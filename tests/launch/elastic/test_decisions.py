@@ -1,0 +1,283 @@
+"""Who is in the group and who has to restart, on plain entries."""
+
+import pytest
+
+from mingpt.launch.elastic.decisions import (
+    FINISHED,
+    JOIN_HOLD_S,
+    LAG_HOLD_S,
+    RUNNING,
+    SOON_S,
+    WAITING,
+    Entry,
+    JoinBackoff,
+    Liveness,
+    Restart,
+    best_group,
+    busy,
+    describe_wait,
+    has_lost_member,
+    is_complete,
+    is_linked,
+    job_of,
+    must_restart,
+)
+
+
+def entry(name: str, reach: str = "abcdef", **fields: object) -> Entry:
+    """Agent `name` ("a" to "f"), by default one that reaches all the others."""
+    number = ord(name) - ord("a") + 1
+    values = {"host": f"node{number}", "address": f"10.0.0.{number}", "port": 29400, "reach": tuple(reach)}
+    return Entry(id=name, **(values | fields))  # type: ignore[arg-type]
+
+
+def running(name: str, round: str, members: str, number: int = 1, reach: str = "abcdef") -> Entry:
+    return entry(name, reach, state=RUNNING, round=round, members=tuple(members), number=number)
+
+
+def names(group: list[Entry]) -> str:
+    return "".join(member.id for member in group)
+
+
+def test_an_entry_survives_json_and_what_is_none_is_refused() -> None:
+    one = entry("a", members=("a", "b"), job="x")
+    content = one.to_json() | {"members": ["a", "b"], "reach": list(one.reach)}
+    assert Entry.from_json(content) == one
+    wrong = [{}, [], "text", content | {"port": "1"}, content | {"reach": [1]}, content | {"more": 1}]
+    for bad in [*wrong, content | {"counter": True}, content | {"members": "ab"}]:
+        with pytest.raises(ValueError, match="not an entry"):
+            Entry.from_json(bad)
+
+
+def test_ranks_follow_addresses_as_numbers_then_names() -> None:
+    ten, nine = entry("a", address="10.0.0.10"), entry("b", address="10.0.0.9")
+    named, ipv6 = entry("c", address="gpu7"), entry("d", address="fd00::1")
+    assert names(best_group([named, ten, nine], 9)) == "bac"
+    assert names(best_group([named, ipv6, ten], 9)) == "adc"
+
+
+def test_an_agent_is_alive_only_once_its_counter_changes() -> None:
+    seen = Liveness(dead_s=4.0)
+    seen.observe([entry("a", counter=7)], now=0.0)  # a file that an earlier job left looks like this
+    assert not seen.is_alive("a", 0.0) and not seen.was_alive("a")
+    seen.observe([entry("a", counter=7)], now=1.0)
+    assert not seen.is_alive("a", 1.0)
+    seen.observe([entry("a", counter=8)], now=2.0)
+    assert seen.is_alive("a", 5.9) and not seen.is_alive("a", 6.0) and seen.was_alive("a")
+    seen.observe([entry("a", counter=3)], now=6.5)  # an older copy
+    assert not seen.is_alive("a", 6.5)
+    seen.observe([entry("a", counter=9)], now=60.0)
+    assert seen.is_alive("a", 60.0) and seen.silent_for("a", 61.0) == 1.0
+    assert seen.silent_for("b", 61.0) == float("inf") and not seen.is_alive("b", 61.0)
+
+
+def test_who_is_no_longer_listed_is_forgotten() -> None:
+    seen = Liveness(dead_s=4.0)
+    for counter in (1, 2):
+        seen.observe([entry("a", counter=counter), entry("b", counter=counter)], now=0.0)
+    seen.keep({"b"})
+    assert not seen.was_alive("a") and seen.silent_for("a", 1.0) == float("inf") and seen.was_alive("b")
+
+
+def test_a_link_takes_both_directions() -> None:
+    assert is_linked(entry("a", "b"), entry("b", "a"))
+    assert not is_linked(entry("a", ""), entry("b", "a"))
+    assert not is_linked(entry("a", "b"), entry("b", ""))
+    assert is_linked(entry("a", ""), entry("a", ""))
+
+
+@pytest.mark.parametrize(
+    ("reach", "group"),
+    [
+        ({"a": "bc", "b": "ac", "c": "ab"}, "abc"),
+        ({"a": "", "b": "c", "c": "b"}, "bc"),  # a, which would lead, is cut off
+        ({"a": "bc", "b": "c", "c": "b"}, "bc"),  # a hears nobody: its own view does not count alone
+        ({"a": "", "b": "ac", "c": "ab"}, "bc"),
+        ({"a": "b", "b": "ac", "c": "b"}, "ab"),  # a and c do not see each other: a tie, the larger key goes
+        ({"a": "", "b": "", "c": ""}, "a"),
+        ({"a": "bcd", "b": "acd", "c": "ab", "d": "ab"}, "abc"),
+        ({"a": "d", "b": "cd", "c": "bd", "d": "abc"}, "bcd"),
+        ({"a": "bcd", "b": "acd", "c": "abd", "d": "abc", "e": "a", "f": "e"}, "abcd"),
+    ],
+)
+def test_the_group_is_of_agents_that_all_reach_each_other(reach: dict[str, str], group: str) -> None:
+    entries = [entry(name, reached) for name, reached in reach.items()]
+    assert names(best_group(entries, 9)) == group
+    assert names(best_group(reversed(entries), 9)) == group  # all agents find the same
+
+
+def test_too_many_agents_leave_the_newcomer_as_a_spare() -> None:
+    newcomer = entry("a")
+    former = [entry(name, number=3, members=("b", "c"), round="r") for name in "bc"]
+    assert names(best_group([newcomer, *former], 2)) == "bc"
+    assert names(best_group([newcomer, *former], 3)) == "abc"
+
+
+def complete(group: list[Entry], unchanged_s: float, gone: str = "") -> bool:
+    return is_complete(group, 2, 3, unchanged_s, set(gone), first_call_s=5.0, last_call_s=1.5)
+
+
+def test_a_first_round_waits_for_others_unless_all_are_here() -> None:
+    two = [entry("a"), entry("b")]
+    assert not complete(two[:1], 100)
+    assert not complete(two, 4.9) and complete(two, 5.0)
+    assert complete([*two, entry("c")], 0.0)
+
+
+def test_a_later_round_starts_once_each_former_member_is_here_or_gone() -> None:
+    group = [entry(name, number=2, members=("a", "b", "c")) for name in "ab"]
+    assert not complete(group, 0.0) and not complete(group, 1.4) and complete(group, 1.5)
+    assert complete(group, 0.0, gone="c")
+    assert not complete(group[:1], 100, gone="bc")
+    late = [group[0], entry("d")]  # a knows the last round, d is new
+    assert complete(late, 0.0, gone="bc") and not complete(late, 0.0, gone="b")
+
+
+def test_the_job_and_its_number_come_from_whoever_went_furthest() -> None:
+    assert job_of([entry("a"), entry("b")]) == ("", 0)
+    assert job_of([entry("a", job="new", number=1), entry("b", job="old", number=7)]) == ("old", 7)
+
+
+def test_nobody_meets_while_a_round_goes_on_or_its_members_are_to_come() -> None:
+    waiting = entry("c", round="old")
+    assert busy([waiting, entry("a")]) == ([], [])
+    one = running("a", "r", "ab")
+    assert busy([waiting, one]) == ([one], [])
+    assert busy([waiting, one, entry("b", round="r")]) == ([], [one])
+
+
+def restart(
+    me: Entry, alive: list[Entry], max_nodes: int, backoff: JoinBackoff | None = None
+) -> Restart | None:
+    return must_restart(me, alive, max_nodes, (backoff or JoinBackoff()).hold_s)
+
+
+def test_a_round_of_which_all_are_here_goes_on() -> None:
+    a, b = running("a", "r", "ab"), running("b", "r", "ab")
+    assert restart(a, [a, b], 3) is None
+    assert restart(a, [a], 3) is None  # its workers notice a dead peer by themselves
+    assert restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
+
+
+def test_a_member_that_left_ends_the_round_at_once() -> None:
+    a, left = running("a", "r", "ab"), entry("b", round="r", number=1)
+    found = restart(a, [a, left], 3)
+    assert found is not None and found.hold_s == 0.0 and "node2 (10.0.0.2)" in found.reason
+
+
+def test_a_member_that_is_seen_in_its_old_round_gets_a_moment() -> None:
+    a = running("a", "r2", "ab", number=2)
+    for lagging in (entry("b", round="r1", number=1), running("b", "r1", "ab", number=1), entry("b")):
+        found = restart(a, [a, lagging], 3)
+        assert found is not None and found.hold_s == LAG_HOLD_S
+
+
+def test_a_member_that_went_on_without_this_one_ends_the_round_at_once() -> None:
+    a, b = running("a", "r1", "abc", number=1), running("b", "r2", "bc", number=2)
+    found = restart(a, [a, b], 3)
+    assert found is not None and found.hold_s == 0.0
+
+
+def members(text: str) -> list[dict[str, object]]:
+    """A round's members: "b" is node b's agent, "b2" a later agent of the same node."""
+    return [
+        {"id": name, "host": entry(name[0]).host, "address": entry(name[0]).address} for name in text.split()
+    ]
+
+
+def test_a_node_that_joins_and_is_lost_again_and_again_is_held_off_longer_each_time() -> None:
+    backoff, now, b = JoinBackoff(), 0.0, entry("b")
+    backoff.start_round(members("a b"), now)
+    holds = []
+    for number in range(2, 7):
+        backoff.start_round(members("a"), now + 10)
+        holds.append(backoff.hold_s(b))
+        now += 30
+        backoff.start_round(members(f"a b{number}"), now)
+    assert holds == [JOIN_HOLD_S, 10.0, 60.0, 300.0, 300.0]
+    assert backoff.hold_s(entry("c")) == JOIN_HOLD_S
+    backoff.start_round(members("a b6 c"), now + 50)  # it goes on: the round ended for another node
+    backoff.start_round(members("a c"), now + 60)
+    assert backoff.hold_s(b) == 300.0
+    backoff.start_round(members("a b7 c"), now + 400)
+    backoff.start_round(members("a b7"), now + 400 + SOON_S)
+    backoff.start_round(members("a"), now + 400 + SOON_S)  # it had lasted: all is forgotten
+    assert backoff.hold_s(b) == JOIN_HOLD_S
+
+
+def test_a_node_that_is_held_off_keeps_no_other_one_out() -> None:
+    backoff, a = JoinBackoff(), running("a", "r", "a")
+    for names in ("a", "a b", "a"):
+        backoff.start_round(members(names), 0.0)
+    found = restart(a, [a, entry("b")], 3, backoff)
+    assert found is not None and found.hold_s == 10.0 and "node2" in found.reason
+    found = restart(a, [a, entry("b"), entry("c")], 3, backoff)
+    assert found is not None and found.hold_s == JOIN_HOLD_S and "node3" in found.reason
+
+
+def test_a_newcomer_that_all_members_reach_is_taken_in() -> None:
+    a, b = running("a", "r", "ab"), running("b", "r", "ab")
+    for me in (a, b):
+        found = restart(me, [a, b, entry("c")], 3)
+        assert found is not None and found.hold_s == JOIN_HOLD_S and "node3 (10.0.0.3) joins" in found.reason
+    assert restart(a, [a, b, entry("c")], 2) is None  # no room
+    assert restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
+
+
+@pytest.mark.parametrize("reach", ["a", "b", ""])
+def test_a_newcomer_that_only_some_reach_disturbs_nobody(reach: str) -> None:
+    a, b = running("a", "r", "ab"), running("b", "r", "ab")
+    for me in (a, b):
+        assert restart(me, [a, b, entry("c", reach)], 3) is None
+    deaf = running("b", "r", "ab", reach="a")
+    for me in (a, deaf):
+        assert restart(me, [a, deaf, entry("c", "ab")], 3) is None
+
+
+def test_a_dead_member_does_not_keep_a_newcomer_out() -> None:
+    a = running("a", "r", "ab")
+    assert restart(a, [a, entry("c", "a")], 3) is not None
+
+
+def test_of_two_rounds_the_larger_goes_on() -> None:
+    a, b, c = running("a", "r1", "a"), running("b", "r2", "bc"), running("c", "r2", "bc")
+    found = restart(a, [a, b, c], 3)
+    assert found is not None and found.hold_s == JOIN_HOLD_S and "larger group" in found.reason
+    assert restart(b, [a, b, c], 3) is None and restart(c, [a, b, c], 3) is None
+
+
+def test_of_two_rounds_of_one_size_exactly_one_goes_on() -> None:
+    a, b = running("a", "r1", "a"), running("b", "r2", "b")
+    assert restart(a, [a, b], 3) is None
+    assert restart(b, [a, b], 3) is not None
+
+
+def test_a_barrier_is_over_once_a_member_has_gone_or_left() -> None:
+    a, b = running("a", "r", "ab", number=2), running("b", "r", "ab", number=2)
+    assert not has_lost_member(a, [a, b], set())
+    assert not has_lost_member(a, [a, entry("b", round="r0", number=1)], set())  # seen late
+    assert not has_lost_member(a, [a, b, entry("c", number=5)], {"c"})  # none of its members
+    assert has_lost_member(a, [a], {"b"})
+    assert has_lost_member(a, [a, entry("b", round="r", number=2)], set())
+    assert has_lost_member(a, [a, running("b", "r3", "bc", number=3)], set())
+
+
+def test_who_waits_says_for_whom() -> None:
+    a, b = entry("a"), entry("b")
+    assert describe_wait(a, [a], 2, ["10.0.0.2:29400 does not answer"]) == (
+        "waiting for 1 more node of at least 2: here node1 (10.0.0.1); 10.0.0.2:29400 does not answer"
+    )
+    text = describe_wait(a, [a], 3, ["x:1 does not answer", "/y: Permission denied"])
+    assert text.endswith("(10.0.0.1); x:1 does not answer; /y: Permission denied")
+    assert text.startswith("waiting for 2 more nodes of at least 3")
+    assert describe_wait(a, [b, a], 1, []) == (
+        "waiting for more nodes: here node1 (10.0.0.1), node2 (10.0.0.2)"
+    )
+    others = [running("b", "r", "bc"), running("c", "r", "bc")]
+    assert describe_wait(a, [a, *others], 1, []) == (
+        "waiting to join node2 (10.0.0.2), node3 (10.0.0.3): here node1 (10.0.0.1)"
+    )
+    assert describe_wait(entry("c", round="r"), [others[0], entry("c", round="r")], 1, []) == (
+        "waiting for node2 (10.0.0.2) to end the round: here node3 (10.0.0.3)"
+    )
+    assert a.state == WAITING

@@ -1,0 +1,116 @@
+"""How an agent proposes a round: in this process, to a peer that a test plays."""
+
+import atexit
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import wait_until
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from mingpt.distributed import launch
+from mingpt.launch.elastic import handler as handler_module
+from mingpt.launch.elastic import node as node_module
+from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
+from mingpt.launch.elastic.handler import ElasticRendezvous
+from mingpt.launch.elastic.node import Node
+
+HERE, PEER = "127.0.0.1", "127.0.0.2"
+
+
+@pytest.fixture
+def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ElasticRendezvous]:
+    monkeypatch.setattr(atexit, "register", lambda function: function)
+    monkeypatch.setenv("MINGPT_JOB", "")
+    monkeypatch.setenv("MINGPT_ROUND", "")
+
+    def make(endpoint: str = f"{tmp_path}/meet", nodes: int = 2) -> ElasticRendezvous:
+        return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", nodes, nodes, HERE))
+
+    return make
+
+
+def test_workers_read_the_variables_that_the_handler_sets() -> None:
+    """Two rooms that do not import each other name them."""
+    assert (handler_module.JOB, handler_module.ROUND) == (launch.JOB, launch.ROUND)
+
+
+class Peer:
+    """An agent that answers proposals as `accepts` says, and counts them."""
+
+    def __init__(self, folder: Path, accepts: Callable[[], bool]) -> None:
+        self.node, self.proposals, self.gos, self._accepts = Node("peer", PEER, 1), 0, 0, accepts
+        own = self.node.operations()
+
+        def propose(message: Message) -> Message:
+            self.proposals += 1
+            return {"ok": False} if not self._accepts() else dict(own["propose"](message))
+
+        def go(message: Message) -> Message:
+            self.gos += 1
+            return dict(own["go"](message))
+
+        server = Server(PEER, 0, own | {"propose": propose, "go": go})
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.node.start(server.port, [FolderBoard(folder, "job")])
+
+
+def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
+    new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accepts = threading.Event()
+    handler, peer = new_handler(), Peer(tmp_path / "meet", accepts.is_set)
+    thread = threading.Thread(target=handler.next_rendezvous, daemon=True)
+    thread.start()
+    wait_until(lambda: peer.proposals > 0)
+    before = peer.proposals
+    time.sleep(1.5)  # that time itself
+    assert 3 <= peer.proposals - before <= 15
+    accepts.set()
+    thread.join(10)
+    assert not thread.is_alive() and peer.node.entered_round() is not None
+    assert capsys.readouterr().err.count("peer (127.0.0.2) did not accept the round; retrying") == 1
+
+
+def test_no_round_begins_once_the_leaders_own_promise_has_run_out(
+    new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "PROMISE_S", 0.3)
+    slow = threading.Event()
+
+    def accept_late() -> bool:
+        if not slow.is_set():
+            time.sleep(0.5)  # as a leader that is frozen for a moment
+        return True
+
+    handler, peer = new_handler(), Peer(tmp_path / "meet", accept_late)
+    thread = threading.Thread(target=handler.next_rendezvous, daemon=True)
+    thread.start()
+    wait_until(lambda: peer.proposals > 2)
+    assert peer.gos == 0 and peer.node.entered_round() is None
+    slow.set()
+    thread.join(10)
+    assert not thread.is_alive() and peer.gos == 1 and peer.node.entered_round() is not None
+
+
+def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
+    new_handler: Callable[..., ElasticRendezvous], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind((HERE, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        new_handler(f"{HERE}:{port}")
+        said = capsys.readouterr().err
+        assert f"port {port} is taken" in said and "this node cannot host the rendezvous for now" in said
+
+    def answers() -> bool:
+        try:
+            return "id" in request(HERE, port, {"op": "ping"}, 1)
+        except OSError:
+            return False
+
+    wait_until(answers)

@@ -1,0 +1,100 @@
+"""The options of launch/elastic.sh, and the torchrun command that it makes of them."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from mingpt.base.errors import UserError
+from mingpt.launch.elastic.command import find_interface, list_addresses, torchrun_command
+
+GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "n1:29400,n2:29400", "--local_addr", "127.0.0.1"]
+
+
+def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    variables, command = torchrun_command([*GOOD, "--", "-m", "mingpt", "doctor", "--", "a=b c"])
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    assert command[-5:] == ["-m", "mingpt", "doctor", "--", "a=b c"]
+    for option in ("--nnodes=2:3", "--nproc_per_node=4", "--rdzv_backend=mingpt", "--rdzv_id=mingpt"):
+        assert option in command
+    assert "--rdzv_endpoint=n1:29400,n2:29400" in command and "--local_addr=127.0.0.1" in command
+
+
+def test_options_may_be_written_with_an_equals_sign() -> None:
+    words = ["--nnodes=2", "--nproc=auto", "--rdzv=a:1,b:2", "--local_addr=localhost", "--rdzv_id=7"]
+    _, command = torchrun_command([*words, "--", "train.py"])
+    assert {"--nnodes=2:2", "--nproc_per_node=auto", "--rdzv_endpoint=a:1,b:2", "--rdzv_id=7"} <= set(command)
+    assert "--local_addr=127.0.0.1" in command  # torch would resolve a name on every node anew
+
+
+def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    variables, _ = torchrun_command([*GOOD, "--", "train.py"])
+    assert "GLOO_SOCKET_IFNAME" not in variables and "OMP_NUM_THREADS" not in variables
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--nnodes": "3:2"}, "--nnodes is MIN:MAX"),
+        ({"--nnodes": "0:2"}, "--nnodes is MIN:MAX"),
+        ({"--nnodes": "many"}, "got 'many'"),
+        ({"--nproc": "0"}, "--nproc is a number"),
+        ({"--nproc": "2.5"}, "got '2.5'"),
+        ({"--rdzv": "somewhere"}, "--rdzv is HOST:PORT"),
+        ({"--rdzv": "/dev/null/meet"}, "cannot be created as a folder: Not a directory"),
+        ({"--rdzv": "/dev/null"}, "cannot be created as a folder: File exists"),
+        ({"--local_addr": "203.0.113.9"}, "this host, which has 127.0.0.1 (lo)"),
+        ({"--local_addr": "no.such.host.invalid"}, "does not resolve"),
+        ({"--local_addr": None}, "--local_addr"),
+        ({"--rdzv_id": ""}, "--rdzv_id is a name"),
+        ({"--more": "1"}, "--more"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(changes: dict[str, str | None], message: str) -> None:
+    options = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | changes
+    words = [word for name, value in options.items() if value is not None for word in (name, value)]
+    with pytest.raises(UserError) as error:
+        torchrun_command([*words, "--", "train.py"])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_folder_to_meet_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "meet"
+    _, command = torchrun_command([*GOOD, f"--rdzv={place}", "--", "train.py"])
+    assert f"--rdzv_endpoint={place}" in command
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_workers_on_gpus_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UserError, match="sees no GPU"):
+        torchrun_command([*GOOD, "--nproc", "gpu", "--", "train.py"])
+
+
+def test_a_program_is_needed() -> None:
+    for words in (GOOD, [*GOOD, "--"]):
+        with pytest.raises(UserError, match="no program after --"):
+            torchrun_command(words)
+
+
+def test_the_script_works_from_any_folder_and_refuses_in_one_line(tmp_path: Path) -> None:
+    script = str(ROOT / "launch" / "elastic.sh")
+    done = subprocess.run([script, "--nnodes", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_interfaces_are_those_that_the_system_lists() -> None:
+    addresses = list_addresses()
+    assert addresses["127.0.0.1"] == "lo"
+    assert set(addresses.values()) <= set(os.listdir("/sys/class/net"))
+    assert find_interface("127.0.0.77", addresses) == "lo"
+    assert find_interface("203.0.113.9", addresses) is None
+    assert find_interface("10.0.0.1", {"10.0.0.1": "eth1"}) == "eth1"

@@ -1,0 +1,223 @@
+"""What one agent takes for alive and promises to whom; when it proposes which group."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import wait_until
+
+from mingpt.launch.elastic import node as meeting_module
+from mingpt.launch.elastic import node as node_module
+from mingpt.launch.elastic.decisions import FINISHED, RUNNING, Entry
+from mingpt.launch.elastic.node import Meeting, Node, View
+
+HERE = "127.0.0.1"
+
+
+def other(name: str, **fields: Any) -> Entry:
+    values: dict[str, Any] = {"id": name, "host": f"host-{name}", "address": HERE, "port": 1}
+    return Entry(**(values | fields))
+
+
+class FakeBoard:
+    """Answers with what `entries` returns for the number of the exchange."""
+
+    def __init__(self, name: str, entries: Callable[[int], list[Entry]]) -> None:
+        self.name, self._entries, self.exchanges = name, entries, 0
+
+    def exchange(self, mine: Entry) -> list[Entry]:
+        self.exchanges += 1
+        return [mine, *self._entries(self.exchanges)]
+
+    def remove(self, mine: Entry) -> None:
+        pass
+
+
+def started(*boards: Any) -> Node:
+    node = Node("host", HERE, 1)
+    node.start(1, boards)
+    return node
+
+
+def alive(node: Node) -> set[str]:
+    return {entry.id for entry in node.view().alive} - {node.id}
+
+
+def test_an_agent_whose_port_refuses_has_ended() -> None:
+    node = started(FakeBoard("board", lambda n: [other("posts", counter=n), other("lies about", counter=7)]))
+    wait_until(lambda: node.view().is_fresh)
+    wait_until(lambda: {"posts", "lies about"} <= node.view().gone)
+    assert alive(node) == set()
+
+
+def test_a_board_whose_copy_is_older_makes_nobody_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object) -> dict[str, Any]:
+        raise TimeoutError
+
+    monkeypatch.setattr(node_module, "request", silent)
+    old = FakeBoard("old", lambda n: [other("dead", counter=3)])
+    new = FakeBoard("new", lambda n: [other("dead", counter=9), other("lives", counter=n)])
+    node = started(old, new)
+    wait_until(lambda: old.exchanges > 5 and new.exchanges > 5)
+    assert alive(node) == {"lives"}
+    assert "127.0.0.1:1 does not answer" in node.view().troubles
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_posts_no_more_is_gone_once_it_does_not_answer(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ping(*_: object) -> dict[str, Any]:
+        if not answers:
+            raise TimeoutError
+        return {"id": "a"}
+
+    monkeypatch.setattr(node_module, "request", ping)
+    monkeypatch.setattr(node_module, "DEAD_S", 0.5)
+    node = started(FakeBoard("board", lambda n: [other("a", counter=min(n, 4))]))
+    wait_until(lambda: alive(node) == {"a"})
+    wait_until(lambda: alive(node) == set())
+    assert node.view().gone == (set() if answers else {"a"})
+
+
+def test_who_sees_no_board_takes_nobody_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_later(n: int) -> list[Entry]:
+        if n > 4:
+            raise TimeoutError
+        return [other("a", counter=n)]
+
+    def silent(*_: object) -> dict[str, Any]:
+        raise TimeoutError
+
+    monkeypatch.setattr(node_module, "request", silent)
+    monkeypatch.setattr(node_module, "FRESH_S", 0.5)
+    node = started(FakeBoard("board", fail_later))
+    wait_until(lambda: alive(node) == {"a"})
+    wait_until(lambda: not node.view().is_fresh)
+    assert node.view().gone == frozenset()
+
+
+def test_a_board_that_fails_is_named_with_its_reason() -> None:
+    def fail(n: int) -> list[Entry]:
+        raise PermissionError(13, "Permission denied")
+
+    node = started(FakeBoard("/shared/meet", fail))
+    wait_until(lambda: node.view().troubles == ("/shared/meet: Permission denied",))
+    assert not node.view().is_fresh
+
+
+def test_a_job_is_finished_only_for_whom_saw_it_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "request", lambda *_: {"id": "peer"})
+    earlier = FakeBoard("b", lambda n: [other("peer", counter=n, state=FINISHED)])
+    node = started(earlier)
+    wait_until(lambda: earlier.exchanges > 5)
+    assert not node.view().finished
+
+    mine = FakeBoard("b", lambda n: [other("peer", counter=n, state=RUNNING if n < 4 else FINISHED)])
+    node = started(mine)
+    wait_until(lambda: node.view().finished)
+
+
+@pytest.mark.parametrize(("job", "is_finished"), [("job", True), ("earlier", False), ("", False)])
+def test_news_of_the_own_jobs_end_count_without_signs_of_life(job: str, is_finished: bool) -> None:
+    left_by = FakeBoard("b", lambda n: [other("ended", counter=9, state=FINISHED, job=job)])
+    node = Node("host", HERE, 1)
+    node.wait_for_round()
+    assert node.promise(proposal(node.id)) and node.enter(proposal(node.id))
+    node.wait_for_round()
+    node.start(1, [left_by])
+    wait_until(lambda: left_by.exchanges > 5)
+    assert node.view().finished is is_finished
+
+
+def proposal(leader: str, round: str = "r") -> dict[str, Any]:
+    return {"id": round, "number": 4, "job": "job", "members": [{"id": leader}, {"id": "x"}], "store_port": 1}
+
+
+def test_an_agent_promises_itself_to_one_leader_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node("host", HERE, 1)
+    node.wait_for_round()
+    assert node.promise(proposal("a", "r1")) and node.promise(proposal("a", "r2"))
+    assert not node.promise(proposal("b", "r3"))
+    assert not node.enter(proposal("a", "r1")) and not node.enter(proposal("b", "r3"))
+    assert node.entered_round() is None
+    assert node.enter(proposal("a", "r2"))
+    entered = node.entered_round()
+    assert entered is not None and entered["id"] == "r2"
+    assert not node.promise(proposal("a", "r4"))  # it runs
+    node.wait_for_round()
+    assert node.entered_round() is None and node.promise(proposal("b", "r5"))
+
+
+def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "PROMISE_S", 0.05)
+    node = Node("host", HERE, 1)
+    node.wait_for_round()
+    assert node.promise(proposal("a", "r1"))
+    time.sleep(0.1)  # that time itself
+    assert not node.enter(proposal("a", "r1"))
+    assert node.promise(proposal("b", "r2")) and node.enter(proposal("b", "r2"))
+
+
+def view(me: Entry, *others: Entry, gone: str = "", is_fresh: bool = True) -> View:
+    return View(me, (me, *others), frozenset(gone), finished=False, is_fresh=is_fresh, troubles=())
+
+
+def entry(name: str, **fields: Any) -> Entry:
+    return other(name, address=f"10.0.0.{ord(name) - 96}", reach=("a", "b", "c"), **fields)
+
+
+def ids(group: list[Entry] | None) -> str | None:
+    return "".join(member.id for member in group) if group else None
+
+
+def test_only_the_leader_proposes_and_at_once_if_all_are_here() -> None:
+    a, b = entry("a"), entry("b")
+    assert ids(Meeting(1, 2, began=0).group_to_propose(view(a, b), 0.0)) == "ab"
+    assert Meeting(1, 2, began=0).group_to_propose(view(b, a), 0.0) is None
+
+
+def test_the_first_round_waits_until_nobody_has_come_for_a_while() -> None:
+    a, b = entry("a"), entry("b")
+    meeting = Meeting(1, 3, began=0)
+    assert meeting.group_to_propose(view(a), 0.0) is None
+    assert meeting.group_to_propose(view(a), 4.9) is None
+    assert meeting.group_to_propose(view(a, b), 5.0) is None
+    assert meeting.group_to_propose(view(a, b), 9.9) is None
+    assert ids(meeting.group_to_propose(view(a, b), 10.0)) == "ab"
+
+
+def test_an_agent_that_sees_no_board_decides_nothing() -> None:
+    a, meeting = entry("a"), Meeting(1, 3, began=0)
+    meeting.group_to_propose(view(a), 0.0)
+    assert meeting.group_to_propose(view(a, is_fresh=False), 10.0) is None
+    assert meeting.group_to_propose(view(a), 11.0) is None  # thawed: it begins to count anew
+    assert ids(meeting.group_to_propose(view(a), 16.0)) == "a"
+
+
+def test_members_of_a_round_that_has_ended_are_waited_for_but_not_for_ever() -> None:
+    last = {"round": "r", "number": 1, "members": ("a", "b")}
+    a, stuck = entry("a", **last), entry("b", state=RUNNING, **last)
+    meeting = Meeting(1, 3, began=0)
+    assert meeting.group_to_propose(view(a, stuck), 0.0) is None
+    assert meeting.group_to_propose(view(a, stuck), 9.9) is None
+    assert ids(meeting.group_to_propose(view(a, stuck), 10.0)) == "a"
+
+
+def test_an_agent_that_is_left_out_waits_while_the_others_run() -> None:
+    a = entry("a", round="r1", number=1, members=("a", "b", "c"))
+    running = [entry(name, state=RUNNING, round="r2", number=2, members=("b", "c")) for name in "bc"]
+    meeting = Meeting(1, 3, began=0)
+    for now in range(100):
+        assert meeting.group_to_propose(view(a, *running), float(now)) is None
+    assert ids(meeting.group_to_propose(view(a, gone="bc"), 100.0)) == "a"  # they have died
+
+
+def test_a_person_is_told_once_when_it_changes_and_now_and_then() -> None:
+    a, b, meeting = entry("a"), entry("b"), Meeting(3, 3, began=0)
+    lines = [meeting.line_to_say(view(a), now) for now in (0.5, 1.5, 2.0, 31.0, 32.0)]
+    assert [line is not None for line in lines] == [False, True, False, False, True]
+    line = meeting.line_to_say(view(a, b), 33.0)
+    assert line is not None and line.startswith("waiting for 1 more node of at least 3")
+    assert meeting_module.SAY_EVERY_S == 30.0

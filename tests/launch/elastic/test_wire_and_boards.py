@@ -1,0 +1,219 @@
+"""Requests have time limits and servers survive nonsense; boards hold what was posted last."""
+
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mingpt.launch.elastic import boards
+from mingpt.launch.elastic.boards import (
+    BoardMemory,
+    Endpoint,
+    FolderBoard,
+    HostBoard,
+    Server,
+    parse_rdzv,
+    request,
+)
+from mingpt.launch.elastic.decisions import FINISHED, Entry
+
+HERE = "127.0.0.1"
+
+
+def entry(name: str, counter: int = 1) -> Entry:
+    return Entry(id=name, host=f"host-{name}", address=HERE, port=1, counter=counter, reach=("x",))
+
+
+@pytest.fixture
+def port() -> int:
+    """Of a server that holds a board."""
+    operations = BoardMemory().operations() | {"ping": lambda message: {"id": "me"}}
+    server = Server(HERE, 0, operations)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.port
+
+
+def test_a_server_answers_and_survives_nonsense(port: int) -> None:
+    assert request(HERE, port, {"op": "ping"}, 2) == {"id": "me"}
+    for nonsense in (
+        b"\n",
+        b"{\n",
+        b"[]\n",
+        b'{"op": "none"}\n',
+        b'{"op": []}\n',
+        b"\x80\x04K\x01.\n",
+        b"\xff\n",
+    ):
+        with socket.create_connection((HERE, port), 2) as connection:
+            connection.sendall(nonsense)
+            assert "error" in json.loads(connection.makefile().readline())
+    with socket.create_connection((HERE, port), 2):
+        pass  # hangs up
+    assert request(HERE, port, {"op": "ping"}, 2) == {"id": "me"}
+
+
+def test_a_silent_server_costs_the_time_limit_and_no_more() -> None:
+    with socket.socket() as listener:
+        listener.bind((HERE, 0))
+        listener.listen()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            request(HERE, listener.getsockname()[1], {"op": "ping"}, 0.2)
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[1]\n", b""])
+def test_a_stranger_is_no_agent(reply: bytes) -> None:
+    with socket.socket() as listener:
+        listener.bind((HERE, 0))
+        listener.listen()
+
+        def answer() -> None:
+            connection = listener.accept()[0]
+            connection.recv(100)
+            connection.sendall(reply)
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(OSError):
+            request(HERE, listener.getsockname()[1], {"op": "ping"}, 2)
+
+
+def test_a_host_board_holds_the_latest_entries_of_each_job(port: int) -> None:
+    mine, other = HostBoard(HERE, port, "mine"), HostBoard(HERE, port, "other")
+    assert mine.exchange(entry("a")) == [entry("a")]
+    assert other.exchange(entry("b")) == [entry("b")]
+    assert mine.exchange(entry("a", 2)) == [entry("a", 2)]
+    assert sorted(found.id for found in mine.exchange(entry("c"))) == ["a", "c"]
+    mine.remove(entry("a"))
+    assert mine.exchange(entry("c")) == [entry("c")]
+
+
+def test_a_host_board_serves_many_agents(port: int) -> None:
+    board, names = HostBoard(HERE, port, "many"), tuple(f"{number:032}" for number in range(130))
+    for name in names:
+        posted = dataclasses.replace(entry(name), members=names, reach=names)
+        found = board.exchange(posted)
+    assert len(found) == 130 and found[-1] == posted  # more than a mebibyte
+
+
+def test_a_folder_board_holds_a_file_for_each_agent_and_no_more(tmp_path: Path) -> None:
+    board, elsewhere = FolderBoard(tmp_path / "deep", "job/1"), FolderBoard(tmp_path / "deep", "job/2")
+    elsewhere.exchange(entry("z"))
+    for counter in range(1, 20):
+        board.exchange(entry("a", counter))
+    found = board.exchange(entry("b"))
+    assert sorted(found, key=lambda one: one.id) == [entry("a", 19), entry("b")]
+    folder = tmp_path / "deep" / "job%2F1"
+    assert sorted(os.listdir(folder)) == ["a.json", "b.json"]
+    (folder / "c.json").write_text('{"id": "c", "later": true}')
+    (folder / "d.json").write_bytes(b"\x80\x04")
+    assert len(board.exchange(entry("b", 2))) == 2
+    board.remove(entry("b"))
+    assert not (folder / "b.json").exists()
+
+
+def test_what_a_killed_agent_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boards, "FORGET_S", 0.2)
+    board = FolderBoard(tmp_path, "job")
+    board.exchange(entry("dead"))
+    assert len(board.exchange(entry("a"))) == 2
+    time.sleep(0.3)  # what is waited for is that time itself
+    board.exchange(entry("a", 2))
+    assert board.exchange(entry("a", 3)) == [entry("a", 3)]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        FolderBoard(tmp_path / "file", "job").exchange(entry("a"))
+
+
+def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
+    assert parse_rdzv("n1:29400, [fd00::1]:5,10.0.0.1:6") == [
+        Endpoint("n1", 29400),
+        Endpoint("fd00::1", 5),
+        Endpoint("10.0.0.1", 6),
+    ]
+    assert parse_rdzv("./meet") == Path.cwd() / "meet"
+    assert parse_rdzv("/shared/a,b") == Path("/shared/a,b")
+    for wrong in ("", "node1", "node1:", "node1:0", "node1:70000", "a:1,b", "::1"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            parse_rdzv(wrong)
+
+
+def test_a_file_that_cannot_be_read_hides_no_other_one(tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path, "job")
+    board.exchange(entry("b"))
+    (tmp_path / "job" / "a.json").mkdir()  # reading it fails, as a stale handle of NFS does
+    assert sorted(found.id for found in board.exchange(entry("c"))) == ["b", "c"]
+
+
+def test_a_folder_board_remembers_nobody_whose_file_is_gone(tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path, "job")
+    for number in range(20):
+        board.exchange(entry(f"agent{number}"))
+        board.remove(entry(f"agent{number}"))
+    board.exchange(entry("a"))
+    assert sum(len(value) for value in vars(board).values() if isinstance(value, dict)) <= 1
+
+
+@pytest.mark.parametrize("entries", [None, "text", {"id": 1}, 7])
+def test_an_answer_without_a_list_of_entries_is_an_error(entries: object) -> None:
+    server = Server(HERE, 0, {"post": lambda message: {"entries": entries}})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(OSError, match="no board"):
+        HostBoard(HERE, server.port, "job").exchange(entry("a"))
+
+
+def test_a_server_that_knows_no_such_request_is_an_error() -> None:
+    server = Server(HERE, 0, {"ping": lambda message: {"id": "no board"}})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(OSError, match="no board"):
+        HostBoard(HERE, server.port, "job").exchange(entry("a"))
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("a..b", 1), ("x" * 80, 1), ("a\0b", 1), (HERE, 70000), (HERE, -1)]
+)
+def test_an_address_that_is_none_is_an_error_of_the_system(host: str, port: int) -> None:
+    with pytest.raises(OSError):
+        request(host, port, {"op": "ping"}, 1)
+
+
+def test_json_that_is_too_deep_is_an_error(port: int) -> None:
+    with socket.create_connection((HERE, port), 2) as connection:
+        connection.sendall(b"[" * 100_000 + b"\n")
+        assert "error" in json.loads(connection.makefile().readline())
+
+
+def test_boards_keep_the_news_that_a_job_is_finished(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boards, "FORGET_S", 0.2)
+    finished = dataclasses.replace(entry("a"), state=FINISHED)
+    for board in (HostBoard(HERE, port, "finished"), FolderBoard(tmp_path, "job")):
+        board.exchange(finished)
+        board.exchange(entry("killed"))
+        board.exchange(entry("b", 1))
+        time.sleep(0.3)  # that time itself
+        board.exchange(entry("b", 2))
+        assert sorted(found.id for found in board.exchange(entry("b", 3))) == ["a", "b"]
+
+
+def test_news_that_a_job_is_finished_is_removed_in_the_end(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boards, "FORGET_FINISHED_S", 0.2)
+    finished = dataclasses.replace(entry("a"), state=FINISHED)
+    for board in (HostBoard(HERE, port, "removed"), FolderBoard(tmp_path, "job")):
+        board.exchange(finished)
+        board.exchange(entry("b", 1))
+        time.sleep(0.3)  # that time itself
+        board.exchange(entry("b", 2))
+        assert [found.id for found in board.exchange(entry("b", 3))] == ["b"]

@@ -1,0 +1,322 @@
+"""What each rank writes to memory. Ranks are threads, or processes where copies are exchanged."""
+
+import errno
+import functools
+import multiprocessing
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.memory import MANIFEST, SHAPES, check_values, make_state
+from support.ranks import run_ranks
+from support.snapshots import make_manifest
+from torch import Tensor
+
+from mingpt.distributed import DistributedContext, Launch
+from mingpt.parallel import split_rows
+from mingpt.snapshot import MemorySaver, MemorySnapshots, Sharding, SnapshotStore, TensorSpec
+from mingpt.snapshot.memory import Copies
+from mingpt.snapshot.slots import Slots
+from mingpt.training.search import find_in_memory
+from mingpt.training.state import check_shard
+
+ROWS = 5
+SPECS = {"model.a": TensorSpec(torch.float32, (ROWS, 3))}
+
+
+def make_part(rank: int, workers: int, step: int) -> dict[str, Tensor]:
+    rows = split_rows(ROWS, workers)[rank]
+    whole = {"optimizer.a.step": torch.tensor(float(step))} if rank == 0 else {}
+    return {"model.a": torch.full((len(rows), 3), float(step))} | whole
+
+
+class Worker:
+    """One rank, on a node with the others."""
+
+    def __init__(
+        self, context: DistributedContext, folder: Path, memory: MemorySnapshots | None = None
+    ) -> None:
+        self.context, self.workers = context, context.world_size
+        memory = memory or MemorySnapshots(str(folder), "id", folder, 0)
+        rows = split_rows(ROWS, self.workers)
+        sharding = Sharding(context, SPECS, lambda name: rows, weights_are_sharded=True)
+        self.memory = MemorySaver(memory, sharding)
+
+    def save(self, step: int, waits: bool = True) -> None:
+        tensors = make_part(self.context.rank, self.workers, step)
+        self.memory.save(make_manifest(step) | {"after": 0}, tensors)
+        if waits and self.memory.thread:
+            self.memory.thread.join()
+
+    def steps(self) -> list[int]:
+        return self.memory.own.store.steps()
+
+
+def run_workers(workers: int, folder: Path, work: Any) -> list[Any]:
+    results = run_ranks(workers, lambda context: work(Worker(context, folder)), one_node=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def test_each_worker_keeps_its_newest_two(tmp_path: Path) -> None:
+    def work(worker: Worker) -> list[int]:
+        for step in (2, 4, 6):
+            worker.save(step)
+        (snapshot,) = [worker.memory.own.store.read(6)]
+        part = make_part(worker.context.rank, worker.workers, 6)
+        assert all(torch.equal(tensor, part[name]) for name, tensor in snapshot.tensors().items())
+        assert snapshot.entries.keys() == part.keys()
+        assert snapshot.manifest["shard"]["rank"] == worker.context.rank
+        return worker.steps()
+
+    assert run_workers(3, tmp_path, work) == [[6, 4]] * 3
+    names = sorted(path.name for path in next(tmp_path.glob("mingpt-*")).glob("node-*"))
+    assert names == ["node-0-worker-0", "node-0-worker-1", "node-0-worker-2"]
+
+
+def test_nobody_overwrites_the_step_before_while_any_worker_is_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise there might be no step at all that all workers have."""
+
+    may_go_on = threading.Event()
+    commit = Slots.commit
+
+    def slow_commit(self: Slots, manifest: dict[str, Any]) -> None:
+        if manifest["shard"]["rank"] == 1 and manifest["step"] == 4:
+            assert may_go_on.wait(30)
+        commit(self, manifest)
+
+    monkeypatch.setattr(Slots, "commit", slow_commit)
+
+    def work(worker: Worker) -> list[int]:
+        worker.save(2)
+        for step in (4, 6, 8):
+            worker.save(step, waits=worker.context.rank == 0)
+        before = worker.steps()
+        worker.context.all_gather_object(None)
+        may_go_on.set()
+        assert worker.memory.thread
+        worker.memory.thread.join()
+        worker.context.all_gather_object(None)
+        worker.save(10)
+        return [*before, *worker.steps()]
+
+    assert run_workers(2, tmp_path, work) == [[4, 2, 10, 4], [2, 10, 4]]
+
+
+@pytest.mark.parametrize("when", ["allocating", "writing"])
+def test_where_one_worker_has_no_room_none_writes_and_one_line_says_so(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fallocate, commit = os.posix_fallocate, Slots.commit
+
+    def full(handle: int, offset: int, size: int) -> None:
+        if "node-0-worker-1" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(handle, offset, size)
+
+    def broken_commit(self: Slots, manifest: dict[str, Any]) -> None:
+        if manifest["shard"]["rank"] == 1 and manifest["step"] == 4:
+            raise OSError(errno.EIO, "Input/output error")
+        commit(self, manifest)
+
+    if when == "allocating":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    else:
+        monkeypatch.setattr(Slots, "commit", broken_commit)
+
+    def work(worker: Worker) -> list[int]:
+        for step in (2, 4, 6, 8):
+            worker.save(step)
+        return worker.steps()
+
+    assert run_workers(2, tmp_path, work) == [[], []]
+    (line,) = caplog.messages
+    assert line.startswith("no snapshots in memory: ") and "after a kill the run resumes from disk" in line
+    assert ("No space left" if when == "allocating" else "Input/output error") in line
+    assert list(tmp_path.glob("mingpt-*/*")) == []
+
+
+def test_a_generation_of_another_size_keeps_what_it_started_from_until_it_has_written(tmp_path: Path) -> None:
+    """There must be room for both, so what is older or newer goes at once."""
+
+    def first(worker: Worker) -> None:
+        for step in (2, 4):
+            worker.save(step)
+
+    def second(worker: Worker) -> list[list[int]]:
+        worker.memory.allocate(make_part(worker.context.rank, worker.workers, 0), start_step=2)
+        worker.context.all_gather_object(None)
+        steps = [worker.steps(), unused.steps()]
+        for step in (4, 6, 8):
+            worker.save(step)
+            steps.append(worker.steps())
+        return steps
+
+    run_workers(3, tmp_path, first)
+    (root,) = tmp_path.glob("mingpt-*")
+    unused = SnapshotStore(str(root / "node-0-worker-2"))
+    assert unused.steps() == [4, 2]
+    assert run_workers(2, tmp_path, second) == [[[2], [2], [4, 2], [6, 4], [8, 6]]] * 2
+    assert sorted(path.name for path in root.glob("node-*")) == ["node-0-worker-0", "node-0-worker-1"]
+
+
+def test_an_orderly_end_leaves_nothing(tmp_path: Path) -> None:
+    def work(worker: Worker) -> None:
+        worker.save(2, waits=False)
+        worker.memory.remove()
+
+    run_workers(3, tmp_path, work)
+    run_workers(2, tmp_path, work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_may_go_while_a_worker_looks_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has removed it, as the last."""
+    scandir = os.scandir
+
+    def late(path: Any) -> Any:
+        if isinstance(path, Path) and path.name.startswith("mingpt-"):
+            shutil.rmtree(path, ignore_errors=True)
+        return scandir(path)
+
+    def work(worker: Worker) -> None:
+        worker.save(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", late)
+            worker.memory.remove()
+
+    run_workers(1, tmp_path, work)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Peer(DistributedContext):
+    """A rank of a gloo process group, forked from the test."""
+
+    def __init__(self, rank: int, node_of: list[int], store: Path) -> None:
+        world_size = len(node_of)
+        local_rank = node_of[:rank].count(node_of[rank])
+        self.launch = Launch(rank=rank, world_size=world_size, node_rank=node_of[rank], local_rank=local_rank)
+        self.rank, self.world_size = rank, world_size
+        signal: Any = SimpleNamespace(note_progress=lambda: None)
+        self.stop_signal = signal
+        file_store = dist.FileStore(str(store), world_size)
+        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
+
+
+def save_from_process(rank: int, node_of: list[int], folder: Path) -> None:
+    """What each of the processes does: it saves three times, with copies."""
+    context = Peer(rank, node_of, folder / "store")
+    specs = {name: TensorSpec(torch.float32, shape) for name, shape in SHAPES.items() if shape}
+    rows = {name: split_rows(spec.shape[0], len(node_of)) for name, spec in specs.items()}
+    snapshots = memory_of(folder, node_of[rank])
+    memory = MemorySaver(snapshots, Sharding(context, specs, rows.get, weights_are_sharded=True))
+    for step in (5, 10, 15):
+        part = {}
+        for name, tensor in make_state(step).items():
+            if tensor.ndim:
+                part[name] = tensor[rows[name][rank].start : rows[name][rank].stop]
+            elif context.launch.local_rank == 0:
+                part[name] = tensor
+        memory.save(MANIFEST | {"step": step, "windows": step * 8}, part)
+        assert memory.thread
+        memory.thread.join()
+        context.all_gather_object(None)
+    dist.destroy_process_group()
+
+
+def memory_of(folder: Path, node: int) -> MemorySnapshots:
+    path = folder / f"memory-{node}"
+    path.mkdir(exist_ok=True)
+    return MemorySnapshots(str(path), "id", folder, node)
+
+
+def test_each_of_two_nodes_has_the_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of three workers are kept by two, and the other way round; they come in many pieces."""
+    monkeypatch.setattr("mingpt.snapshot.memory.PIECE_BYTES", 100)
+    node_of = [0, 0, 0, 1, 1]
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=save_from_process, args=(rank, node_of, tmp_path)) for rank in range(len(node_of))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+
+    def newest(context: DistributedContext, node: int) -> int | None:
+        found = find_in_memory(memory_of(tmp_path, node), context, -1, None, check_shard)
+        return check_values(found, context) if found else None
+
+    for node in (0, 1):
+        assert run_ranks(1, functools.partial(newest, node=node)) == [15]
+    names = {path.name for path in memory_of(tmp_path, 1).root.glob("node-*")}
+    assert names == {"node-1-worker-0", "node-1-worker-1", "node-1-copy-0", "node-1-copy-1", "node-1-copy-2"}
+
+
+def test_where_there_is_no_room_for_copies_each_worker_writes_its_own_and_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On three nodes, of which one is too small."""
+    fallocate = os.posix_fallocate
+
+    def full(handle: int, offset: int, size: int) -> None:
+        if "node-1-copy-0" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(handle, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def work(context: DistributedContext) -> list[int]:
+        worker = Worker(context, tmp_path, memory_of(tmp_path, context.rank))
+        worker.save(2)
+        worker.save(4)
+        return worker.steps()
+
+    assert run_ranks(3, work) == [[4, 2]] * 3
+    (line,) = caplog.messages
+    assert line.startswith("no copies of snapshots in memory on the next node: ")
+    assert line.endswith("after the loss of a node the run resumes from disk")
+    names = sorted(path.name for path in tmp_path.glob("memory-*/*/*"))
+    assert [name for name in names if name.startswith("node-")] == [
+        "node-0-worker-0",
+        "node-1-worker-0",
+        "node-2-worker-0",
+    ]
+    assert len(names) == 6, "and the name of each one's owner"
+
+
+@pytest.mark.parametrize(
+    ("node_of", "keeper"),
+    [
+        ([0], [None]),
+        ([0, 0, 0], [None, None, None]),
+        ([0, 1], [1, 0]),
+        ([0, 0, 1, 1], [2, 3, 0, 1]),
+        ([0, 0, 0, 1], [3, 3, 3, 0]),
+        ([0, 0, 0, 0, 1, 1, 2], [4, 5, 4, 5, 6, 6, 0]),
+        ([3, 3, 7, 7], [2, 3, 0, 1]),
+        ([1, 1, 0], [2, 2, 0]),
+    ],
+)
+def test_a_copy_lies_on_the_next_node_and_a_node_shares_what_it_keeps(
+    node_of: list[int], keeper: list[int | None]
+) -> None:
+    copies = Copies.plan(node_of)
+    assert copies.keeper == keeper
+    kept = [copies.kept_by(rank) for rank in range(len(node_of))]
+    assert sorted(rank for ranks in kept for rank in ranks) == [
+        rank for rank, one in enumerate(keeper) if one is not None
+    ]

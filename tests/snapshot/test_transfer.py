@@ -1,0 +1,511 @@
+"""Files of a state whose rows lie on several ranks, byte by byte those of a rank that has all of it."""
+
+import errno
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.forks import fork_ranks, results_of
+from support.snapshots import file_names, make_manifest, make_store
+from torch import Tensor
+
+from mingpt.base.errors import ClaimLost
+from mingpt.distributed import DistributedContext
+from mingpt.distributed.background_group import BackgroundGroup
+from mingpt.parallel import split_rows
+from mingpt.snapshot import (
+    FileLayout,
+    FileRecord,
+    Sharding,
+    SnapshotSaver,
+    SnapshotStore,
+    make_layout,
+    specs_of,
+)
+from mingpt.snapshot import saver as saver_module
+from mingpt.snapshot.layout import Run, cut, find_runs
+from mingpt.snapshot.saver import Transfer, one_ahead
+
+Tensors = dict[str, Tensor]
+Rows = dict[str, list[range] | None]
+STEP, PART_BYTES, CHUNK_BYTES = 7, 700, 100
+
+
+def state() -> Tensors:
+    """Sharded tensors, fewer rows than ranks, a scalar, and a tokenizer's bytes, which all ranks hold."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model.wte": torch.randn(11, 6, generator=generator),
+        "model.one_row": torch.randn(1, 50, generator=generator),
+        "model.bias": torch.randn(7, generator=generator),
+        "model.half": torch.randn(5, 3, generator=generator).bfloat16(),
+        "optimizer.wte.step": torch.tensor(3.0),
+        "optimizer.wte.exp_avg": torch.randn(11, 6, generator=generator),
+        "optimizer.wte.exp_avg_sq": torch.randn(11, 6, generator=generator),
+        "tokenizer": torch.arange(201, dtype=torch.uint8),
+    }
+
+
+def split_state(tensors: Tensors, workers: int) -> Rows:
+    """None for what is whole on all ranks."""
+    return {
+        name: split_rows(len(tensor), workers) if tensor.ndim and name != "tokenizer" else None
+        for name, tensor in tensors.items()
+    }
+
+
+def part_of(tensors: Tensors, rows: Rows, rank: int, main_rank: int) -> Tensors:
+    """What a rank gives to a snapshot."""
+    parts = {}
+    for name, tensor in tensors.items():
+        of_ranks = rows[name]
+        if of_ranks is not None:
+            parts[name] = tensor[of_ranks[rank].start : of_ranks[rank].stop].clone()
+        elif rank == main_rank:
+            parts[name] = tensor.clone()
+    return parts
+
+
+def bytes_at(run: Run, tensors: Tensors, rows: Rows) -> bytes:
+    """What a run says that its rank holds."""
+    of_ranks = rows[run.name]
+    tensor = tensors[run.name]
+    part = tensor if of_ranks is None else tensor[of_ranks[run.rank].start : of_ranks[run.rank].stop]
+    content = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return content[run.offset : run.offset + run.end - run.begin]
+
+
+def whole_file(layout: FileLayout, tensors: Tensors) -> bytes:
+    content = bytearray(layout.size)
+    content[: len(layout.header)] = layout.header
+    for name, begin in layout.begins.items():
+        piece = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        content[begin : begin + len(piece)] = piece
+    return bytes(content)
+
+
+def random_state(generator: random.Random) -> tuple[Tensors, Rows, int]:
+    """Tensors, the rows of each rank (uneven, none perhaps), and the number of ranks."""
+    workers = generator.randrange(1, 6)
+    tensors: Tensors = {}
+    rows: Rows = {}
+    for number in range(generator.randrange(1, 9)):
+        name = f"{generator.choice(['model', 'optimizer'])}.{number}"
+        shape = [generator.randrange(0, 9) for _ in range(generator.randrange(3))]
+        dtype = generator.choice([torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+        tensors[name] = torch.randint(0, 100, shape).to(dtype)
+        rows[name] = None
+        if shape and shape[0] and generator.random() < 0.7:
+            cuts = sorted(generator.randrange(shape[0] + 1) for _ in range(workers - 1))
+            ends = [*cuts, shape[0]]
+            rows[name] = [range(begin, end) for begin, end in zip([0, *cuts], ends, strict=True)]
+    return tensors, rows, workers
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_and_their_pieces_are_the_bytes_of_the_file(seed: int) -> None:
+    """For any tensors and any rows of the ranks; pieces of every size, ends included."""
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    tensors, rows, workers = random_state(generator)
+    main_rank = generator.randrange(workers)
+    for layout in make_layout(specs_of(tensors), STEP, 300):
+        expected = whole_file(layout, tensors)
+        runs = find_runs(layout, specs_of(tensors), rows.get, main_rank)
+        position = len(layout.header)
+        for run in runs:
+            assert run.begin == position < run.end, "without gaps, in order"
+            assert rows[run.name] is not None or run.rank == main_rank
+            position = run.end
+        assert position == layout.size == len(expected)
+        for size in (1, 7, 64, layout.size):
+            content = bytearray(layout.header)
+            for begin in range(0, layout.size, size):
+                for piece in cut(cut(runs, begin - 1, begin + size + 1), begin, begin + size):
+                    assert begin <= piece.begin < piece.end <= begin + size
+                    content += bytes_at(piece, tensors, rows)
+            assert bytes(content) == expected
+
+
+def local_files(folder: Path, tensors: Tensors) -> dict[str, bytes]:
+    """The tensor files that one rank with all of the state writes."""
+    store = make_store(folder)
+    saver = SnapshotSaver(store, 3, False, part_bytes=PART_BYTES)
+    saver.save(make_manifest(STEP), tensors)
+    saver.wait()
+    assert saver.error is None
+    return read_files(store)
+
+
+def read_files(store: SnapshotStore) -> dict[str, bytes]:
+    return {
+        name: (Path(store.root) / name).read_bytes() for name in file_names(store) if "safetensors" in name
+    }
+
+
+Prepare = Callable[[SnapshotSaver, DistributedContext], None]
+
+
+def nothing(saver: SnapshotSaver, context: DistributedContext) -> None:
+    pass
+
+
+def save_together(
+    folder: Path,
+    main_rank: int = 0,
+    writes_alone: bool = False,
+    prepare: Prepare = nothing,
+    steps: tuple[int, ...] = (STEP,),
+    late_fields: Callable[[], dict[str, Any]] = dict,
+) -> Callable[[DistributedContext], tuple[str, int]]:
+    """A rank's part in saving `state()`; it returns the kind of error that its saver has, and its errno."""
+
+    def work(context: DistributedContext) -> tuple[str, int]:
+        vars(saver_module)["PIECE_BYTES"] = CHUNK_BYTES
+        tensors, workers = state(), context.world_size
+        rows = split_state(tensors, workers)
+        sharding = Sharding(
+            context,
+            specs_of(tensors),
+            rows.get,
+            main_rank=main_rank,
+            writers=[main_rank] if writes_alone else range(workers),
+        )
+        store = SnapshotStore(str(folder / "snapshots"), retries_s=())
+        saver = SnapshotSaver(store, 3, False, sharding, PART_BYTES)
+        prepare(saver, context)
+        for step in steps:
+            part = part_of(tensors, rows, context.rank, main_rank)
+            saver.save(make_manifest(step), part, late_fields if context.rank == 0 else dict)
+            for tensor in part.values():
+                tensor.zero_()  # as the next step does: what was saved is a copy
+        saver.wait()
+        return type(saver.error).__name__, getattr(saver.error, "errno", None) or 0
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("workers", "main_rank", "writes_alone"),
+    [(1, 0, False), (2, 0, False), (3, 0, False), (3, 0, True), (3, 1, True), (4, 3, False)],
+)
+def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
+    workers: int, main_rank: int, writes_alone: bool, tmp_path: Path
+) -> None:
+    """Written by all ranks at once or by one, in chunks smaller than a tensor; the snapshot can be read."""
+    tensors = state()
+    expected = local_files(tmp_path / "alone", tensors)
+    store = make_store(tmp_path)
+    work = save_together(tmp_path, main_rank, writes_alone)
+    if workers == 1:
+        work = with_a_group(work, tmp_path)
+    assert results_of(workers, work) == [("NoneType", 0)] * workers
+    assert read_files(store) == expected
+    assert len(expected) > 3
+    snapshot = store.read(STEP)
+    assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
+
+
+def with_a_group(
+    work: Callable[[DistributedContext], tuple[str, int]], folder: Path
+) -> Callable[[DistributedContext], tuple[str, int]]:
+    """Of a rank that is alone, but under a launcher."""
+
+    def alone(context: DistributedContext) -> tuple[str, int]:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
+        )
+        return work(context)
+
+    return alone
+
+
+def full_disk(rank: int, times: int = 1000) -> Prepare:
+    """So often that rank's second file does not fit."""
+
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        if context.rank != rank:
+            return
+        write_file, calls = saver.store.write_file, []
+
+        def fail(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
+            calls.append(layout.name)
+            if len(calls) % 2 or len(calls) // 2 > times:
+                return write_file(layout, chunks)
+            next(iter(chunks))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        saver.store.write_file = fail  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize(("rank", "writes_alone"), [(0, False), (1, False), (0, True)])
+def test_a_full_disk_of_one_rank_is_the_error_of_all(rank: int, writes_alone: bool, tmp_path: Path) -> None:
+    """And no rank waits for ever. What was written is removed."""
+    store = make_store(tmp_path)
+    work = save_together(tmp_path, writes_alone=writes_alone, prepare=full_disk(rank))
+    assert results_of(3, work) == [("OSError", errno.ENOSPC)] * 3
+    assert file_names(store) == []
+
+
+def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_path: Path) -> None:
+    """By the main rank; then all ranks send their parts again."""
+    store = make_store(tmp_path)
+    for step in (1, 2, 3):
+        saver = SnapshotSaver(store, 9, False, part_bytes=PART_BYTES)
+        saver.save(make_manifest(step), state())
+        saver.wait()
+    work = save_together(tmp_path, prepare=full_disk(1, times=1))
+    assert results_of(2, work) == [("NoneType", 0)] * 2
+    assert sorted(store.steps()) == [2, 3, STEP]
+    assert read_files(store).items() >= local_files(tmp_path / "alone", state()).items()
+
+
+def failing_uploads(rank: int, times: int, error: Exception | None = None) -> Prepare:
+    """To what is no folder; so often, a rank's file breaks off in the middle."""
+
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        saver.store.is_local, saver.store.retries_s = False, (0.0, 0.0)
+        if context.rank != rank:
+            return
+        upload_once, calls = saver.store.upload_once, []
+
+        def fail(name: str, chunks: Iterable[memoryview], size: int) -> str:
+            if ".safetensors" not in name:
+                return upload_once(name, chunks, size)
+            calls.append(name)
+            if len(calls) > times:
+                return upload_once(name, chunks, size)
+            next(iter(chunks))
+            raise error or TwoArguments("the server", "503 slow down")
+
+        saver.store.upload_once = fail  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("writes_alone", [False, True])
+def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    rank = 0 if writes_alone else 1
+    work = save_together(tmp_path, writes_alone=writes_alone, prepare=failing_uploads(rank, times=2))
+    assert results_of(3, work) == [("NoneType", 0)] * 3
+    assert read_files(store) == local_files(tmp_path / "alone", state())
+    assert store.read(STEP).manifest["step"] == STEP
+
+
+@pytest.mark.parametrize(
+    ("times", "error", "kind"),
+    [
+        (9, None, "OSError"),
+        (1, ClaimLost("superseded"), "ClaimLost"),
+        (1, OSError(errno.ENOSPC, "full"), "OSError"),
+    ],
+    ids=["for good", "claim", "no room"],
+)
+def test_an_upload_is_given_up_by_all_ranks(
+    times: int, error: Exception | None, kind: str, tmp_path: Path
+) -> None:
+    """After the last pause, and at once where another attempt would not help."""
+    store = make_store(tmp_path)
+    work = save_together(tmp_path, prepare=failing_uploads(1, times, error))
+    assert [found for found, _ in results_of(3, work)] == [kind] * 3
+    assert store.steps() == []
+
+
+class TwoArguments(Exception):
+    """One that cannot be made again from its message."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+@pytest.mark.parametrize("problem", [TwoArguments("the driver", "broken"), RuntimeError(x for x in "")])
+def test_what_one_rank_cannot_tell_the_others_is_told_in_words(problem: Exception, tmp_path: Path) -> None:
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        def fail(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
+            raise problem
+
+        if context.rank == 1:
+            saver.store.write_file = fail  # type: ignore[method-assign]
+
+    store = make_store(tmp_path)
+    assert [kind for kind, _ in results_of(2, save_together(tmp_path, prepare=prepare))] == ["OSError"] * 2
+    assert file_names(store) == []
+
+
+@pytest.mark.parametrize("where", ["begin", "commit", "late fields"])
+@pytest.mark.parametrize("error", [ClaimLost("superseded"), OSError(errno.EIO, "broken")])
+def test_what_the_main_rank_cannot_do_is_the_error_of_all(
+    where: str, error: Exception, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> Any:
+        raise error
+
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        if context.rank == 0 and where != "late fields":
+            setattr(saver.store, where, fail)
+
+    store = make_store(tmp_path)
+    late_fields = fail if where == "late fields" else dict
+    results = results_of(3, save_together(tmp_path, prepare=prepare, late_fields=late_fields))
+    assert results == [(type(error).__name__, getattr(error, "errno", None) or 0)] * 3
+    assert store.steps() == []
+    assert isinstance(error, ClaimLost) or file_names(store) == [], "a job that took over may write there"
+
+
+def test_a_rank_that_dies_is_noticed_by_the_others(tmp_path: Path) -> None:
+    """While files are written. What is there counts for nothing."""
+
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        def die(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        if context.rank == 1:
+            saver.store.write_file = die  # type: ignore[method-assign]
+
+    store = make_store(tmp_path)
+    results: list[Any] = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)
+    assert results[1] is None
+    for rank in (0, 2):
+        assert results[rank] == ("SaveAborted", 0), "the main thread loses the same peer and reports it"
+    assert store.steps() == []
+
+
+def dying_in_exchange(
+    rank: int, number: int, before: Callable[[SnapshotStore], object] = lambda store: None
+) -> Prepare:
+    """A rank dies in the background group's exchange of this number, and does `before` just before that."""
+
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        if context.rank != rank:
+            return
+        on_all_ranks, calls = saver.group.on_all_ranks, []
+
+        def die(work: Callable[[], Any]) -> list[Any]:
+            calls.append(work)
+            if len(calls) == number:
+                before(saver.store)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return on_all_ranks(work)
+
+        saver.group.on_all_ranks = die  # type: ignore[method-assign]
+
+    return prepare
+
+
+def wait_for_manifest(store: SnapshotStore) -> None:
+    deadline = time.monotonic() + 20
+    while not store.has_manifest(STEP):
+        assert time.monotonic() < deadline, "the main rank has not committed"
+        time.sleep(0.01)
+
+
+def with_newest_written(
+    folder: Path, prepare: Prepare
+) -> Callable[[DistributedContext], tuple[str, int, list[str]]]:
+    """What a rank's saver ends with: the kind of its error, its newest step, and what was logged."""
+
+    def work(context: DistributedContext) -> tuple[str, int, list[str]]:
+        savers: list[SnapshotSaver] = []
+        lines: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("mingpt").addHandler(handler)
+
+        def keep(saver: SnapshotSaver, context: DistributedContext) -> None:
+            prepare(saver, context)
+            savers.append(saver)
+
+        kind, _ = save_together(folder, prepare=keep)(context)
+        return kind, savers[0].newest_written, lines
+
+    return work
+
+
+def test_a_snapshot_that_is_complete_stays_though_a_rank_dies_right_after(tmp_path: Path) -> None:
+    """Before it has heard of the commit."""
+    store = make_store(tmp_path)
+    prepare = dying_in_exchange(1, 3, wait_for_manifest)
+    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
+    assert results == [("SaveAborted", STEP, []), None, ("SaveAborted", 0, [])]
+    assert store.read(STEP).manifest["step"] == STEP
+    assert read_files(store) == local_files(tmp_path / "alone", state())
+
+
+@pytest.mark.parametrize("exchange", [1, 2, 3])
+def test_a_rank_that_dies_between_the_files_is_no_failure_to_write(exchange: int, tmp_path: Path) -> None:
+    """In the exchange of late fields, before the files, or after the last of them: nobody warns."""
+    store = make_store(tmp_path)
+    prepare = dying_in_exchange(0, exchange)
+    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
+    assert results == [None, ("SaveAborted", 0, []), ("SaveAborted", 0, [])]
+    assert store.steps() == []
+
+
+def test_a_rank_that_dies_while_room_is_made_is_no_failure_to_write(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        full_disk(0)(saver, context)
+        dying_in_exchange(1, 3)(saver, context)
+
+    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
+    assert results == [("SaveAborted", 0, []), None, ("SaveAborted", 0, [])]
+    assert file_names(store) == []
+
+
+def test_the_next_item_is_made_before_one_is_handed_out() -> None:
+    made: list[int] = []
+
+    def items(count: int) -> Iterator[int]:
+        for number in range(count):
+            made.append(number)
+            yield number
+
+    for count in range(4):
+        assert list(one_ahead(items(count))) == list(range(count))
+    made.clear()
+    assert next(one_ahead(items(3))) == 0 and made == [0, 1]
+
+
+def test_the_records_are_in_the_order_of_the_files_on_all_ranks(tmp_path: Path) -> None:
+    def work(context: DistributedContext) -> list[str]:
+        vars(saver_module)["PIECE_BYTES"] = CHUNK_BYTES
+        tensors = state()
+        rows, specs = split_state(tensors, 2), specs_of(tensors)
+        layouts = make_layout(specs, STEP, PART_BYTES)
+        runs = [find_runs(layout, specs, rows.get, 0) for layout in layouts]
+        staging = SnapshotSaver(store, 3, False).allocate(part_of(tensors, rows, context.rank, 0))
+        staging.fill(part_of(tensors, rows, context.rank, 0))
+        transfer = Transfer(layouts, staging, runs, BackgroundGroup(context.rank, 2), [1, 0])
+        return [record.name for record in transfer.write_files(store, STEP)]
+
+    store = make_store(tmp_path)
+    names = [layout.name for layout in make_layout(specs_of(state()), STEP, PART_BYTES)]
+    assert results_of(2, work) == [names, names]
+
+
+def test_several_snapshots_in_a_row_are_pruned_by_the_main_rank(tmp_path: Path) -> None:
+    """Training goes on while one is written; `keep_last` is 3."""
+    store = make_store(tmp_path)
+
+    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        if context.rank:
+            saver.store.remove = lambda step: (tmp_path / "removed").touch()  # type: ignore[method-assign]
+
+    work = save_together(tmp_path, prepare=prepare, steps=(1, 2, 3, 4, 5))
+    assert results_of(2, work) == [("NoneType", 0)] * 2
+    assert not (tmp_path / "removed").exists()
+    assert sorted(store.steps()) == [3, 4, 5]
+    snapshot = store.read(4)
+    assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in state().items())

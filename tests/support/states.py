@@ -1,0 +1,37 @@
+"""States of small models, whole or one rank's part."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from mingpt.config import OptimizerConfig
+from mingpt.optim import Exchange, Optimizer
+from mingpt.parallel import ExactReduction, StrategySetup, split_rows
+from mingpt.training.state import TrainState
+from support.single_process import SingleProcess
+from support.training import Arch, Name, make_model
+
+
+def make_state(name: Name, arch: Arch) -> TrainState:
+    model, optimizer = make_model(name, arch)
+    setup = StrategySetup(model, list(model.h), [range(2)], (2, 8), SingleProcess())
+    return TrainState(model, optimizer, ExactReduction(setup))
+
+
+def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
+    """That of one of several ranks: its rows of the optimizer's state, and of the weights perhaps."""
+    model, _ = make_model("adamw", "gpt2")
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    pieces = {}
+    for name, weight in model.named_parameters():
+        rows = split_rows(len(weight), workers)[rank]
+        pieces[name] = weight.detach()[rows.start : rows.stop].clone()
+    strategy: Any = SimpleNamespace(
+        shapes=shapes,
+        rank=rank,
+        world_size=workers,
+        weights_are_sharded=weights_too,
+        updates_are_sharded=True,
+        held_weights=lambda: pieces if weights_too else dict(model.named_parameters()),
+    )
+    exchange = Exchange(rank, workers, True, lambda count: split_rows(count, workers))
+    return TrainState(model, Optimizer(pieces, shapes, OptimizerConfig(name="adamw"), exchange), strategy)

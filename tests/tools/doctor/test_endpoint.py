@@ -1,0 +1,84 @@
+"""What answers at a meeting point, told apart by trying it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mingpt.base.errors import UserError
+from mingpt.launch.elastic.boards import Operation, Server
+from mingpt.launch.elastic.node import Node
+from mingpt.tools.doctor import check_endpoint
+from mingpt.tools.jobs import free_port
+
+
+@contextmanager
+def stranger(says: bytes) -> Iterator[int]:
+    """Says the same to all who speak to it; yields the port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                connection.recv(1024)
+                connection.sendall(says)
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listening.getsockname()[1]
+    listening.close()
+
+
+def test_a_store_of_torch_is_recognised() -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{store.port}")
+    assert is_good and "a store of torch answers" in line and "reached from 127.0.0.1" in line
+    store.set("key", "value")
+    assert store.get("key") == b"value"  # and it is not disturbed
+
+
+def start_server(operations: dict[str, Operation]) -> int:
+    """The port of a server as agents have one."""
+    server = Server("127.0.0.1", 0, operations)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.port
+
+
+def test_an_agent_is_recognised() -> None:
+    port = start_server(Node("node1", "127.0.0.1", 1).operations())
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
+    assert is_good and "an agent of mingpt.launch.elastic answers" in line
+
+
+def test_what_refuses_a_ping_in_json_is_no_agent() -> None:
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{start_server({})}")
+    assert not is_good and "another program has port" in line and "KeyError" in line
+
+
+def test_another_program_is_told_by_what_it_says() -> None:
+    with stranger(b"HTTP/1.1 400 Bad Request\r\n") as port:
+        is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
+    assert not is_good and "another program has port" in line and "HTTP/1.1 400" in line
+
+
+def test_refused_is_told_from_unresolved_and_one_good_host_of_a_list_is_enough() -> None:
+    from torch.distributed import TCPStore
+
+    is_good, (refused, unknown) = check_endpoint(f"127.0.0.1:{free_port()},no-such-host.invalid:29400")
+    assert not is_good and "connection refused" in refused and "nothing listens" in refused
+    assert "does not resolve" in unknown
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert check_endpoint(f"127.0.0.1:{free_port()},127.0.0.1:{store.port}")[0]
+
+
+@pytest.mark.parametrize("where", ["node1", "node1:", ":29400", "node1:port", "node1:70000"])
+def test_what_is_no_host_and_port_is_an_error(where: str) -> None:
+    with pytest.raises(UserError, match="HOST:PORT"):
+        check_endpoint(where)

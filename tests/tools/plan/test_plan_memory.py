@@ -1,0 +1,133 @@
+"""Memory, bytes sent and advice for known configurations."""
+
+from typing import Any
+
+import pytest
+
+from mingpt.config.cli import parse
+from mingpt.model import GPT
+from mingpt.tools.plan import Workload, advise, bytes_sent, estimate, strategies
+
+GPT2 = 124_439_808
+
+
+def workload(*settings: str, workers: int = 4, on_cpu: bool = True, dtype: str = "float32") -> Workload:
+    """GPT-2 of 124 M parameters, 16 micro-batches of one window."""
+    given = ("model.arch=gpt2", "model.n_layer=12", "model.n_head=12", "model.n_embd=768")
+    more = ("data.block_size=1024", "trainer.batch_size=16", "trainer.micro_batch_size=1")
+    plain = ("optimizer.name=adamw", "snapshot.memory_every=0")
+    return Workload(parse([*given, *more, *plain, *settings]), 50257, workers, on_cpu, dtype)
+
+
+def test_gpt2_has_its_parameters_and_adamw_twice_as_much_state() -> None:
+    work = workload()
+    assert work.parameters == GPT2
+    assert work.block_parameters == 7_087_872
+    assert work.state_bytes == 12 * GPT2 + 4 * len(work.shapes)  # AdamW counts steps per parameter
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_flops_are_those_that_the_metric_mfu_counts(arch: str) -> None:
+    work = workload(f"model.arch={arch}", "model.n_layer=2", "model.n_embd=24", "data.block_size=16")
+    model = GPT(work.config.model, vocab_size=50257, block_size=16)
+    assert work.flops_per_step == pytest.approx(model.flops_per_token() * 16 * 16)
+    assert work.parameters == sum(weight.numel() for weight in model.parameters())
+
+
+def test_muon_keeps_one_number_per_element_of_a_blocks_matrices() -> None:
+    work = workload("optimizer.name=muon")
+    assert work.muon_elements == 12 * 12 * 768**2
+    assert work.optimizer_elements < workload().optimizer_elements - 0.99 * work.muon_elements
+
+
+def test_what_is_sharded_is_held_once_by_all_workers_together() -> None:
+    held = {label: estimate(one).held for label, one in strategies(workload())}
+    ddp, sharded, fsdp, *_ = held.values()
+    assert ddp["weights"] == sharded["weights"] == 4 * GPT2
+    assert fsdp["weights"] == pytest.approx(GPT2, rel=0.01)
+    assert ddp["optimizer"] == pytest.approx(8 * GPT2, rel=1e-3)
+    assert sharded["optimizer"] == fsdp["optimizer"] == pytest.approx(2 * GPT2, rel=0.01)
+    assert ddp["snapshots"] == pytest.approx(12 * GPT2, rel=1e-3)
+    assert fsdp["snapshots"] == pytest.approx(3 * GPT2, rel=0.01)
+
+
+def test_snapshots_in_memory_are_two_more_copies_on_a_cpu_and_none_of_it_is_a_gpus() -> None:
+    without, with_them = workload(), workload("snapshot.memory_every=5")
+    assert estimate(with_them).held["snapshots"] == 3 * estimate(without).held["snapshots"]
+    on_gpu = workload("snapshot.memory_every=5", on_cpu=False, dtype="bfloat16")
+    assert estimate(on_gpu).held["snapshots"] == 0
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 4), (2, 3), (4, 2), (16, 0)])
+def test_partial_sums_are_kept_like_a_binary_counter(workers: int, most: int) -> None:
+    """Before a worker's last micro-batch; sixteen micro-batches in all."""
+    assert workload(workers=workers).partial_sums() == most
+    assert workload("trainer.reduction=fast", workers=workers).partial_sums() == 0
+
+
+def test_each_strategy_needs_less_than_the_one_before_and_recomputing_less_activations() -> None:
+    peaks = [estimate(one).peak_bytes for _, one in strategies(workload(dtype="bfloat16", workers=8))]
+    assert peaks == sorted(peaks, reverse=True) and len(peaks) == 5
+    labels = [label for label, _ in strategies(workload())]
+    assert not any("fsdp_param_dtype" in label for label in labels)  # in float32 it would change the type
+
+
+def test_bytes_sent_are_those_of_a_ring_and_of_gathering_in_each_round() -> None:
+    others = 3 / 4
+    assert bytes_sent(workload("trainer.reduction=fast")) == pytest.approx(2 * 4 * GPT2 * others)
+    assert bytes_sent(workload()) == pytest.approx(2 * 4 * GPT2 * others)  # whole subtrees of 4 of 16
+    uneven = workload(workers=3)
+    assert bytes_sent(uneven) > 2 * bytes_sent(workload("trainer.reduction=fast", workers=3)) / 2
+    blocks = 12 * 7_087_872
+    fsdp = workload("trainer.parallel=fsdp")
+    assert bytes_sent(fsdp) == pytest.approx(4 * 4 * (2 * GPT2 + blocks) * others)
+    kept = workload("trainer.parallel=fsdp", "trainer.fsdp_reshard=false")
+    assert bytes_sent(kept) == pytest.approx(4 * 4 * 2 * GPT2 * others)
+    halves = workload("trainer.parallel=fsdp", "trainer.fsdp_param_dtype=bfloat16")
+    assert bytes_sent(halves) == pytest.approx(4 * (2 * (GPT2 + blocks) + 4 * GPT2) * others)
+    assert bytes_sent(workload(workers=1)) == 0
+
+
+def test_rows_of_muons_matrices_go_to_one_worker_and_back_where_whole_ones_go_to_all() -> None:
+    others, matrices = 3 / 4, 12 * 12 * 768**2
+    whole = bytes_sent(workload("optimizer.name=muon")) - bytes_sent(workload())
+    assert whole == pytest.approx(2 * matrices * others)
+    fsdp = ["trainer.parallel=fsdp"]
+    rows = bytes_sent(workload(*fsdp, "optimizer.name=muon")) - bytes_sent(workload(*fsdp))
+    assert rows == pytest.approx(2 * 2 * matrices / 4 * others)
+
+
+def test_the_first_strategy_that_fits_is_named() -> None:
+    work = workload()
+    peaks = {label: estimate(one).peak_bytes for label, one in strategies(work)}
+    ddp, sharded, fsdp, recomputing = peaks.values()
+    assert advise(work, ddp) == "trainer.parallel=ddp fits"
+    assert advise(work, ddp - 1) == "trainer.parallel=ddp trainer.shard_optimizer=true fits"
+    assert advise(work, sharded - 1) == "trainer.parallel=fsdp fits"
+    assert advise(work, fsdp - 1) == "trainer.parallel=fsdp trainer.recompute=block fits"
+    assert advise(work, recomputing - 1).startswith("no strategy fits; ")
+
+
+def test_where_none_fits_it_says_what_to_change() -> None:
+    work = workload("trainer.micro_batch_size=16", "trainer.batch_size=64")
+    smallest = strategies(work)[-1][1]
+    peaks = {
+        size: estimate(smallest.with_trainer(micro_batch_size=size)).peak_bytes for size in (1, 2, 4, 8, 16)
+    }
+    largest = max(size for size, peak in peaks.items() if peak <= peaks[4])
+    assert peaks[16] > peaks[4] and largest < 16
+    sentence = advise(work, peaks[4])
+    assert f"trainer.micro_batch_size={largest}" in sentence and "workers" in sentence
+    single = advise(workload(), estimate(strategies(workload(workers=8))[-1][1]).peak_bytes)
+    assert single == "no strategy fits; trainer.parallel=fsdp trainer.recompute=block does with 8 workers"
+    many = advise(workload(), estimate(strategies(workload(workers=16))[-1][1]).peak_bytes - 1)
+    assert many.endswith("workers with a trainer.batch_size of at least 32") or "neither" in many
+    assert "neither smaller micro-batches nor more workers help" in advise(workload(), 10**6)
+
+
+def test_settings_of_the_configuration_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = workload("trainer.recompute=block")
+    plain: dict[str, Any] = dict(strategies(workload()))
+    for label, one in strategies(work):
+        assert one.config.trainer.recompute == "block"
+        assert estimate(one).peak_bytes <= estimate(plain[label]).peak_bytes

@@ -1,0 +1,123 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import HOST, run_ranks
+
+from mingpt.base.errors import NodeRefused, PeersMissing, UserError
+from mingpt.distributed import DistributedContext
+from mingpt.tools.jobs import read_metric
+from mingpt.training.run_folder import RunFolder, agree_on_run_id, share_history
+
+
+def write_run(path: Path, run_id: str, generations: int = 1, last_step: int = 0) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    entry = {"end": "running", "from_step": 0, "to_step": last_step, "restart": False, "began": 0, "seen": 0}
+    content = {"id": run_id, "generations": [entry] * generations, "changes": []}
+    (path / "run.json").write_text(json.dumps(content))
+    records = [json.dumps({"step": step, "train/loss": generations + step}) for step in range(last_step + 1)]
+    (path / "metrics.jsonl").write_text("".join(f"{record}\n" for record in records))
+
+
+def agree(tmp_path: Path, started: tuple[bool, ...]) -> list[Any]:
+    """On nodes with run folders 0, 1, ...; those that are marked had a part in an earlier generation."""
+
+    def work(context: DistributedContext) -> str:
+        folder = RunFolder(tmp_path / str(context.rank), True, True, False)
+        return agree_on_run_id(context, folder, started[context.rank])
+
+    return run_ranks(len(started), work)
+
+
+def test_nodes_without_a_run_take_part_in_that_of_the_others(tmp_path: Path) -> None:
+    write_run(tmp_path / "1", "abc")
+    assert agree(tmp_path, (False, True, False)) == ["abc"] * 3
+
+
+def test_nodes_that_hold_different_runs_are_refused_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", "abc")
+    write_run(tmp_path / "1", "def")
+    for error in agree(tmp_path, (False, False)):
+        assert type(error) is UserError
+        assert f"run abc on {HOST}; run def on {HOST}" in str(error)
+
+
+def test_a_node_with_another_run_is_refused_by_a_job_that_goes_on(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", "another")
+    write_run(tmp_path / "2", "abc")
+    errors = agree(tmp_path, (False, True, True))
+    assert [type(error) for error in errors] == [NodeRefused, PeersMissing, PeersMissing]
+
+
+def test_of_two_parts_that_began_apart_the_one_that_came_further_goes_on(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", "abc", last_step=5)
+    write_run(tmp_path / "1", "def", last_step=7)
+    errors = agree(tmp_path, (True, True))
+    assert [type(error) for error in errors] == [NodeRefused, PeersMissing]
+
+
+def share(tmp_path: Path, nodes: int, step: int) -> None:
+    def work(context: DistributedContext) -> None:
+        folder = RunFolder(tmp_path / str(context.rank), True, True, False)
+        share_history(context, folder, step)
+
+    assert run_ranks(nodes, work) == [None] * nodes
+
+
+def generations(path: Path) -> int:
+    return len(json.loads((path / "run.json").read_text())["generations"])
+
+
+def test_a_node_that_joins_is_given_the_history(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    write_run(tmp_path / "1", "abc", generations=2, last_step=7)
+    share(tmp_path, 2, step=5)
+    assert generations(tmp_path / "0") == 2
+    assert read_metric(tmp_path / "0") == read_metric(tmp_path / "1")
+    assert len(read_metric(tmp_path / "0")) == 8
+
+
+def test_old_records_of_a_node_that_comes_back_are_not_preferred(tmp_path: Path) -> None:
+    """It died at step 9; the others went on from 5 and are at 6."""
+    write_run(tmp_path / "0", "abc", generations=1, last_step=9)
+    write_run(tmp_path / "1", "abc", generations=2, last_step=6)
+    share(tmp_path, 2, step=6)
+    assert generations(tmp_path / "0") == 2
+    assert read_metric(tmp_path / "0") == read_metric(tmp_path / "1")
+
+
+def test_of_two_parts_the_one_that_reached_the_snapshot_tells_the_history(tmp_path: Path) -> None:
+    """The other part had more generations and did not come as far."""
+    write_run(tmp_path / "0", "abc", generations=5, last_step=9)
+    write_run(tmp_path / "1", "abc", generations=2, last_step=20)
+    share(tmp_path, 2, step=20)
+    assert generations(tmp_path / "0") == 2
+
+
+def test_records_with_a_gap_are_replaced_by_those_without(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", "abc", generations=2, last_step=9)
+    lines = (tmp_path / "0" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "0" / "metrics.jsonl").write_text("".join(lines[:3] + lines[6:]))
+    write_run(tmp_path / "1", "abc", generations=2, last_step=9)
+    share(tmp_path, 2, step=9)
+    assert sorted(read_metric(tmp_path / "0")) == list(range(10))
+
+
+def test_a_node_that_cannot_take_the_records_keeps_its_own_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its run.json would vouch for records that it lacks."""
+    write_run(tmp_path / "0", "abc", generations=1, last_step=3)
+    write_run(tmp_path / "1", "abc", generations=2, last_step=9)
+
+    def fail(path: Path, content: bytes, sync: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mingpt.training.run_folder.write_atomic", fail)
+    share(tmp_path, 2, step=9)
+    assert generations(tmp_path / "0") == 1
+
+
+def test_no_history_is_no_error(tmp_path: Path) -> None:
+    share(tmp_path, 2, step=0)

@@ -1,0 +1,296 @@
+"""Snapshots in memory that lie in parts on several nodes, which are folders here; ranks are threads."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.memory import CONFIG, MANIFEST, check_values, make_state
+from support.ranks import run_ranks
+from support.snapshots import write
+from torch import Tensor
+
+from mingpt.base.errors import CorruptSnapshot
+from mingpt.config import to_dict
+from mingpt.distributed import DistributedContext
+from mingpt.parallel import split_rows
+from mingpt.snapshot import MemorySaver, MemorySnapshots, Sharding, SnapshotStore
+from mingpt.snapshot.layout import specs_of
+from mingpt.snapshot.memory import Copies
+from mingpt.snapshot.slots import Slots
+from mingpt.training.search import Choice, Offer, choose, find_in_memory, find_latest
+from mingpt.training.state import TOKENIZER_TENSOR, check_model, check_shard, is_sharded
+
+
+class Nodes:
+    """The memory of some nodes, and the workers that write to it: `node_of` each of them."""
+
+    def __init__(self, folder: Path, node_of: Sequence[int], weights: bool = True) -> None:
+        self.node_of, self.weights, self.generation = node_of, weights, "0" * 32
+        self.memories = [
+            MemorySnapshots(str(folder / f"node{node}"), "id", folder, node) for node in sorted(set(node_of))
+        ]
+        for memory in self.memories:
+            memory.root.parent.mkdir(exist_ok=True)
+        self.slots: dict[tuple[int, str], Slots] = {}
+        self.fields: dict[str, Any] = {}  # of all manifests
+        self.whole: dict[str, Tensor] = {}  # tensors besides those of model and optimizer
+        self.keeper = Copies.plan(node_of).keeper
+
+    def save(self, step: int, lost: Sequence[int] = (), **fields: Any) -> None:
+        """What the workers write, but for those of `lost`. `fields` are the last one's, in its manifest."""
+        firsts = [self.node_of.index(node) for node in self.node_of]
+        for rank, node in enumerate(self.node_of):
+            more = fields if rank == len(self.node_of) - 1 else {}
+            if rank not in lost:
+                self.write(rank, node, f"-worker-{rank}", step, firsts[rank] == rank, more)
+            keeper = self.keeper[rank]
+            if keeper is not None and keeper not in lost and rank not in lost:
+                self.write(rank, self.node_of[keeper], f"-copy-{rank}", step, False, more)
+
+    def write(
+        self, rank: int, node: int, suffix: str, step: int, with_whole: bool, more: dict[str, Any]
+    ) -> None:
+        workers = len(self.node_of)
+        shard = {"rank": rank, "workers": workers, "weights": self.weights, "generation": self.generation}
+        manifest = MANIFEST | self.fields | {"step": step, "windows": step * 8, "shard": shard} | more
+        part = self.whole if with_whole else {}
+        for name, tensor in make_state(step).items():
+            if is_sharded(manifest, name, tuple(tensor.shape)):
+                rows = split_rows(len(tensor), workers)[rank]
+                part = part | {name: tensor[rows.start : rows.stop]}
+            elif with_whole:
+                part = part | {name: tensor}
+        slots = self.slots.setdefault((node, suffix), self.memories[node].make_slots(suffix))
+        if not slots.buffers:
+            slots.open(specs_of(part))
+        slots.begin()
+        slots.buffer.fill(part)
+        slots.commit(manifest)
+
+    def find_step(self) -> int | None:
+        """The step that a worker on the first node finds; the values are not checked."""
+
+        def work(context: DistributedContext) -> int | None:
+            found = find_in_memory(self.memories[0], context, -1, None, check_shard)
+            return int(found.manifest["step"]) if found else None
+
+        return same(run_ranks(1, work))
+
+    def find(self, nodes: Sequence[int]) -> int | None:
+        """The step that a worker on each of these nodes finds; the values are checked."""
+
+        def work(context: DistributedContext) -> int | None:
+            memory = self.memories[nodes[context.rank]]
+            found = find_in_memory(memory, context, -1, None, check_shard)
+            return None if found is None else check_values(found, context)
+
+        return same(run_ranks(len(nodes), work))
+
+
+def same(results: Sequence[int | Exception | None]) -> int | None:
+    """What all ranks have returned."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    assert len(set(results)) == 1
+    return results[0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("weights", [True, False], ids=["fsdp", "sharded optimizer"])
+@pytest.mark.parametrize("node_of", [[0], [0, 0], [0, 0, 0], [0] * 13, [0, 1], [0, 0, 0, 1, 1]])
+def test_the_parts_of_all_workers_are_the_whole_state(
+    node_of: list[int], weights: bool, tmp_path: Path
+) -> None:
+    """Thirteen workers: some hold no row of some tensors."""
+    nodes = Nodes(tmp_path, node_of, weights)
+    for step in (5, 10):
+        nodes.save(step)
+    assert nodes.find(sorted(set(node_of))) == 10
+
+
+@pytest.mark.parametrize("node_of", [[0, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
+def test_when_any_node_is_lost_the_others_have_every_part(node_of: list[int], tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, node_of)
+    nodes.save(5)
+    present = sorted(set(node_of))
+    for lost in present:
+        assert nodes.find([node for node in present if node != lost]) == 5
+
+
+def test_when_neighbours_are_lost_nothing_is_left_in_memory(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 1, 2])
+    nodes.save(5)
+    assert nodes.find([0]) is None
+
+
+def test_a_step_of_which_a_part_is_missing_or_damaged_does_not_count(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 0])
+    nodes.save(5)
+    nodes.save(10, lost=[1])
+    assert nodes.find([0]) == 5
+    nodes.save(15)
+    assert nodes.find([0]) == 15
+    flip_a_bit(nodes.memories[0].root / "node-0-worker-1" / "step_00000015.safetensors")
+    assert nodes.find([0]) is None, "worker 0 has 10 and 15, worker 1 has 5 and a damaged 15"
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 1])
+    nodes.save(5)
+    flip_a_bit(nodes.memories[0].root / "node-0-worker-0" / "step_00000005.safetensors")
+    assert nodes.find([0, 1]) == 5
+    assert nodes.find([0]) is None, "what is not sharded was in the damaged file alone"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"audit": "1" * 64},
+        {"windows": 99},
+        {"config": to_dict(CONFIG) | {"seed": 3}},
+        {"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}},
+    ],
+    ids=["audit", "windows", "config", "generation"],
+)
+def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], tmp_path: Path) -> None:
+    """Two generations may have computed the same step, with `reduction=fast` in other bits."""
+    nodes = Nodes(tmp_path, [0, 0])
+    nodes.save(5)
+    nodes.save(10, **other)
+    assert nodes.find([0]) == 5
+
+
+def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
+    """One that is too large for the manifest."""
+    nodes = Nodes(tmp_path, [0, 0, 1])
+    nodes.fields = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11}}
+    nodes.whole = {TOKENIZER_TENSOR: torch.arange(100, dtype=torch.uint8)}
+    nodes.save(5)
+
+    def work(node: int, context: DistributedContext) -> Tensor:
+        found = find_in_memory(nodes.memories[node], context, -1, None, check_shard)
+        assert found and found.dtypes[TOKENIZER_TENSOR] == torch.uint8
+        return found.tensor(TOKENIZER_TENSOR, context)
+
+    for node in (0, 1):
+        (content,) = run_ranks(1, functools.partial(work, node))
+        assert torch.equal(content, nodes.whole[TOKENIZER_TENSOR])  # type: ignore[arg-type]
+    nodes.whole, nodes.slots = {}, {}
+    nodes.save(10)
+    assert nodes.find_step() == 5, "the part that should have the tokenizer lacks it"
+
+
+def test_where_a_node_keeps_its_run_does_not_matter(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 0])
+    nodes.save(5, config=to_dict(CONFIG) | {"run_dir": "elsewhere"})
+    assert nodes.find([0]) == 5
+
+
+def test_records_that_a_worker_could_not_write_are_not_forgotten(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 0])
+    nodes.save(5, unwritten=[{"step": 4, "train/loss": 1.0}])
+
+    def work(context: DistributedContext) -> list[Any]:
+        found = find_in_memory(nodes.memories[0], context, -1, None, check_shard)
+        assert found
+        return list(found.manifest["unwritten"])
+
+    assert run_ranks(1, work) == [[{"step": 4, "train/loss": 1.0}]]
+
+
+def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_disk(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 0])
+    memory = nodes.memories[0]
+    store = SnapshotStore(str(tmp_path / "snapshots"))
+    store.prepare()
+
+    def save_to_disk(step: int) -> None:
+        write(store, whole(step), make_state(step))
+
+    def whole(step: int) -> dict[str, Any]:
+        return MANIFEST | {"step": step, "windows": step * 8}
+
+    def newest() -> int | None:
+        def work(context: DistributedContext) -> int | None:
+            latest = find_latest(store, memory, context, is_restart=True)
+            return check_values(latest.snapshot, context) if latest.snapshot else None
+
+        return same(run_ranks(1, work))
+
+    assert newest() is None
+    for step, save in ((5, save_to_disk), (10, nodes.save), (20, save_to_disk), (25, nodes.save)):
+        save(step)
+        assert newest() == step
+    saver = MemorySaver(memory, Sharding())
+    saver.save(whole(30), make_state(30))
+    assert saver.thread
+    saver.thread.join()
+    assert newest() == 30
+    nodes.save(35)
+    assert newest() == 35
+
+
+def test_a_part_on_disk_is_no_snapshot(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, [0, 0])
+    nodes.save(5)
+    store = SnapshotStore(str(nodes.memories[0].root / "node-0-worker-0"))
+    store.read(5, check_shard)
+    with pytest.raises(CorruptSnapshot, match="it is a part of a sharded state"):
+        store.read(5, check_model)
+    nothing = MemorySnapshots(str(tmp_path), "none", tmp_path, 0)
+
+    def work(context: DistributedContext) -> dict[int, str]:
+        latest = find_latest(store, nothing, context, is_restart=True)
+        assert latest.snapshot is None
+        return latest.corrupt
+
+    assert run_ranks(1, work) == [{5: "it is a part of a sharded state"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"rank": 1}, "has shape"),
+        ({"workers": 3}, "has shape"),
+        ({"weights": False}, "has shape"),
+    ],
+)
+def test_a_part_has_the_rows_that_its_manifest_says(
+    change: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    nodes = Nodes(tmp_path, [0, 0])
+    nodes.save(5)
+    snapshot = SnapshotStore(str(nodes.memories[0].root / "node-0-worker-0")).open(5)
+    shard = snapshot.manifest["shard"] | change
+    with pytest.raises(CorruptSnapshot, match=expected):
+        check_shard(snapshot.manifest | {"shard": shard}, snapshot.entries)
+    step = next(name for name in snapshot.entries if name.endswith(".step"))
+    some = {name: entry for name, entry in snapshot.entries.items() if name != step}
+    with pytest.raises(CorruptSnapshot, match=f"lacks {step}"):
+        check_shard(snapshot.manifest, some)
+    none = {name: entry for name, entry in snapshot.entries.items() if not name.endswith(".step")}
+    check_shard(snapshot.manifest, none)
+
+
+def test_the_newest_complete_save_is_chosen() -> None:
+    def offer(step: int, rank: int, number: int, has_whole: bool = True, key: str = "k") -> Offer:
+        return Offer(step, key, rank, 2, has_whole, number)
+
+    assert choose([[], []]) is None
+    assert choose([[offer(5, 0, 0)], [offer(5, 1, 0)]]) == Choice([(0, 0), (1, 0)], (0, 0))
+    both = [offer(5, 0, 0), offer(5, 1, 1)]
+    assert choose([both, [offer(9, 0, 0)]]) == Choice([(0, 0), (0, 1)], (0, 0))
+    assert choose([both, [offer(9, 0, 0), offer(9, 1, 1)]]) == Choice([(1, 0), (1, 1)], (1, 0))
+    copies = [offer(5, 0, 0, has_whole=False), offer(5, 1, 1, has_whole=False)]
+    assert choose([copies]) is None, "nobody has what is not sharded"
+    assert choose([copies, [offer(5, 1, 0)]]) == Choice([(0, 0), (0, 1)], (1, 0))
+    assert choose([[offer(5, 0, 0)], [offer(5, 1, 0, key="other")]]) is None

@@ -1,0 +1,116 @@
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import HOST, run_ranks
+
+from mingpt.base.errors import NodeRefused, PeersMissing, UserError
+from mingpt.config.cli import build
+from mingpt.distributed import DistributedContext
+from mingpt.training.run_folder import (
+    RunFolder,
+    check_same_settings,
+    make_run_dir,
+    open_run_folder,
+    refuse_where_it_fails,
+)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, method: str, code: int) -> None:
+    def raise_error(*_: object, **__: object) -> None:
+        raise OSError(code, "broken")
+
+    monkeypatch.setattr(Path, method, raise_error)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_refuses_no_job_whose_folder_is_there(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    fail(monkeypatch, "open", code)
+    make_run_dir(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("method", "code"), [("mkdir", errno.ENOSPC), ("mkdir", errno.EACCES), ("open", errno.EROFS)]
+)
+def test_a_folder_that_cannot_be_made_or_written_is_refused(
+    method: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, method, code)
+    with pytest.raises(UserError, match=r"run_dir .*/run cannot be written to: broken"):
+        make_run_dir(tmp_path / "run")
+
+
+def folders(tmp_path: Path, names: str, **settings: str) -> list[Any]:
+    """What ranks on nodes of their own find that see these folders."""
+
+    def work(context: DistributedContext) -> RunFolder:
+        given = {key: str(tmp_path / names[context.rank] / value) for key, value in settings.items()}
+        config = build({"run_dir": str(tmp_path / names[context.rank] / "run"), **given})
+        return open_run_folder(config, context)
+
+    return run_ranks(len(names), work)
+
+
+def test_the_lowest_rank_that_sees_a_folder_keeps_it(tmp_path: Path) -> None:
+    shared = folders(tmp_path, "aaa")
+    assert [folder.is_kept for folder in shared] == [True, False, False]
+    assert all(folder.is_shared for folder in shared)
+    apart = folders(tmp_path, "abb")
+    assert [folder.is_kept for folder in apart] == [True, True, False]
+    assert [folder.keeps_snapshots for folder in apart] == [True, True, False]
+    assert not any(folder.is_shared for folder in apart)
+    assert not list(tmp_path.glob("*/run/probe-*"))
+
+
+def test_snapshots_may_be_shared_where_run_folders_are_not(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    found = folders(tmp_path, "abc", **{"snapshot.path": "../all"})
+    assert [folder.is_kept for folder in found] == [True, True, True]
+    assert [folder.keeps_snapshots for folder in found] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        ({"seed": 2}, "seed: 1337 -> 2"),
+        ({"snapshot.path": "/scratch"}, "snapshot.path: null -> a folder"),
+        ({"trainer.eval_only": True}, "trainer.eval_only: False -> True"),
+    ],
+)
+def test_workers_that_were_started_with_different_settings_are_refused(
+    there: dict[str, Any], named: str
+) -> None:
+    def work(context: DistributedContext) -> None:
+        check_same_settings(build(there if context.rank == 1 else {}), context)
+
+    for error in run_ranks(2, work):
+        assert isinstance(error, UserError) and named in str(error) and HOST in str(error)
+    assert run_ranks(2, lambda context: check_same_settings(build({}), context)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("bad_ranks", "round", "expected"),
+    [
+        ({1}, None, [UserError, UserError]),
+        ({1}, 1, [UserError, UserError]),
+        ({1}, 2, [PeersMissing, NodeRefused]),
+        ({0, 1}, 2, [UserError, UserError]),
+        (set(), 2, [type(None), type(None)]),
+    ],
+)
+def test_a_job_that_has_begun_goes_on_without_a_node_whose_disk_fails(
+    bad_ranks: set[int], round: int | None, expected: list[type]
+) -> None:
+    def work(context: DistributedContext) -> None:
+        def use_disk() -> None:
+            if context.rank in bad_ranks:
+                raise UserError("run_dir cannot be written to")
+
+        refuse_where_it_fails(context, use_disk)
+
+    assert [type(result) for result in run_ranks(2, work, round)] == expected

@@ -1,0 +1,201 @@
+import errno
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import SMALL
+from support.single_process import SingleProcess
+from support.snapshots import TENSORS, make_store
+
+from mingpt.base.errors import NonRetryableError
+from mingpt.config.cli import build
+from mingpt.data import make_corpus
+from mingpt.distributed.device import find_environment
+from mingpt.snapshot import MemorySnapshots
+from mingpt.training.audit import START, Audit
+from mingpt.training.run_folder import RunFolder
+from mingpt.training.saving import Saving
+
+TEXT = b"To be, or not to be, that is the question.\n" * 40
+
+
+class RecordingLogger:
+    """What Saving needs of a RunLogger."""
+
+    def __init__(self) -> None:
+        self.last = {"train": {"step": 1, "train/loss": 1.0}}
+        self.records: list[dict[str, Any]] = []
+        self.failures: list[tuple[int, str]] = []
+
+    def flush(self) -> None:
+        pass
+
+    def unwritten(self, step: int) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["step"] <= step]
+
+    def failed(self, step: int, why: str) -> None:
+        self.failures.append((step, why))
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Saving:
+    return make_saving(tmp_path, {})
+
+
+def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Saving:
+    """Of a run at step 10 that has no snapshot yet."""
+    config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
+    folder = RunFolder(tmp_path, is_kept=True, keeps_snapshots=True, is_shared=True)
+    start: Any = SimpleNamespace(
+        store=make_store(tmp_path),
+        memory=MemorySnapshots(str(tmp_path), "id", tmp_path, 0),
+        durable_step=0,
+        folder=folder,
+        own_step=-1,
+        snapshot=None,
+        corpus=make_corpus(TEXT, config.data),
+    )
+    state: Any = SimpleNamespace(
+        step=10,
+        windows_seen=80,
+        tensors=lambda: TENSORS,
+        shapes=lambda: {name: tuple(tensor.shape) for name, tensor in TENSORS.items()},
+        rows_by_rank=lambda name, shape: None,
+        strategy=SimpleNamespace(updates_are_sharded=False, weights_are_sharded=False),
+    )
+    context = SingleProcess()
+    context.rank = rank
+    environment = find_environment(context.device, 1, torch.float32)
+    return Saving(config, context, state, start, environment, Audit(START, 8))
+
+
+def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots from this step on cannot be written."""
+    write = saving.store.commit
+
+    def faulty_write(manifest: dict[str, Any], records: Any) -> None:
+        if manifest["step"] >= step:
+            raise error
+        write(manifest, records)
+
+    monkeypatch.setattr(saving.store, "commit", faulty_write)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
+    code: int, saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    fail_from(saving, 20, OSError(code, "broken"), monkeypatch)
+    for step in (10, 20):
+        saving.state.step = step
+        saving.save_to_disk(logger)
+    with pytest.raises(NonRetryableError) as error:
+        saving.finish(logger)
+    assert str(error.value) == (
+        f"the snapshot of step 20 cannot be written to {saving.store.url} (broken) and the run stands at "
+        "step 10 there: make room or repair it, and start the same command again, which goes on from there"
+    )
+    assert logger.failures == [(20, str(error.value))]
+
+
+def test_without_a_snapshot_before_it_the_sentence_says_so(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    fail_from(saving, 0, OSError(errno.ENOSPC, "full"), monkeypatch)
+    saving.save_to_disk(logger)
+    with pytest.raises(NonRetryableError, match=r"\(full\) and there is none before it"):
+        saving.finish(logger)
+
+
+def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    with monkeypatch.context() as patch:
+        fail_from(saving, 0, OSError(errno.EIO, "broken"), patch)
+        saving.save_to_disk(logger)
+        saving.wait()
+    saving.state.step = 20
+    saving.save_to_disk(logger)
+    saving.finish(logger)
+    assert (logger.failures, saving.store.steps()) == ([], [20])
+
+
+def test_an_error_that_is_none_of_the_disk_is_raised_as_it_is(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger: Any = RecordingLogger()
+    fail_from(saving, 0, TypeError("a bug"), monkeypatch)
+    saving.save_to_disk(logger)
+    with pytest.raises(TypeError, match="a bug"):
+        saving.finish(logger)
+
+
+def test_records_that_are_not_written_travel_in_the_snapshot(saving: Saving) -> None:
+    logger: Any = RecordingLogger()
+    saving.save_to_disk(logger)
+    saving.wait()
+    logger.records = [{"step": step, "train/loss": 1.5} for step in (19, 20, 21)]
+    saving.state.step = 20
+    saving.save_to_disk(logger)
+    saving.finish(logger)
+    assert "unwritten" not in saving.store.read_manifest(10)
+    assert [record["step"] for record in saving.store.read_manifest(20)["unwritten"]] == [19, 20]
+
+
+def test_waiting_long_for_the_write_before_is_said_once(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger: Any = RecordingLogger()
+    monkeypatch.setattr("mingpt.training.saving.LONG_WAIT_S", -1.0)
+    for step in (10, 15, 20, 25):
+        saving.state.step = step
+        saving.save_to_disk(logger)
+    saving.finish(logger)
+    (line,) = caplog.messages
+    expected = r"training waited \d+\.\d s until the snapshot of step 10 was written: raise snapshot\."
+    assert re.match(expected, line)
+
+
+@pytest.mark.parametrize(("local_every", "expected"), [(None, [5, 10, 15, 18]), (0, [18]), (10, [10, 18])])
+def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
+    local_every: int | None, expected: list[int], tmp_path: Path
+) -> None:
+    """As its first worker saves them, which is not rank 0; the last one is always kept."""
+    saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
+    for step in (5, 10, 15, 18):
+        saving.state.step = step
+        saving.save_to_disk(None, is_last=step == 18)
+        saving.wait()
+    assert sorted(saving.store.steps()) == expected
+    assert saving.newest_written == 0, "what counts for the job is on rank 0's disk"
+    assert not saving.is_missing()
+    saving.save_to_disk(None, is_last=True)
+    saving.state.step = 19
+    assert saving.is_missing()
+
+
+def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own copies are left out meanwhile, but not the last one."""
+    saving = make_saving(tmp_path, {}, rank=1)
+    write, may_go_on = saving.store.commit, threading.Event()
+
+    def slow_write(manifest: dict[str, Any], records: Any) -> None:
+        assert may_go_on.wait(30)
+        write(manifest, records)
+
+    monkeypatch.setattr(saving.store, "commit", slow_write)
+    for step in (5, 10, 15):
+        saving.state.step = saving.durable_step = step
+        saving.save_to_disk(None)
+    may_go_on.set()
+    saving.state.step = 18
+    saving.save_to_disk(None, is_last=True)
+    saving.finish(None)
+    assert sorted(saving.store.steps()) == [5, 18]

@@ -1,0 +1,174 @@
+"""What a generation starts from, in one process; tests/jobs/ has whole jobs."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SMALL
+from support.single_process import SingleProcess
+from support.snapshots import make_manifest, write
+
+from mingpt.base.errors import UnreadableSnapshot, UserError
+from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
+from mingpt.config.cli import build
+from mingpt.data import TextData
+from mingpt.snapshot import MemorySnapshots, SnapshotStore
+from mingpt.training.search import (
+    LatestSnapshot,
+    StoreView,
+    check_nothing_is_lost,
+    find_latest,
+    report_skipped,
+)
+from mingpt.training.start import make_check
+
+NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
+EVAL_ONLY = Config(trainer=TrainerConfig(eval_only=True))
+
+
+def latest(*views: StoreView) -> LatestSnapshot:
+    """Nothing valid was found, and these are the views of the ranks."""
+    return LatestSnapshot(None, 0, views[0].corrupt, "out/run/snapshots", list(views))
+
+
+NOTHING = StoreView()
+FIRST_SAVE = StoreView(corrupt={7: "its manifest is missing"})
+AT_THE_START = StoreView(corrupt={0: "its checksum does not hold"})
+CORRUPT = StoreView(corrupt={5: "its tensor file is missing"}, completed_step=5)
+SET_ASIDE = StoreView(set_aside_step=5)
+BOTH = StoreView(corrupt={7: "its manifest is missing"}, set_aside_step=5)
+UNREADABLE = StoreView(unreadable={5: "its manifest cannot be read: Input/output error"}, completed_step=5)
+NO_FOLDER = StoreView(folder_error="the folder out/run/snapshots cannot be read: Stale file handle")
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (CORRUPT, r"no valid snapshot is left in out/run/snapshots \(step 5: its tensor file is missing"),
+        (SET_ASIDE, r"damaged-\*-step_00000005.json was set aside\), where one of step 5 was written"),
+        (
+            UNREADABLE,
+            "in out/run/snapshots cannot be read .step 5: its manifest cannot be read",
+        ),
+        (NO_FOLDER, "cannot be read .the folder out/run/snapshots cannot be read: Stale file handle"),
+    ],
+)
+def test_a_job_that_has_completed_a_snapshot_never_starts_again_at_0_by_itself(
+    view: StoreView, expected: str, is_restart: bool
+) -> None:
+    """Whichever worker has seen it."""
+    for views in ((view,), (NOTHING, view), (view, NOTHING)):
+        with pytest.raises(UserError, match=expected):
+            check_nothing_is_lost(latest(*views), AUTO, is_restart)
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+@pytest.mark.parametrize("view", [NOTHING, FIRST_SAVE, AT_THE_START])
+def test_a_job_that_died_before_its_first_snapshot_starts_at_0(view: StoreView, is_restart: bool) -> None:
+    check_nothing_is_lost(latest(view), AUTO, is_restart)
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_snapshot_that_only_run_json_tells_of_is_evidence_too(is_restart: bool) -> None:
+    """It lay on the disk of a node that is gone."""
+    with pytest.raises(UserError, match=r"run\.json tells of one of step 40, which no node has"):
+        check_nothing_is_lost(latest(NOTHING), AUTO, is_restart, recorded_step=40)
+    check_nothing_is_lost(latest(NOTHING), NEVER, is_restart=False, recorded_step=40)
+    with pytest.raises(UserError, match="no valid snapshot is left"):
+        check_nothing_is_lost(latest(NOTHING), NEVER, is_restart=True, recorded_step=40)
+
+
+def test_a_job_that_is_told_to_begin_anew_does_so() -> None:
+    """A restart does so too if what was set aside is older than the job."""
+    for view in (CORRUPT, SET_ASIDE):
+        check_nothing_is_lost(latest(view), NEVER, is_restart=False)
+    for view in (SET_ASIDE, BOTH):
+        check_nothing_is_lost(latest(view), NEVER, is_restart=True)
+    with pytest.raises(UserError, match="no valid snapshot is left"):
+        check_nothing_is_lost(latest(CORRUPT), NEVER, is_restart=True)
+
+
+@pytest.mark.parametrize("view", [UNREADABLE, NO_FOLDER])
+def test_snapshots_that_may_be_valid_are_not_overwritten_by_a_job_that_is_told_to_begin_anew(
+    view: StoreView,
+) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        check_nothing_is_lost(latest(view), NEVER, is_restart=False)
+
+
+def test_each_snapshot_that_is_passed_over_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    report_skipped(latest(UNREADABLE, UNREADABLE, NO_FOLDER, NO_FOLDER), "here", AUTO)
+    assert len(caplog.messages) == 2
+    caplog.clear()
+    report_skipped(latest(CORRUPT), "here", AUTO)
+    assert caplog.messages == [], "a run that trains names it when it sets it aside"
+    report_skipped(latest(CORRUPT), "here", EVAL_ONLY)
+    assert caplog.messages == ["snapshot of step 5 in here skipped: its tensor file is missing"]
+
+
+def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is corrupt as another worker of the job sees it."""
+    store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=())
+    store.prepare()
+    for step in (5, 10):
+        write(store, make_manifest(step))  # another model's: corrupt
+    memory = MemorySnapshots(str(tmp_path), "id", tmp_path, 0)
+    context = SingleProcess()
+    found = find_latest(store, memory, context, is_restart=False)
+    assert found.snapshot is None and sorted(found.corrupt) == [5, 10]
+    gather = context.all_gather_object
+
+    def gather_two(value: Any) -> Any:
+        return [value, UNREADABLE] if isinstance(value, StoreView) else gather(value)
+
+    monkeypatch.setattr(context, "all_gather_object", gather_two)
+    assert sorted(find_latest(store, memory, context, is_restart=False).corrupt) == [10]
+
+
+def test_a_folder_that_cannot_be_listed_is_what_a_worker_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=())
+
+    def fail() -> list[str]:
+        raise UnreadableSnapshot("the folder cannot be read")
+
+    monkeypatch.setattr(store, "list_names", fail)
+    memory = MemorySnapshots(str(tmp_path), "id", tmp_path, 0)
+    found = find_latest(store, memory, SingleProcess(), is_restart=True)
+    assert found.views == [StoreView(folder_error="the folder cannot be read")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "step", "is_refused"),
+    [
+        ("", 500, False),
+        ("seed", 500, True),
+        ("seed", 100, False),
+        ("data", 500, True),
+        ("log_every", 500, False),
+    ],
+)
+def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
+    changed: str, step: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that joins may have one. That of step 100, from which the job began, may have other settings."""
+    monkeypatch.setattr("mingpt.training.start.check_shard", lambda manifest, entries: None)
+    config = build(SMALL)
+    data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
+    manifest = make_manifest(step) | {"config": to_dict(config)}
+    manifest["data"]["sha256"] = "0" * 64 if changed == "data" else data.fingerprint
+    manifest["config"]["seed"] += changed == "seed"
+    manifest["config"]["trainer"]["log_every"] += changed == "log_every"
+    check = make_check(config, data, job_start=100)
+    if is_refused:
+        with pytest.raises(UnreadableSnapshot, match="it is none of this job"):
+            check(manifest, {})
+    else:
+        check(manifest, {})
+    make_check(config, data, job_start=None)(manifest, {})

@@ -1,0 +1,198 @@
+"""A stored state is handed over in pieces, and each rank takes its rows of it."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from support.forks import results_of
+from support.single_process import SingleProcess
+from support.states import make_state, shard_state
+from support.training import Arch, Name, train
+from torch import Tensor
+
+from mingpt.base.errors import UserError
+from mingpt.config import to_dict
+from mingpt.config.cli import build
+from mingpt.distributed import DistributedContext
+from mingpt.parallel import split_rows
+from mingpt.training import state
+from mingpt.training.state import Rows, StoredState, load_state
+
+Tensors = dict[str, Tensor]
+
+
+def make_stored(tensors: Tensors, owners: int = 1, rank: int | None = None) -> StoredState:
+    """One that `owners` ranks can read, rows by rows; `rank` may not read those of others."""
+    rows = [
+        Rows(name, part.start, part.stop, owner)
+        for name, tensor in tensors.items()
+        for owner, part in enumerate(split_rows(len(tensor) if tensor.ndim else 1, owners))
+        if part
+    ]
+
+    def read(name: str, begin: int, end: int) -> Tensor:
+        owner = next(one.rank for one in rows if one.name == name and one.begin <= begin and end <= one.end)
+        assert rank is None or rank == owner
+        return tensors[name][begin:end] if tensors[name].ndim else tensors[name]
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return StoredState({"step": 7, "config": {}}, shapes, dtypes, rows, read)
+
+
+def some_tensors() -> Tensors:
+    """A matrix, rows of several dimensions, a scalar, bytes, no rows, rows larger than a piece."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model.matrix": torch.randn(9, 5, generator=generator),
+        "model.deep": torch.randn(4, 2, 3, generator=generator),
+        "optimizer.step": torch.tensor(3.0),
+        "tokenizer": torch.arange(37, dtype=torch.uint8),
+        "model.none": torch.empty(0, 4),
+        "model.wide": torch.randn(3, 40, generator=generator),
+        "model.half": torch.randn(6, generator=generator).bfloat16(),
+    }
+
+
+def collect(stream: Iterable[tuple[str, int, Tensor]], shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """What a stream has brought, each row once."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, begin, rows in stream:
+        pieces.setdefault(name, []).append((begin, rows.clone()))
+    found = {}
+    for name, parts in pieces.items():
+        parts.sort(key=lambda part: part[0])
+        assert [begin for begin, _ in parts] == [
+            sum(len(rows) for _, rows in parts[:number]) for number in range(len(parts))
+        ]
+        found[name] = torch.cat([rows for _, rows in parts]).view(shapes[name])
+    return found
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(state, "PIECE_BYTES", 64)
+    return 64
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3])
+def test_a_batch_is_of_one_rank_and_of_the_size_of_a_piece(owners: int, small_pieces: int) -> None:
+    """Unless it is one row, which is never cut; all rows come once, in order."""
+    stored = make_stored(some_tensors(), owners)
+    batches = list(stored.batches(stored.rows))
+    for batch in batches:
+        assert len({piece.rank for piece in batch}) == 1
+        size = sum(stored.size(piece) for piece in batch)
+        assert size <= small_pieces or (len(batch) == 1 and batch[0].end - batch[0].begin == 1)
+    assert max(map(len, batches)) > 1, "small tensors share a message"
+    rows = [
+        (piece.name, row) for batch in batches for piece in batch for row in range(piece.begin, piece.end)
+    ]
+    assert rows == [(part.name, row) for part in stored.rows for row in range(part.begin, part.end)]
+
+
+def test_a_run_of_rows_is_cut_where_a_piece_is_full(small_pieces: int) -> None:
+    stored = make_stored(some_tensors())
+    (matrix,) = [part for part in stored.rows if part.name == "model.matrix"]  # rows of 20 bytes
+    assert list(stored.cut(matrix)) == [Rows("model.matrix", row, row + 3, 0) for row in (0, 3, 6)]
+    (wide,) = [part for part in stored.rows if part.name == "model.wide"]
+    assert len(list(stored.cut(wide))) == 3
+
+
+def test_one_rank_reads_what_it_asks_for(small_pieces: int) -> None:
+    tensors = some_tensors()
+    stored = make_stored(tensors)
+    found = collect(stored.stream(tensors, SingleProcess()), stored.shapes)
+    assert found.keys() == tensors.keys() - {"model.none"}
+    for name, tensor in found.items():
+        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
+    chosen = collect(stored.stream(["model.wide"], SingleProcess()), stored.shapes)
+    assert list(chosen) == ["model.wide"]
+    for name in tensors:
+        assert torch.equal(stored.tensor(name, SingleProcess()), tensors[name]), name
+
+
+@pytest.mark.parametrize("owners", [1, 2])
+def test_all_ranks_get_what_each_alone_can_read(owners: int, small_pieces: int) -> None:
+    tensors = some_tensors()
+
+    def work(context: DistributedContext) -> tuple[Tensors, Tensor]:
+        stored = make_stored(tensors, owners, context.rank)
+        found = collect(stored.stream(tensors, context), stored.shapes)
+        return found, stored.tensor("tokenizer", context)
+
+    for found, tokenizer in results_of(2, work):
+        assert found.keys() == tensors.keys() - {"model.none"}
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
+        assert torch.equal(tokenizer, tensors["tokenizer"])
+
+
+def trained_tensors(name: Name, arch: Arch) -> Tensors:
+    state = make_state(name, arch)
+    train(state.model, state.optimizer, range(2))
+    return {key: tensor.clone() for key, tensor in state.tensors().items()}
+
+
+@pytest.mark.parametrize("weights_too", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_of_several_takes_its_rows(rank: int, weights_too: bool, small_pieces: int) -> None:
+    tensors = trained_tensors("adamw", "gpt2")
+    state = shard_state(rank, 3, weights_too)
+    load_state(state, make_stored(tensors), SingleProcess())
+    shapes = state.shapes()
+    for name, part in state.tensors().items():
+        rows = state.rows_by_rank(name, shapes[name])
+        expected = tensors[name][rows[rank].start : rows[rank].stop] if rows else tensors[name]
+        assert torch.equal(part, expected), name
+
+
+def test_learned_positions_are_cut_to_the_block_size() -> None:
+    """Those beyond it are not needed; too few are an error."""
+    tensors = trained_tensors("adamw", "gpt2")
+    longer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    longer["model.wpe.weight"] = torch.cat([tensors["model.wpe.weight"], torch.ones(4, 16)])
+    state = make_state("adamw", "gpt2")
+    load_state(state, make_stored(longer), SingleProcess())
+    assert torch.equal(state.tensors()["model.wpe.weight"], tensors["model.wpe.weight"])
+    longer["model.wpe.weight"] = tensors["model.wpe.weight"][:5]
+    with pytest.raises(UserError, match="the snapshot of step 7"):
+        load_state(state, make_stored(longer), SingleProcess())
+
+
+@pytest.mark.parametrize("kind", ["another", "incomplete", "none"])
+def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
+    tensors = trained_tensors("muon" if kind == "another" else "adamw", "gpt2")
+    if kind == "incomplete":
+        del tensors["optimizer.wte.weight.exp_avg"]
+    elif kind == "none":
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    state = make_state("adamw", "gpt2")
+    load_state(state, make_stored(tensors), SingleProcess())
+    after = state.tensors()
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            assert torch.equal(after[name], tensor)
+    assert all(not after[name].any() for name in after if name.startswith("optimizer."))
+
+
+@pytest.mark.parametrize("damage", ["missing", "more", "shape"])
+def test_the_weights_of_another_model_are_refused(damage: str) -> None:
+    """And nothing is taken over."""
+    tensors = trained_tensors("adamw", "gpt2")
+    if damage == "missing":
+        del tensors["model.h.1.mlp.c_fc.weight"]
+    elif damage == "more":
+        tensors["model.lm_head.weight"] = torch.ones(11, 16)
+    else:
+        tensors["model.wte.weight"] = torch.ones(12, 16)
+    state = make_state("adamw", "gpt2")
+    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    with pytest.raises(UserError, match="the snapshot of step 7"):
+        load_state(state, make_stored(tensors), SingleProcess())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())
+
+
+def test_the_configuration_is_that_of_the_run_that_wrote_it() -> None:
+    config = build({"model.n_layer": 5, "run_dir": "elsewhere"})
+    stored = StoredState({"config": to_dict(config)}, {}, {}, [], lambda *_: torch.empty(0))
+    assert stored.config == config
