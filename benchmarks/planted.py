@@ -1,0 +1,102 @@
+"""Do the tests find what they are for? Each fault of planted.toml is planted, and the tests of its room run.
+
+    python benchmarks/planted.py                 # all 40, about half an hour on two cores
+    python benchmarks/planted.py --faults 7 22   # these alone, by their number from 1
+
+A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
+in a copy of the working tree. The fast tests of the room in which the file lies run first, then the jobs that
+go through that room, until a test fails. A row per fault, as JSON, with that test or null, and exit code 1 if
+a fault cannot be planted or no test has found it. Whoever deletes tests, or moves code, runs this before and
+after; a fault whose code has changed gets a new text that breaks the same promise.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+from common import row
+
+from mingpt.tools.jobs import ROOT
+
+# Jobs of real workers that go through a room, in tests/jobs/, beside the tests in tests/<room>.
+JOBS = {
+    "base": ["test_bad_input"],
+    "config": ["test_bad_input", "test_resuming"],
+    "data": ["test_any_number_of_workers", "test_token_data"],
+    "distributed": ["test_starting", "test_restarts", "test_bad_input"],
+    "launch": ["test_plain_python"],
+    "model": ["test_sampling", "test_from_hugging_face"],
+    "optim": ["test_any_number_of_workers"],
+    "parallel": ["test_any_number_of_workers", "test_sharded_jobs"],
+    "report": ["test_resuming", "test_full_disk"],
+    "snapshot": ["test_bad_snapshots", "test_resuming", "test_memory_of_a_node"],
+    "tools": ["test_doctor", "test_token_data"],
+    "training": ["test_resuming", "test_one_job", "test_stopping"],
+}
+PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+
+
+def copy_tree(target: Path) -> None:
+    """Copy the files that git knows, as they are in the working tree."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in names.stdout.split("\0"):
+        source = ROOT / name
+        if name and source.is_file() and not name.startswith("benchmarks/results"):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+
+
+def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
+    """The first test that fails, or an error that keeps pytest from running; None if all pass."""
+    existing = [path for path in paths if (tree / path).exists()]
+    if not existing:
+        return None
+    command = [*PYTEST, "-m", marker, *existing]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    if done.returncode in (0, 5):  # 5: no test has this marker
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return found[1] if found else f"pytest: {done.stdout[-300:]}"
+
+
+def find(tree: Path, file: str) -> str | None:
+    """The test that notices what is planted in a file, if there is one."""
+    room = Path(file).parts[1]
+    failure = first_failure(tree, [f"tests/{room}"], "not slow")
+    jobs = [f"tests/jobs/{name}.py" for name in JOBS[room]]
+    return failure or first_failure(tree, jobs, "not slow") or first_failure(tree, jobs, "slow")
+
+
+def main() -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--faults", type=int, nargs="+", metavar="NUMBER")
+    arguments = parser.parse_args()
+    faults = tomllib.loads((ROOT / "benchmarks" / "planted.toml").read_text())["fault"]
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name)
+        copy_tree(tree)
+        for number, fault in enumerate(faults, start=1):
+            if arguments.faults and number not in arguments.faults:
+                continue
+            began, path = time.monotonic(), tree / fault["file"]
+            intact = path.read_text()
+            is_there = intact.count(fault["old"]) == 1
+            path.write_text(intact.replace(fault["old"], fault["new"]))
+            found = find(tree, fault["file"]) if is_there else None
+            path.write_text(intact)
+            missed += found is None
+            seconds = round(time.monotonic() - began, 1)
+            row(fault=number, name=fault["name"], planted=is_there, found=found, seconds=seconds)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
