@@ -1,9 +1,7 @@
 """`python train.py` without a launcher: several workers, restarts, and the exit codes of a single process."""
 
-import json
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +12,6 @@ from conftest import (
     SMALL,
     Start,
     all_gone,
-    changed_program,
     command,
     final_hash,
     reached,
@@ -27,41 +24,31 @@ from mingpt.distributed.device import usable_cores
 from mingpt.tools.jobs import children, descendants, read_history, read_metric
 
 TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic", "ChildFailedError", "****")
-# What a program can see of how it was started, in a line per process.
-TELL = """
-import json, os
-with open({path!r}, "a") as file:
-    seen = [__name__, __file__, sys.argv, sys.path, sys.flags.safe_path]
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS")
-    file.write(json.dumps([seen, [os.environ.get(name) for name in names], sorted(os.environ)]) + chr(10))
-"""
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), "auto"])
 def test_plain_python_computes_the_bits_of_torchrun(
-    workers: int | str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    job = start(command(run_dir=tmp_path, data__path=text, trainer__workers=workers))
+    job = start(command(run_dir=tmp_path, data__path=text, trainer__workers="auto"))
     assert job.wait() == 0, job.err()
     (generation,) = read_history(tmp_path)["generations"]
     micro_batches = SMALL["trainer.batch_size"] // SMALL["trainer.micro_batch_size"]
-    assert generation["workers"] == (min(usable_cores(), micro_batches, 8) if workers == "auto" else workers)
+    assert generation["workers"] == min(usable_cores(), micro_batches, 8)
     assert read_metric(tmp_path) == read_metric(undisturbed)
     assert final_hash(tmp_path) == final_hash(undisturbed)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_worker_comes_back_and_costs_no_bit(
-    victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     job = start(command(run_dir=tmp_path, data__path=text, trainer__workers=2))
     job.wait_until(reached(tmp_path, 12))
-    os.kill(job.workers()[victim], signal.SIGKILL)
+    os.kill(job.workers()[0], signal.SIGKILL)
     assert job.wait() == 0, job.err()
     history = read_history(tmp_path)
     first, second = history["generations"]
-    assert history["status"] == "finished" and first["end"] == f"worker {victim} vanished"
+    assert history["status"] == "finished" and first["end"] == "worker 0 vanished"
     assert first["restart"] is False and second["restart"] is True
     assert final_hash(tmp_path) == final_hash(undisturbed)
     assert read_metric(tmp_path) == read_metric(undisturbed)
@@ -89,38 +76,15 @@ def test_workers_are_children_of_the_command_and_torchrun_says_nothing(
     assert session_members([job.pid, *workers]) == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"trainer__micro_batch_size": 8}, "2 workers cannot share the 1 micro-batches"),
-        ({"data__path": "nowhere.txt"}, "data.path nowhere.txt does not exist"),
-    ],
-)
-def test_what_only_the_user_can_put_right_is_exit_code_2_and_one_line(
-    settings: dict[str, Any], expected: str, start: Start, text: Path, tmp_path: Path
-) -> None:
-    given: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__workers": 2}
-    job = start(command(**(given | settings)))
+def test_what_only_the_user_can_put_right_is_exit_code_2_and_one_line(start: Start, tmp_path: Path) -> None:
+    job = start(command(run_dir=tmp_path, data__path="nowhere.txt", trainer__workers=2))
     assert job.wait(60) == 2
-    assert job.err().startswith(f"error: {expected}") and job.err().count("\n") == 1, job.err()
+    assert (
+        job.err().startswith("error: data.path nowhere.txt does not exist") and job.err().count("\n") == 1
+    ), job.err()
 
 
-def test_a_refused_resume_is_exit_code_2_and_leaves_the_run_alone(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(undisturbed, run_dir)
-    job = start(command(run_dir=run_dir, data__path=text, model__n_layer=3, trainer__workers=2))
-    assert job.wait(60) == 2
-    assert job.err().startswith("error: ") and "model.n_layer: 2 -> 3" in job.err()
-    assert job.err().count("\n") == 1, job.err()
-    assert final_hash(run_dir) == final_hash(undisturbed)
-    assert (run_dir / "run.json").read_text() == (undisturbed / "run.json").read_text()
-
-
-@pytest.mark.parametrize(
-    "kind", ["SIGINT", "SIGUSR1", "STOP", pytest.param("SIGTERM", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["SIGINT", pytest.param("STOP", marks=pytest.mark.slow)])
 def test_a_stop_is_exit_code_0_and_one_snapshot(kind: str, start: Start, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"snapshot__every": 1000, "trainer__workers": 2, "trainer__max_steps": 10_000}
     job = start(command(run_dir=tmp_path, data__path=text, **settings))
@@ -140,65 +104,39 @@ def test_a_stop_is_exit_code_0_and_one_snapshot(kind: str, start: Start, text: P
     assert_quiet(job.err())
 
 
-@pytest.mark.parametrize("victims", ["one", pytest.param("all", marks=pytest.mark.slow)])
 def test_without_a_restart_left_a_killed_worker_is_exit_code_1(
-    victims: str, start: Start, text: Path, tmp_path: Path
+    start: Start, text: Path, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"trainer__workers": 2, "trainer__max_restarts": 0}
     job = start(command(run_dir=tmp_path, data__path=text, trainer__max_steps=10_000, **settings))
     job.wait_until(reached(tmp_path, 5))
-    for pid in job.workers()[1:] if victims == "one" else job.workers():
-        os.kill(pid, signal.SIGKILL)
+    os.kill(job.workers()[1], signal.SIGKILL)
     assert job.wait(60) == 1, job.err()
     said = [line for line in job.err().splitlines() if "no restart is left (trainer.max_restarts)" in line]
     assert len(said) == 1, job.err()
     assert_quiet(job.err())
 
 
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM"])
-def test_a_signal_while_workers_start_ends_the_job(
-    kind: str, start: Start, text: Path, tmp_path: Path
-) -> None:
+def test_a_signal_while_workers_start_ends_the_job(start: Start, text: Path, tmp_path: Path) -> None:
     job = start(command(run_dir=tmp_path, data__path=text, trainer__max_steps=10_000, trainer__workers=2))
     job.wait_until(lambda: len(job.workers()) == 2)
     pids = [job.pid, *descendants(job.pid)]
-    os.kill(job.pid, getattr(signal, kind))
+    os.kill(job.pid, signal.SIGINT)
     assert job.wait(30) in (0, 1), job.err()
     wait_until(lambda: session_members(pids) == [], timeout_s=10)
     assert_quiet(job.err())
 
 
-@pytest.mark.parametrize("option", ["--help", "--print_config"])
-def test_a_question_starts_nothing(option: str, start: Start, text: Path, tmp_path: Path) -> None:
+def test_a_question_starts_nothing(start: Start, text: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-X", "importtime"]  # lists on stderr what is imported
-    words = command(option, launcher=launcher, run_dir=tmp_path / "run", data__path=text, trainer__workers=2)
+    words = command(
+        "--print_config", launcher=launcher, run_dir=tmp_path / "run", data__path=text, trainer__workers=2
+    )
     job = start(words)
     assert job.wait(30) == 0 and "trainer" in job.out()
     modules = {line.rpartition("|")[2].strip() for line in job.err().splitlines()}
     assert "mingpt.config.cli" in modules and not modules & {"torch", "mingpt.launch.agent"}
     assert not (tmp_path / "run").exists()
-
-
-PLANTED_NAN = """
-def on_run_start(state, strategy):
-    def spoil(step, micro_batch):
-        if step == 12 and micro_batch == 5:
-            next(state.model.parameters()).grad.fill_(float("nan"))
-    events.subscribe("backward_end", spoil)
-events.subscribe("run_start", on_run_start)
-"""
-
-
-def test_a_nan_is_exit_code_1_and_one_sentence(start: Start, text: Path, tmp_path: Path) -> None:
-    program = changed_program(tmp_path, PLANTED_NAN)
-    words = command(program=program, run_dir=tmp_path / "run", data__path=text, trainer__workers=2)
-    job = start(words)
-    assert job.wait(60) == 1, job.err()
-    assert job.err().count("error: step 13: the gradient of windows 96 to 103 is not finite") == 1, job.err()
-    assert_quiet(job.err())
-    history = read_history(tmp_path / "run")
-    assert history["status"] == "failed" and len(history["generations"]) == 1
-    assert snapshot_steps(tmp_path / "run")[-1] == 10
 
 
 @pytest.mark.parametrize(
@@ -227,23 +165,6 @@ def test_under_nohup_a_hangup_changes_nothing(
     assert job.wait() == 0, job.err()
     assert len(read_history(tmp_path)["generations"]) == 1
     assert final_hash(tmp_path) == final_hash(undisturbed)
-
-
-def test_a_restarted_worker_sees_what_the_first_one_saw(start: Start, text: Path, tmp_path: Path) -> None:
-    told = tmp_path / "told.jsonl"
-    program = changed_program(tmp_path, TELL.format(path=str(told)))
-    job = start(command(program=program, run_dir=tmp_path / "run", data__path=text, trainer__workers=2))
-    job.wait_until(reached(tmp_path / "run", 12))
-    os.kill(job.workers()[0], signal.SIGKILL)
-    assert job.wait() == 0, job.err()
-    agent, *workers = map(json.loads, told.read_text().splitlines())
-    assert agent[1] == [None] * 5
-    by_rank = sorted((environment, seen, names) for seen, environment, names in workers)
-    first, again, other, other_again = by_rank
-    for rank, one, two in (("0", first, again), ("1", other, other_again)):
-        assert one[0] == [rank, rank, "2", "0", "1"] and two[0] == [rank, rank, "2", "1", "1"]
-        assert one[1] == two[1] == agent[0]
-        assert one[2] == two[2]
 
 
 def test_a_worker_that_is_killed_while_it_starts_is_replaced(

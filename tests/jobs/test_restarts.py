@@ -55,13 +55,12 @@ def test_a_killed_worker_costs_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
 def test_two_agents_go_on_after_a_killed_worker(
-    victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     jobs = two_agents(start, restarts=3, run_dir=tmp_path, data__path=text)
     jobs[0].wait_until(reached(tmp_path, 12))
-    os.kill(jobs[victim].workers()[0], signal.SIGKILL)
+    os.kill(jobs[0].workers()[0], signal.SIGKILL)
     for job in jobs:
         assert job.wait() == 0, job.err()
     assert final_hash(tmp_path) == final_hash(undisturbed)
@@ -95,13 +94,9 @@ def test_where_no_restart_is_left_a_lost_worker_is_named_once(
     assert read_history(tmp_path)["status"] == "failed"
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "python"])
-def test_no_worker_outlives_its_agent(launcher: str, start: Start, text: Path, tmp_path: Path) -> None:
+def test_no_worker_outlives_its_agent(start: Start, text: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__max_steps": 10_000}
-    if launcher == "torchrun":
-        job = start(command(launcher=torchrun(2, restarts=3), **settings))
-    else:
-        job = start(command(trainer__workers=2, **settings))
+    job = start(command(launcher=torchrun(2, restarts=3), **settings))
     job.wait_until(reached(tmp_path, 3))
     workers = job.workers()
     assert len(workers) == 2
@@ -109,17 +104,13 @@ def test_no_worker_outlives_its_agent(launcher: str, start: Start, text: Path, t
     wait_until(lambda: all_gone(workers), timeout_s=10)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("python", marks=pytest.mark.slow)])
-def test_nothing_is_left_of_a_job_that_ended(launcher: str, start: Start, text: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_job_that_ended(start: Start, text: Path, tmp_path: Path) -> None:
     """No process and, in the node's memory, no snapshot."""
     memory = Path(SMALL["snapshot.memory_path"]) / tmp_path.name
     memory.mkdir()
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "snapshot__memory_path": memory}
     settings |= {"trainer__max_steps": 10, "snapshot__memory_every": 1}
-    if launcher == "torchrun":
-        job = start(command(launcher=torchrun(2), **settings))
-    else:
-        job = start(command(trainer__workers=2, **settings))
+    job = start(command(launcher=torchrun(2), **settings))
     job.wait_until(lambda: list(memory.iterdir()))
     workers = job.workers()
     assert len(workers) == 2 and sorted(session_members(workers)) == workers, "the search finds them"
@@ -138,7 +129,6 @@ def on_run_start(state, strategy):
 events.subscribe("run_start", on_run_start)
 """
 BAD_GRADIENT = "next(state.model.parameters()).grad.fill_(float('nan'))"
-BAD_WEIGHTS = "torch.nn.init.constant_(state.model.wte.weight, float('nan'))"
 REPEATED = "3 generations failed one after the other at step 13 (worker 1 failed (OSError: planted))"
 
 
@@ -146,13 +136,6 @@ REPEATED = "3 generations failed one after the other at step 13 (worker 1 failed
     ("event", "fault", "sentence", "generations"),
     [
         ("backward_end", BAD_GRADIENT, "step 13: the gradient of windows 96 to 103 is not finite", 1),
-        pytest.param(
-            "batch",
-            BAD_WEIGHTS,
-            "step 13: the loss of micro-batch 5 (windows at ",
-            1,
-            marks=pytest.mark.slow,
-        ),
         pytest.param("batch", "raise OSError('planted')", REPEATED, 4, marks=pytest.mark.slow),
     ],
 )

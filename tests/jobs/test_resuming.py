@@ -41,22 +41,15 @@ def test_two_resumes_one_of_them_at_the_end_of_an_epoch(start: Start, text: Path
     assert final_hash(tmp_path / "run") == final_hash(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["flipped bit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("cut short", "no manifest"))],
-)
 def test_a_damaged_snapshot_is_named_and_the_one_before_it_used(
-    damage: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
     last = run_dir / "snapshots" / "step_00000030.safetensors"
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 4
-    if damage == "no manifest":
-        last.with_suffix(".json").unlink()
-    else:
-        last.write_bytes(content if damage == "flipped bit" else content[:-1])
+    last.write_bytes(content)
     job = start(command(launcher=torchrun(2), run_dir=run_dir, data__path=text))
     assert job.wait() == 0, job.err()
     name = "damaged-1-step_00000030"

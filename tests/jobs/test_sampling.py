@@ -71,12 +71,6 @@ def test_it_prints_the_prompt_and_the_text_and_nothing_else(run: Path) -> None:
     assert one.stdout == again.stdout != other.stdout
 
 
-@pytest.mark.slow
-def test_a_run_of_two_workers_is_sampled(undisturbed: Path) -> None:
-    done = run_program(str(undisturbed), "--prompt", "The ", "--tokens", "20")
-    assert done.returncode == 0 and done.stderr == "" and len(done.stdout) == len("The ") + 20 + 1
-
-
 def test_without_a_snapshot_it_says_so_in_one_sentence(tmp_path: Path) -> None:
     assert "there is no snapshot in" in error_of(sample(tmp_path))
 
@@ -129,19 +123,6 @@ def test_several_samples_each_have_the_prompt_and_the_first_is_the_one_of_the_se
     one, two = sample(*options).stdout, sample(*options, "--num_samples", "2").stdout
     assert two.startswith(one) and two[len(one) :].startswith("The ") and len(two) == 2 * len(one)
     assert two[len(one) :] != one
-
-
-def test_more_samples_than_a_batch_has_are_those_of_their_seeds(run: Path) -> None:
-    options = [run, "--prompt", "The ", "--tokens", "10"]
-    expected = "".join(sample(*options, "--seed", seed).stdout for seed in range(1, 19))
-    assert sample(*options, "--num_samples", "18").stdout == expected
-
-
-def test_bfloat16_has_samples_of_its_own(run: Path) -> None:
-    options = [run, "--prompt", "The ", "--tokens", "30", "--num_samples", "2", "--dtype"]
-    ours, theirs = (sample(*options, dtype) for dtype in ("bfloat16", "float32"))
-    assert ours.returncode == 0 and len(ours.stdout) == len(theirs.stdout)
-    assert sample(*options, "bfloat16").stdout == ours.stdout
 
 
 def test_a_sample_ends_before_the_text_to_stop_at(run: Path) -> None:
