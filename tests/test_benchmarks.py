@@ -1,4 +1,7 @@
-"""The programs that enumerate crash points and hostile snapshots, and count bytes: a part of each."""
+"""The programs that enumerate crash points and hostile snapshots, and count bytes: a part of each.
+
+The others run every week, as .github/workflows/ci.yml says.
+"""
 
 import json
 import shutil
@@ -7,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 from conftest import ROOT
 
 from mingpt.tools.jobs import clean_environment
@@ -22,6 +26,18 @@ def all_rows(*words: str) -> list[dict[str, Any]]:
 
 def last_row(*words: str) -> dict[str, Any]:
     return all_rows(*words)[-1]
+
+
+def test_the_proofs_that_run_every_week_are_programs_with_these_flags() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    jobs = workflow["jobs"]
+    assert any(".ci/run" in step.get("run", "") for step in jobs["checks"]["steps"])
+    proofs = jobs["proofs"]["strategy"]["matrix"]["proof"]
+    assert len(proofs) > 5
+    for proof in proofs:
+        name, *words = proof.split()
+        program = (ROOT / "benchmarks" / name).read_text()
+        assert [word for word in words if word.startswith("--") and f'"{word}"' not in program] == []
 
 
 @pytest.mark.slow
