@@ -130,12 +130,12 @@ class Disks:
             raise RuntimeError(job.err())
         return trial
 
-    def judge(self, job: Job, trial: Trial, workers: int, expected: Trial, **about: Any) -> None:
+    def judge(self, job: Job, trial: Trial, expected: Trial, about: dict[str, Any]) -> None:
         """Start the command again, compare, and print the row."""
         first_code, errors = job.process.returncode, job.err()
         said = collections.Counter(Path(path).name for path in WRITTEN_IN_VAIN.findall(errors))
         sentences = [line for line in errors.splitlines() if line.startswith("error: ")]
-        last = trial.train(workers)
+        last = trial.train(about["workers"])
         problems = {
             "traceback": bool(OWN_TRACEBACK.search(job.err())),  # of both starts: they append to one file
             "first_code": not (first_code == 0 or (len(sentences) == 1 and SENTENCE in sentences[0])),
@@ -162,7 +162,7 @@ class Disks:
             job = trial.train(workers, KILL_AT if is_killed else None)
             resize("40m")
             about = {"where": where, "size": size, "workers": workers, "killed": is_killed}
-            self.judge(job, trial, workers, expected, **about)
+            self.judge(job, trial, expected, about)
         shutil.rmtree(case)
 
 

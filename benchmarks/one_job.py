@@ -58,8 +58,8 @@ def refusals(job: Job) -> list[str]:
 
 def is_refused(job: Job, holder: int) -> bool:
     """Whether the job ended with one sentence that names the process of the other, and nothing else."""
-    (*_, line), count = ["", *refusals(job)], len(refusals(job))
-    return count == 1 and f"process {holder} on host" in line and "training/trainer.py" not in job.err()
+    lines, has_traceback = refusals(job), "mingpt/training/trainer.py" in job.err()
+    return len(lines) == 1 and f"process {holder} on host" in lines[0] and not has_traceback
 
 
 def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:

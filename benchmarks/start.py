@@ -157,7 +157,9 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.launch = arguments.launch or ("torchrun" if arguments.kills else "one")
     with work_folder() as folder:
-        return (measure_recoveries if arguments.kills else measure_starts)(folder, arguments)
+        if arguments.kills:
+            return measure_recoveries(folder, arguments)
+        return measure_starts(folder, arguments)
 
 
 if __name__ == "__main__":
