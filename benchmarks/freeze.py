@@ -167,7 +167,7 @@ def train_beside_busy_processes(folder: Path, minutes: float, tally: Tally) -> N
     run_dir, settings = folder / "busy", SETTINGS | {"trainer.max_steps": 10**6}
     with busy_processes(BUSY):
         job = start(run_dir, settings, restarts=3)
-        job.wait_until(lambda: last_step(run_dir) >= 1)
+        job.wait_until(lambda: last_step(run_dir) >= 1, 300)
         began = time.monotonic()
         while job.is_running() and time.monotonic() - began < 60 * minutes:
             time.sleep(0.5)
