@@ -1,7 +1,7 @@
 """What the programs of this folder share.
 
 Arguments, jobs of train.py and signals to their workers, measuring in turns, the machine's own rate, rows of
-JSON, and the exit code. A row is a line on stdout; `benchmarks/results/<date>_<claim>/rows.jsonl` keeps them.
+JSON, and the exit code. `benchmarks/results/<date>_<claim>/rows.jsonl` keeps the rows.
 """
 
 import argparse

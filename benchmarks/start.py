@@ -4,6 +4,7 @@
     python benchmarks/start.py --launch plain           # with two workers; or torchrun
     python benchmarks/start.py --against CHECKOUT       # also the start of another commit of this project
     python benchmarks/start.py --kills 30               # from SIGKILL of a random worker: 5 minutes
+    python benchmarks/start.py --kills 1 --steps 30     # half a minute
 
 The default run, on two cores; a start leaves out its first evaluation. A row per round or kill, as JSON, then
 medians of the paired ratios: with --against, our time over the other checkout's; last, our time over that of
@@ -52,7 +53,7 @@ SETTINGS = {
 }
 # What stands before train.py, and the number of workers.
 LAUNCHES = {"one": ([sys.executable], 1), "plain": ([sys.executable], 2), "torchrun": (torchrun(2), 2)}
-STEPS, KILLS_PER_RUN, IMPORTS = 340, 8, 5
+KILLS_PER_RUN, IMPORTS = 8, 5
 MAX_START, MAX_RECOVERY = 2.5, 1.25
 
 
@@ -126,7 +127,8 @@ def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
     """Kills in as many runs as that takes; returns the exit code."""
     rng, tally = random.Random(arguments.seed), Tally()
     took, ratios = list[float](), list[float]()
-    settings = {"trainer.log_every": 1}  # a record for each step, so that a completed step is seen
+    # A record for each step, so that a completed step is seen.
+    settings = {"trainer.log_every": 1, "trainer.max_steps": arguments.steps}
     expected, _ = train_undisturbed(folder, settings)
     while len(took) < arguments.kills:
         run_dir = folder / f"run{tally.trials}"
@@ -135,7 +137,7 @@ def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
         row(run=tally.trials, import_torch_s=round(import_s, 3))
         launch = start if arguments.launch == "torchrun" else start_plain
         job = launch(run_dir, settings, workers=2, restarts=100)
-        for step in sorted(rng.sample(range(5, STEPS - 10), kills)):
+        for step in sorted(rng.sample(range(5, arguments.steps - 10), kills)):
             took.append(seconds_to_recover(job, run_dir, step, rng, import_s))
             ratios.append(took[-1] / import_s)
         tally.add(exit_codes([job], 600) == [0] and short_hash(run_dir) == expected, job)
@@ -153,6 +155,7 @@ def main() -> int:
     parser.add_argument("--launch", choices=LAUNCHES, help="one for starts, torchrun for kills by default")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=340, help="of a run with kills")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     arguments.launch = arguments.launch or ("torchrun" if arguments.kills else "one")
