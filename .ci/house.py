@@ -3,14 +3,16 @@
     python .ci/house.py
 
 Rooms are the packages directly in mingpt/. An import counts wherever it stands, also in a function or under
-TYPE_CHECKING. A statement is an `ast.stmt`; comments, blank lines and indentation are no tokens.
+TYPE_CHECKING. A statement is an `ast.stmt`; comments, blank lines and indentation are no tokens. The share of
+comments and docstrings is that of lines that are not blank.
 """
 
 import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +32,24 @@ LOOSE = {"__init__.py", "__main__.py"}
 MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 105, 500, 60
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large some files are, or may be; None where there is no limit."""
+
+    statements: int | None = None
+    tokens: int | None = None
+    lines: int | None = None
+
+
+# What is counted together, and its budget.
+PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
+BUDGETS: dict[tuple[str, ...], Size] = {
+    PROGRAM: Size(statements=12_200, tokens=122_000),
+    ("tests",): Size(statements=10_500),
+    ("benchmarks",): Size(lines=4_500),
+}
 
 
 def python_files(*places: str) -> list[Path]:
@@ -90,12 +110,40 @@ def longest_function(files: Iterable[Path]) -> tuple[int, str]:
     return max(lengths)
 
 
-def size_of(files: Iterable[Path]) -> tuple[int, int, int]:
-    """Statements, tokens and lines."""
+def size_of(files: Iterable[Path]) -> Size:
     texts = [path.read_text() for path in files]
     statements = sum(isinstance(node, ast.stmt) for text in texts for node in ast.walk(ast.parse(text)))
-    kinds = [token.type for text in texts for token in tokenize.generate_tokens(io.StringIO(text).readline)]
-    return statements, sum(kind not in LAYOUT for kind in kinds), sum(text.count("\n") for text in texts)
+    kinds = [token.type for text in texts for token in tokens_of(text)]
+    return Size(
+        statements, sum(kind not in LAYOUT for kind in kinds), sum(text.count("\n") for text in texts)
+    )
+
+
+def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(text).readline)
+
+
+def share_of_words(files: Iterable[Path]) -> float:
+    """Lines with a comment or of a docstring, over all that are not blank."""
+    words = lines = 0
+    for path in files:
+        text = path.read_text()
+        found = {token.start[0] for token in tokens_of(text) if token.type == tokenize.COMMENT}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
+                docstring = node.body[0]
+                found |= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+        filled = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()}
+        words, lines = words + len(found & filled), lines + len(filled)
+    return words / lines
+
+
+def over_budget(name: str, size: Size, budget: Size) -> Iterator[str]:
+    """A sentence for each limit that is passed."""
+    for kind, limit in asdict(budget).items():
+        found = asdict(size)[kind]
+        if limit is not None and found > limit:
+            yield f"{name}: {found:,} {kind}, and its budget is {limit:,}"
 
 
 def main() -> int:
@@ -114,19 +162,18 @@ def main() -> int:
     longest = max(files, key=lambda path: path.read_text().count("\n"))
     file_lines = longest.read_text().count("\n")
     function_lines, function = longest_function(files)
-    program = [*python_files("mingpt", "train.py", "sample.py", "launch")]
     lines = [
         f"rooms {len(rooms)}, floors {len(FLOORS)}, arrows {len(arrows)}, loose files {len(loose)}",
         f"files {len(files)}, the longest {longest.relative_to(ROOT)} with {file_lines} lines",
         f"the longest function {function} with {function_lines} lines",
     ]
-    for name, paths in (
-        ("mingpt/, train.py, sample.py, launch/", program),
-        ("tests/", python_files("tests")),
-        ("benchmarks/", python_files("benchmarks")),
-    ):
-        statements, tokens, text_lines = size_of(paths)
-        lines.append(f"{name}: {statements:,} statements, {tokens:,} tokens, {text_lines:,} lines")
+    excess: list[str] = []
+    for places, budget in BUDGETS.items():
+        name, size = ", ".join(places), size_of(python_files(*places))
+        lines.append(f"{name}: {size.statements:,} statements, {size.tokens:,} tokens, {size.lines:,} lines")
+        excess += over_budget(name, size, budget)
+    share = share_of_words(python_files(*PROGRAM))
+    lines.append(f"comments and docstrings: {share:.0%} of the program's lines")
     broken = [f"a file outside the rooms: {name}" for name in sorted(loose)]
     broken += [f"not a room of FLOORS: {room}" for room in sorted(rooms ^ height.keys())]
     broken += [f"an import that does not point down: {arrow}" for arrow in upward]
@@ -134,6 +181,7 @@ def main() -> int:
     broken += [f"more than {MAX_FILES} files"] if len(files) > MAX_FILES else []
     broken += [f"a file of more than {MAX_FILE_LINES} lines"] if file_lines > MAX_FILE_LINES else []
     broken += [f"a function of more than {MAX_FUNCTION_LINES} lines"] * (function_lines > MAX_FUNCTION_LINES)
+    broken += excess
     sys.stdout.write("\n".join([*lines, *(f"broken: {rule}" for rule in broken)]) + "\n")
     return 1 if broken else 0
 

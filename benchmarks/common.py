@@ -1,5 +1,11 @@
-"""What the programs of this folder share: train.py under torchrun, signals to its workers, rows of JSON."""
+"""What the programs of this folder share.
 
+Arguments, jobs of train.py and signals to their workers, measuring in turns, the machine's own rate, rows of
+JSON, and the exit code. `benchmarks/results/<date>_<claim>/rows.jsonl` keeps the rows.
+"""
+
+import argparse
+import contextlib
 import json
 import os
 import random
@@ -7,8 +13,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,54 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # `python benchmarks/x.py
 from mingpt.tools.jobs import ROOT, Job, clean_environment, free_port, read_metric, tensor_hash, torchrun
 
 Settings = Mapping[str, Any]
+# A run whose steps take a few milliseconds.
+SMALL: dict[str, Any] = {
+    "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
+    "trainer.batch_size": 8, "trainer.micro_batch_size": 1, "trainer.log_every": 1,
+    "trainer.sample_tokens": 0, "trainer.timeout_s": 60, "trainer.device": "cpu",
+}  # fmt: skip
+# A run of which the steps alone are measured.
+STEPS_ALONE: dict[str, Any] = {
+    "trainer.eval_at_start": False, "trainer.eval_every": 10**6, "trainer.sample_tokens": 0,
+    "data.val_fraction": 0.01, "snapshot.every": 10**6, "snapshot.memory_every": 0,
+}  # fmt: skip
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows the program's docstring as it stands."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=formatter)
+
+
+@contextlib.contextmanager
+def work_folder() -> Iterator[Path]:
+    """A folder that is removed at the end."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def row(**values: Any) -> None:
+    """Print a row of results as JSON."""
+    print(json.dumps(values), flush=True)
+
+
+class Tally:
+    """Counts the trials of a program and the good ones."""
+
+    def __init__(self) -> None:
+        self.trials = self.good = 0
+
+    def add(self, is_good: bool, *jobs: Job) -> None:
+        """Count a trial; one that is not good shows what its jobs wrote to stderr."""
+        self.trials += 1
+        self.good += is_good
+        for job in () if is_good else jobs:
+            print(job.err()[-3000:], file=sys.stderr)
+
+    def exit_code(self, **more: Any) -> int:
+        """Print the last row; 0 if all trials were good, else 1."""
+        row(trials=self.trials, ok=self.good, **more)
+        return 0 if self.good == self.trials else 1
 
 
 def arguments_of(settings: Settings) -> list[str]:
@@ -30,16 +85,25 @@ def start(
     workers: int = 2,
     restarts: int = 0,
     checkout: Path = ROOT,
+    output: Path | None = None,
 ) -> Job:
-    """train.py under torchrun on this machine; its output goes to <run_dir>.out and <run_dir>.err."""
+    """train.py under torchrun; its output goes to <output>.out and <output>.err, `run_dir` by default."""
     given = [f"run_dir={run_dir}", *arguments_of(settings), *more]
-    return Job([*torchrun(workers, restarts), "train.py", *given], run_dir, cwd=checkout)
+    return Job([*torchrun(workers, restarts), "train.py", *given], output or run_dir, cwd=checkout)
 
 
-def start_plain(run_dir: Path, settings: Settings, workers: int, restarts: int) -> Job:
+def start_plain(
+    run_dir: Path,
+    settings: Settings,
+    workers: int,
+    restarts: int = 0,
+    prefix: Sequence[str] = (),
+    output: Path | None = None,
+) -> Job:
     """Plain `python train.py`, which starts its workers itself; output as in `start`."""
     own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
-    return Job([sys.executable, "train.py", *arguments_of({**settings, **own})], run_dir)
+    command = [*prefix, sys.executable, "train.py", *arguments_of({**settings, **own})]
+    return Job(command, output or run_dir)
 
 
 def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, restarts: int) -> list[Job]:
@@ -52,8 +116,16 @@ def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, r
 
 def train(run_dir: Path, settings: Settings, *more: str, workers: int = 2, checkout: Path = ROOT) -> None:
     """As `start`, to the end. Raises RuntimeError if the job fails."""
-    job = start(run_dir, settings, *more, workers=workers, checkout=checkout)
-    wait_for_success(job)
+    wait_for_success(start(run_dir, settings, *more, workers=workers, checkout=checkout))
+
+
+def train_undisturbed(folder: Path, settings: Settings, *more: str, workers: int = 2) -> tuple[str, float]:
+    """The hash and the seconds of a run that nothing disturbs; prints a row."""
+    run_dir, began = folder / "undisturbed", time.monotonic()
+    train(run_dir, settings, *more, workers=workers)
+    seconds = time.monotonic() - began
+    row(undisturbed=short_hash(run_dir), seconds=round(seconds, 1))
+    return short_hash(run_dir), seconds
 
 
 def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
@@ -64,7 +136,7 @@ def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
 
 
 def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
-    """Of each job; None for one that did not end in time and was killed."""
+    """The exit code of each job; None for one that did not end in time and was killed."""
     deadline = time.monotonic() + timeout_s
     codes: list[int | None] = []
     for job in jobs:
@@ -87,50 +159,84 @@ def signal_one(pids: Sequence[int], number: signal.Signals, rng: random.Random) 
     return place
 
 
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Meanwhile, so many processes do nothing but compute."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def short_hash(run_dir: Path) -> str:
+    """The first 16 digits of the SHA-256 of the tensors of a run's last snapshot, or "none"."""
+    return tensor_hash(run_dir)[:16]
+
+
+def measure_in_turns(
+    variants: Mapping[str, Callable[[], float]], rounds: int, digits: int = 5, **about: Any
+) -> dict[str, list[float]]:
+    """Call each variant once a round, in an order that changes; prints a row per round."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds):
+        for name in sorted(variants, reverse=number % 2 == 1):
+            found[name].append(variants[name]())
+        row(**about, round=number, **{name: round(values[-1], digits) for name, values in found.items()})
+    return found
+
+
+def paired(found: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
+    """The ratio of two variants in each round."""
+    return [one / other for one, other in zip(found[over], found[under], strict=True)]
+
+
+def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "ratio") -> dict[str, float]:
+    """The median under its name, the least and the largest value, as the last row of a program shows them."""
+    return {
+        name: round(statistics.median(values), digits),
+        "from": round(min(values), digits),
+        "to": round(max(values), digits),
+    }
+
+
+def median_step_s(run_dir: Path) -> float:
+    """Median seconds per step over the records of a run after the first quarter."""
+    recorded = list(read_metric(run_dir, "step_s").values())
+    return statistics.median(recorded[max(1, len(recorded) // 4) :])
+
+
 def seconds_to_import_torch() -> float:
-    """Of a bare `python -c "import torch"`, from its start to its end."""
+    """The time of a bare `python -c "import torch"`, from its start to its end."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, env=clean_environment())
     return time.monotonic() - began
 
 
-def short_hash(run_dir: Path) -> str:
-    """Of the tensors of a run's last snapshot: the first 16 digits of their SHA-256, or "none"."""
-    return tensor_hash(run_dir)[:16]
+def product_rate(device: str, threads: int) -> float:
+    """The machine's own rate: FLOP/s of a large bfloat16 product, the best of five."""
+    import torch
+
+    torch.set_num_threads(threads)
+    size = 8192 if device.startswith("cuda") else 2048
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        product = left @ right
+        float(product[0, 0])  # waits for it
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
 
 
-def median_step_s(run_dir: Path) -> float:
-    """Median seconds per step over the records of a run after its first."""
-    recorded = list(read_metric(run_dir, "step_s").values())
-    return statistics.median(recorded[1:])
-
-
-def row(**values: Any) -> None:
-    """Print a row of results as JSON."""
-    print(json.dumps(values), flush=True)
-
-
-def make_manifest(step: int, windows: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a manifest that a save knows, of a run with this configuration."""
-    return {
-        "step": step,
-        "windows": windows,
-        "config": dict(config),
-        "vocabulary": "abc",
-        "data": {"path": "data/input.txt", "sha256": "0" * 64},
-        "software": {"torch": "2.13.0", "device": "cpu AVX512", "threads": 1, "dtype": "float32"},
-        "audit": "0" * 64,
-        "metrics": {},
-    }
-
-
-def spread(values: Sequence[float], digits: int) -> dict[str, float]:
-    """The least and the largest value, as a row of results shows them."""
-    return {"from": round(min(values), digits), "to": round(max(values), digits)}
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed."""
-    ordered = sorted(values)
-    rank = -(-int(share * 1000 * len(ordered)) // 1000)  # rounded up
-    return ordered[min(len(ordered), max(1, rank)) - 1]
+def process_mb(pid: int, field: str) -> float:
+    """A field of /proc/<pid>/status in MB: VmRSS, or VmHWM for the peak; 0 if the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    sizes = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
+    return int(sizes[0]) / 1024 if sizes else 0.0

@@ -1,38 +1,35 @@
 """The run that README.md shows: `python train.py` on two workers, one of them killed at step 170.
 
-    python benchmarks/default_run.py OUT
+    python benchmarks/default_run.py OUT          # a minute on two cores
 
 Copies log.txt, run.json, metrics.jsonl and loss.png to the folder OUT and prints a row as JSON. Exit code 1
 unless the run finishes in two generations.
 """
 
-import argparse
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from common import row
+from common import argument_parser, row, start_plain, work_folder
 
-from mingpt.tools.jobs import Job, last_step, read_history
+from mingpt.tools.jobs import last_step, read_history
 
 KILL_AT_STEP = 170
 KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png")
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("out", type=Path)
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        run_dir = Path(name, "run")
+    with work_folder() as folder:
+        run_dir = folder / "run"
         began = time.monotonic()
-        job = Job([sys.executable, "train.py", f"run_dir={run_dir}", "trainer.workers=2"], Path(name, "job"))
+        job = start_plain(run_dir, {}, workers=2, restarts=3)
         job.wait_until(lambda: last_step(run_dir) >= KILL_AT_STEP, timeout_s=600)
         os.kill(job.workers()[1], signal.SIGKILL)
         code = job.wait(600)

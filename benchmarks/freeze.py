@@ -1,194 +1,211 @@
-"""Freeze a worker (SIGSTOP) at a random moment: when is it noticed, when does the job go on, with which bits?
+"""Workers that do nothing any more: when is it noticed, when does the job go on, with which bits?
 
-    python benchmarks/freeze.py          # 10 frozen workers with timeout_s=10; then 5 minutes of false alarms
-    python benchmarks/freeze.py --times 0 --minutes 0 --before 10     # frozen before the workers have met
+    python benchmarks/freeze.py                         # 10 frozen, 10 before, 20 stuck: 20 minutes
+    python benchmarks/freeze.py --frozen 1 --before 0 --stuck 0 --minutes 0       # one alone: half a minute
 
-`noticed_s` is when the first of the other workers is gone, `on_s` when the next generation has completed a
-step; both in seconds since the signal. The run for false alarms trains for so many minutes beside processes
-that keep all cores busy. Before the workers have met, `gone_s` is when the frozen one is gone, `patience_s`
-for how long the others waited, as the next generation says.
+- frozen: SIGSTOP to a random worker at a random moment, with timeout_s=10. `noticed_s` is when the first of
+  the others is gone, `on_s` when the next generation has completed a step, in seconds since the signal.
+- before: the same before the workers have met. `gone_s` is when the frozen one is gone, `patience_s` for how
+  long the others waited, as the next generation says.
+- stuck: a main thread waits in C code, as in a CUDA call: pause(), sleep() or a read() of an empty pipe, at
+  the start of a random step or after a backward pass. Another worker gets SIGKILL; `gone_s` is when the stuck
+  one is gone.
+- no false alarm: a run of so many minutes beside four processes that keep all cores busy.
 
-Exit code 1 unless every freeze was noticed within timeout_s + 2 s, every job went on within timeout_s + 35 s
-with the bits of an undisturbed run, the run beside the busy processes had a single generation, and every
-worker that was frozen before the meeting was named, and gone within `patience_s` and the others' start, of
-`--start_s` at most.
+A row per trial, as JSON. Exit code 1 unless every freeze was noticed within timeout_s + 2 s and the job went
+on within timeout_s + 35 s; every worker frozen before the meeting was named, and gone within `patience_s` and
+the others' start, of START_S at most; every stuck one was gone within 1.5 s and run.json names the killed one
+alone; all with the bits of an undisturbed run; and the busy run had a single generation. Needs Linux.
 """
 
-import argparse
+import ctypes
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from common import exit_codes, row, short_hash, start
+from common import (
+    SMALL,
+    Tally,
+    argument_parser,
+    arguments_of,
+    busy_processes,
+    exit_codes,
+    row,
+    short_hash,
+    start,
+    train_undisturbed,
+    work_folder,
+)
 
-from mingpt.tools.jobs import Job, is_alive, last_step, read_history
+from mingpt.base import events
+from mingpt.tools.jobs import Job, is_alive, last_step, read_history, torchrun
 
-STEPS = 150
-SETTINGS = {
-    "trainer.log_every": 1,
-    "trainer.sample_tokens": 50,
-    "trainer.eval_every": 50,
-    "trainer.device": "cpu",
-}
+STEPS, TIMEOUT_S, START_S, STUCK_S, BUSY = 150, 10, 8.0, 1.5, 4
+SETTINGS = SMALL | {
+    "data.block_size": 64, "model.n_embd": 64, "trainer.batch_size": 16, "trainer.micro_batch_size": 2,
+    "trainer.max_steps": STEPS, "trainer.eval_every": 50, "trainer.timeout_s": TIMEOUT_S,
+    "snapshot.every": 10,
+}  # fmt: skip
 
 
-def freeze_one(job: Job, run_dir: Path, timeout_s: float, rng: random.Random) -> dict[str, float]:
-    """Freeze a random worker; returns for the row which, when, and the seconds to what followed."""
+def freeze(job: Job, rng: random.Random) -> tuple[int, list[int]]:
+    """Stop a random worker; returns its place and the process ids of all workers."""
     pids = job.workers()
-    victim = rng.choice(pids)
-    os.kill(victim, signal.SIGSTOP)
-    began, step = time.monotonic(), last_step(run_dir)
-    limit_s = timeout_s + 60
+    victim = rng.randrange(len(pids))
+    os.kill(pids[victim], signal.SIGSTOP)
+    return victim, pids
 
-    def others_are_gone() -> bool:
-        return not all(is_alive(pid) for pid in pids if pid != victim)
+
+def freeze_in_training(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
+    run_dir, workers = folder / f"frozen{number}", 2 + number % 2
+    job = start(run_dir, SETTINGS, workers=workers, restarts=3)
+    step = rng.randrange(2, STEPS - 20)
+    job.wait_until(lambda: last_step(run_dir) >= step, 300)
+    time.sleep(rng.uniform(0, 0.3))  # anywhere in a step
+    began = time.monotonic()
+    victim, pids = freeze(job, rng)
+    others = [pid for pid in pids if pid != pids[victim]]
 
     def goes_on() -> bool:
         generations = read_history(run_dir)["generations"]
         return len(generations) > 1 and last_step(run_dir) > generations[-1]["from_step"]
 
-    job.wait_until(others_are_gone, limit_s)
+    job.wait_until(lambda: not all(map(is_alive, others)), TIMEOUT_S + 60)
     noticed_s = time.monotonic() - began
-    job.wait_until(lambda: not is_alive(victim), limit_s)
-    gone_s = time.monotonic() - began
-    job.wait_until(goes_on, limit_s)
+    job.wait_until(goes_on, TIMEOUT_S + 60)
     on_s = time.monotonic() - began
-    return {
-        "victim": pids.index(victim),
-        "at_step": step,
-        "noticed_s": round(noticed_s, 2),
-        "gone_s": round(gone_s, 2),
-        "on_s": round(on_s, 2),
-    }
+    codes, ends = exit_codes([job], 300), [entry["end"] for entry in read_history(run_dir)["generations"]]
+    is_good = noticed_s <= TIMEOUT_S + 2 and on_s <= TIMEOUT_S + 35
+    is_good = is_good and codes == [0] and short_hash(run_dir) == expected
+    times = {"noticed_s": round(noticed_s, 2), "on_s": round(on_s, 2)}
+    row(frozen=number, workers=workers, victim=victim, at_step=step, **times, ends=ends, ok=is_good)
+    tally.add(is_good, job)
 
 
-def is_recovered(
-    folder: Path, number: int, timeout_s: float, workers: int, expected: str, rng: random.Random
-) -> bool:
-    """Run a job and freeze one of its workers; whether it went on in time and has the expected hash."""
-    run_dir = folder / f"frozen{number}"
-    settings = SETTINGS | {"trainer.max_steps": STEPS, "trainer.timeout_s": timeout_s}
-    job = start(run_dir, settings, workers=workers, restarts=3)
-    step = rng.randrange(2, STEPS - 20)
-    job.wait_until(lambda: last_step(run_dir) >= step, 300)
-    time.sleep(rng.uniform(0, 0.3))  # anywhere in a step
-    frozen = freeze_one(job, run_dir, timeout_s, rng)
-    codes = exit_codes([job], 300)
-    is_in_time = frozen["noticed_s"] <= timeout_s + 2 and frozen["on_s"] <= timeout_s + 35
-    is_good = is_in_time and codes == [0] and short_hash(run_dir) == expected
-    generations = read_history(run_dir)["generations"]
-    ends = [entry["end"] for entry in generations]
-    from_steps = [entry["from_step"] for entry in generations]
-    row(
-        frozen=number,
-        workers=workers,
-        **frozen,
-        ends=ends,
-        from_steps=from_steps,
-        hash=short_hash(run_dir),
-        ok=is_good,
-    )
-    if not is_good:
-        print(job.err()[-3000:], file=sys.stderr)
-    return is_good
-
-
-def given_up(
-    folder: Path, number: int, limits: tuple[float, float], expected: str, rng: random.Random
-) -> bool | None:
-    """Freeze a worker before the meeting; whether it was given up in time. None if they had met by then."""
-    run_dir, (timeout_s, start_s) = folder / f"before{number}", limits
-    settings = SETTINGS | {"trainer.max_steps": STEPS, "trainer.timeout_s": timeout_s}
-    workers = 2 + number % 2
-    job = start(run_dir, settings, workers=workers, restarts=1)
+def freeze_before_meeting(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
+    """A trial in which they had met by then does not count."""
+    run_dir, workers = folder / f"before{number}", 2 + number % 2
+    job = start(run_dir, SETTINGS, workers=workers, restarts=1)
     job.wait_until(lambda: len(job.workers()) == workers)
     time.sleep(rng.uniform(0, 1.5))  # the random moment itself
-    pids = job.workers()
-    victim = rng.choice(pids)
-    os.kill(victim, signal.SIGSTOP)
     began = time.monotonic()
+    victim, pids = freeze(job, rng)
     time.sleep(0.5)  # they meet and open log.txt, or they do not
     if (run_dir / "log.txt").exists():
         job.kill()
-        return None
-    job.wait_until(lambda: not is_alive(victim), 120)
+        return
+    job.wait_until(lambda: not is_alive(pids[victim]), 120)
     gone_s = time.monotonic() - began
     codes = exit_codes([job], 300)
     named = re.search(r"worker (\d) did not reach the rendezvous within ([\d.]+) s", job.err())
     patience_s = float(named[2]) if named else 0.0
-    is_named = named is not None and int(named[1]) == pids.index(victim)
-    is_good = is_named and gone_s <= patience_s + start_s and patience_s <= max(timeout_s, 3 * start_s)
+    is_good = named is not None and int(named[1]) == victim
+    is_good = is_good and gone_s <= patience_s + START_S and patience_s <= max(TIMEOUT_S, 3 * START_S)
     is_good = is_good and codes == [0] and short_hash(run_dir) == expected
-    found = {"workers": workers, "victim": pids.index(victim), "gone_s": round(gone_s, 2)}
-    row(before=number, **found, patience_s=patience_s, hash=short_hash(run_dir), ok=is_good)
-    if not is_good:
-        print(job.err()[-3000:], file=sys.stderr)
-    return is_good
+    times = {"gone_s": round(gone_s, 2), "patience_s": patience_s}
+    row(before=number, workers=workers, victim=victim, **times, ok=is_good)
+    tally.add(is_good, job)
 
 
-def has_no_false_alarm(folder: Path, minutes: float, timeout_s: float, busy: int) -> bool:
-    """A run with many evaluations and snapshots, beside processes that do nothing but compute."""
-    run_dir = folder / "busy"
-    settings = SETTINGS | {"trainer.max_steps": 100_000, "trainer.timeout_s": timeout_s, "snapshot.every": 10}
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
-    try:
+def run_worker(mark: Path, rank: int, step: int, event: str, call: str, argv: list[str]) -> None:
+    """train.py, in which one worker waits in C code for ever, once."""
+    libc = ctypes.CDLL(None)
+
+    def stick(**details: Any) -> None:
+        if details["step"] != step or int(os.environ["RANK"]) != rank or mark.exists():
+            return
+        mark.write_text(str(os.getpid()))
+        while True:
+            if call == "pause":
+                libc.pause()
+            elif call == "sleep":
+                libc.sleep(1000)
+            else:
+                os.read(os.pipe()[0], 1)
+
+    events.subscribe(event, stick)
+    sys.argv = argv
+    import train
+
+    train.main()
+
+
+def kill_beside_stuck(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
+    """Kill a worker that is not stuck, and see how long the stuck one stays."""
+    run_dir, mark = folder / f"run{number}", folder / f"stuck{number}"
+    workers, step = rng.choice([2, 3]), rng.randrange(1, STEPS)
+    rank, event = rng.randrange(workers), rng.choice(["step_start", "backward_end"])
+    call = rng.choice(["pause", "sleep", "read"])
+    program = [__file__, "--worker", str(mark), str(rank), str(step), event, call]
+    settings = SETTINGS | {"run_dir": run_dir, "trainer.timeout_s": 300}
+    command = [*torchrun(workers, restarts=2), *program, "train.py", *arguments_of(settings)]
+    job = Job(command, run_dir)
+    job.wait_until(lambda: mark.exists() and mark.read_text())
+    pids, stuck = job.workers(), int(mark.read_text())
+    time.sleep(rng.uniform(0.0, 0.5))  # the random moment itself
+    victim = rng.choice([pid for pid in pids if pid != stuck])
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    while is_alive(stuck) and time.monotonic() - began < 60:
+        time.sleep(0.002)
+    gone_s = time.monotonic() - began
+    codes, ends = exit_codes([job], 300), [entry["end"] for entry in read_history(run_dir)["generations"]]
+    is_good = gone_s <= STUCK_S and codes == [0] and short_hash(run_dir) == expected
+    is_good = is_good and ends == [f"worker {pids.index(victim)} vanished", "finished"]
+    plan = {"workers": workers, "stuck": rank, "killed": pids.index(victim)}
+    row(number=number, **plan, step=step, event=event, call=call, gone_s=round(gone_s, 2), ok=is_good)
+    tally.add(is_good, job)
+
+
+def train_beside_busy_processes(folder: Path, minutes: float, tally: Tally) -> None:
+    """Many evaluations and snapshots, and no worker that is late."""
+    run_dir, settings = folder / "busy", SETTINGS | {"trainer.max_steps": 10**6}
+    with busy_processes(BUSY):
         job = start(run_dir, settings, restarts=3)
+        job.wait_until(lambda: last_step(run_dir) >= 1, 300)
         began = time.monotonic()
         while job.is_running() and time.monotonic() - began < 60 * minutes:
             time.sleep(0.5)
         was_running = job.is_running()
         (run_dir / "STOP").touch()
         codes = exit_codes([job], 300)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
     generations = read_history(run_dir)["generations"]
     is_good = was_running and codes == [0] and len(generations) == 1
-    steps = generations[-1]["to_step"]
-    limits = {"busy": busy, "minutes": minutes, "timeout_s": timeout_s}
-    row(**limits, steps=steps, generations=len(generations), ok=is_good)
-    return is_good
+    row(busy=BUSY, minutes=minutes, steps=generations[-1]["to_step"], ok=is_good)
+    tally.add(is_good, job)
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--before", type=int, default=10, help="workers frozen before they have met")
-    parser.add_argument("--start_s", type=float, default=8, help="that a worker's start takes at most")
-    parser.add_argument("--timeout_s", type=float, default=10)
+    parser = argument_parser(__doc__)
+    parser.add_argument("--frozen", type=int, default=10)
+    parser.add_argument("--before", type=int, default=10)
+    parser.add_argument("--stuck", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=5, help="of the run for false alarms; 0 for none")
-    parser.add_argument("--busy", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    rng, timeout_s = random.Random(arguments.seed), arguments.timeout_s
-    good, is_quiet, tries, verdicts = 0, True, 0, list[bool]()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        undisturbed = folder / "undisturbed"
-        codes = exit_codes([start(undisturbed, SETTINGS | {"trainer.max_steps": STEPS})], 600)
-        expected = short_hash(undisturbed)
-        row(undisturbed=expected, codes=codes)
-        for number in range(arguments.times):
-            good += is_recovered(folder, number, timeout_s, 2 + number % 2, expected, rng)
-        while len(verdicts) < arguments.before:
+    rng, tally, tries = random.Random(arguments.seed), Tally(), 0
+    with work_folder() as folder:
+        expected, _ = train_undisturbed(folder, SETTINGS)
+        for number in range(arguments.frozen):
+            freeze_in_training(folder, number, expected, rng, tally)
+        while tally.trials < arguments.frozen + arguments.before:
             tries += 1
-            verdict = given_up(folder, tries, (timeout_s, arguments.start_s), expected, rng)
-            verdicts += [] if verdict is None else [verdict]
+            freeze_before_meeting(folder, tries, expected, rng, tally)
+        for number in range(arguments.stuck):
+            kill_beside_stuck(folder, number, expected, rng, tally)
         if arguments.minutes:
-            is_quiet = has_no_false_alarm(folder, arguments.minutes, timeout_s, arguments.busy)
-    row(
-        frozen=arguments.times, ok=good, no_false_alarm=is_quiet, before=len(verdicts), given_up=sum(verdicts)
-    )
-    return 0 if good == arguments.times and is_quiet and all(verdicts) else 1
+            train_beside_busy_processes(folder, arguments.minutes, tally)
+    return tally.exit_code()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--worker"]:
+        path, rank_text, step_text, event_name, c_call = sys.argv[2:7]
+        run_worker(Path(path), int(rank_text), int(step_text), event_name, c_call, sys.argv[7:])
+    else:
+        sys.exit(main())

@@ -1,17 +1,17 @@
 """Hostile and foreign snapshots: what train.py, sample.py, init_from and eval_only make of each kind.
 
-    python benchmarks/hostile.py                                   # all; needs Linux; an hour on two cores
-    python benchmarks/hostile.py --kinds NaN FIFO --programs train # whose names contain one of these words
+    python benchmarks/hostile.py                          # all; needs Linux; an hour on two cores
+    python benchmarks/hostile.py --kinds NaN FIFO --programs train --older yes     # a minute
 
 A small run has snapshots of steps 2 and 4. That of step 4 is replaced by one of each kind of
 hostile_kinds.py, with right checksums where that makes it worse, and each program is started on it: once with
 the older snapshot, which must be used (exit code 0, one line names the bad one, which only train.py renames),
 and once without (one sentence, exit code 2). "init file" is snapshot.init_from=step_00000004.safetensors. In
 each there must be no traceback and nothing executed, and the peak of resident memory at most that of the same
-program on the valid snapshot plus the size of the two files plus --slack_mb. Exit code 1 otherwise.
+program on the valid snapshot plus the size of the two files plus --slack_mb. Exit code 1 otherwise. `--kinds`
+takes words of the names of kinds.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import row
-from hostile_kinds import KINDS, VALID, Kind, read
+from common import Tally, argument_parser, row, work_folder
+from hostile_kinds import KINDS, VALID_FIELDS, forge, read
 
 from mingpt.tools.jobs import ROOT, clean_environment
 
@@ -107,23 +107,23 @@ class Range:
             self.clean_peaks[program] = outcome.peak
         return self.clean_peaks[program]
 
-    def forge(self, make: Kind, manifest: Path, tensors: Path) -> None:
+    def forge(self, kind: str, manifest: Path, tensors: Path) -> None:
         """Replace a snapshot, in a process of its own: children begin with their parent's peak memory."""
         child = os.fork()
         if child == 0:
             forgery = read(manifest, tensors, self.canary)
-            make(forgery)
+            forge(kind, forgery)
             forgery.write(manifest, tensors)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         assert status == 0, "the forgery failed"
 
-    def trial(self, kind: str, make: Kind, program: str, older: bool) -> list[str]:
-        """What is wrong; prints a row."""
+    def trial(self, kind: str, program: str, older: bool) -> bool:
+        """Print a row with what is wrong; whether that is nothing."""
         clean_peak, run_dir = self.clean_peak(program), self.copy()
         snapshots = run_dir / "snapshots"
         paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"
-        self.forge(make, *paths)
+        self.forge(kind, *paths)
         for path in snapshots.iterdir():
             if not older and "step_00000004" not in path.name:
                 path.unlink()
@@ -132,7 +132,7 @@ class Range:
         outcome = self.start(program, run_dir)
         after = sorted(path.name for path in snapshots.iterdir())
         wrong = problems(outcome, older and program != "init file") if kind in KINDS else []
-        if kind in VALID and outcome.code not in (0, 2):
+        if kind in VALID_FIELDS and outcome.code not in (0, 2):
             wrong.append(f"exit code {outcome.code}")
         is_renamed = any(name.startswith("damaged-1-step_00000004") for name in after)
         if kind in KINDS and is_renamed != (program == "train" and older):
@@ -150,7 +150,7 @@ class Range:
         said = (outcome.err.strip().splitlines() or [""])[-1 if wrong else 0]
         row(kind=kind, program=program, older=older, code=outcome.code, peak_mb=round(outcome.peak / MB, 1),
             excess_mb=round(excess_mb, 1), wrong=wrong, said=said[:300])  # fmt: skip
-        return wrong
+        return not wrong
 
 
 def problems(outcome: Outcome, has_older: bool) -> list[str]:
@@ -166,27 +166,21 @@ def problems(outcome: Outcome, has_older: bool) -> list[str]:
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--kinds", nargs="*", default=[""], help="words in their names")
     parser.add_argument("--programs", nargs="*", default=PROGRAMS, choices=PROGRAMS)
     parser.add_argument("--older", nargs="*", default=["yes", "no"], choices=["yes", "no"])
     parser.add_argument("--slack_mb", type=float, default=8.0, help="how much peaks differ from run to run")
     arguments = parser.parse_args()
-    chosen = {
-        name: make for name, make in (KINDS | VALID).items() if any(word in name for word in arguments.kinds)
-    }
-    trials, bad = 0, 0
-    with tempfile.TemporaryDirectory() as name:
-        place = Range(Path(name), arguments.slack_mb)
-        for kind, make in chosen.items():
+    kinds = [kind for kind in (*KINDS, *VALID_FIELDS) if any(word in kind for word in arguments.kinds)]
+    tally = Tally()
+    with work_folder() as folder:
+        place = Range(folder, arguments.slack_mb)
+        for kind in kinds:
             for program in arguments.programs:
                 for older in arguments.older:
-                    trials += 1
-                    wrong = place.trial(kind, make, program, older == "yes")
-                    bad += bool(wrong)
-    row(kinds=len(chosen), trials=trials, bad=bad)
-    return 1 if bad else 0
+                    tally.add(place.trial(kind, program, older == "yes"))
+    return tally.exit_code(kinds=len(kinds))
 
 
 if __name__ == "__main__":

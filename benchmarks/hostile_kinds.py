@@ -1,6 +1,7 @@
-"""Snapshots that nobody's run has written, one function per kind; for hostile.py.
+"""Snapshots that nobody's run has written, by kind; for hostile.py.
 
 Each changes a valid snapshot. Checksums and sizes are put right afterwards, so that they do not give it away.
+Missing fields, lists of files that no save writes, flipped bits and truncations are in tests/snapshot/.
 Imports no torch: the peak memory of a child process begins with that of its parent.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MB = 1 << 20
-DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+WEIGHT = "model.wte.weight"
 
 
 @dataclass
@@ -33,22 +34,16 @@ class Forgery:
     canary: Path  # a payload that is executed creates this file
     tensor_file: bytes | None = None  # instead of header and data
     manifest_file: bytes | None = None  # instead of the manifest, or what is left of it
-    change_files: Callable[[list[dict[str, Any]]], Any] = len  # changes the manifest's list of files
-    seals: bool = True  # checksums and sizes are put right
     place: list[Callable[[Path, Path], None]] = field(default_factory=list)  # changes the files at last
 
     def write(self, manifest_path: Path, tensor_path: Path) -> None:
         content = self.tensor_file
         if content is None:
             content = with_header(json.dumps(self.header).encode(), self.data)
-        if self.seals:
-            digest = hashlib.sha256(content).hexdigest()
-            files: list[dict[str, Any]] = [
-                {"name": tensor_path.name, "sha256": digest, "bytes": len(content)}
-            ]
-            self.change_files(files)
-            joint = hashlib.sha256("".join(file["sha256"] for file in files).encode()).hexdigest()
-            self.manifest |= {"files": files, "sha256": joint, "bytes": sum(file["bytes"] for file in files)}
+        digest = hashlib.sha256(content).hexdigest()
+        files = [{"name": tensor_path.name, "sha256": digest, "bytes": len(content)}]
+        joint = hashlib.sha256(digest.encode()).hexdigest()
+        self.manifest |= {"files": files, "sha256": joint, "bytes": len(content)}
         encoded = seal(self.manifest) if self.manifest_file is None else self.manifest_file
         tensor_path.with_suffix(".optimizer.safetensors").unlink()
         tensor_path.write_bytes(content)
@@ -56,18 +51,8 @@ class Forgery:
         for change in self.place:
             change(manifest_path, tensor_path)
 
-    def tensor(self, name: str = "model.wte.weight") -> dict[str, Any]:
-        entry: dict[str, Any] = self.header[name]
-        return entry
 
-    def put_numbers(self, name: str, *numbers: float) -> None:
-        """Overwrite the first numbers of a tensor."""
-        begin = self.tensor(name)["data_offsets"][0]
-        packed = struct.pack(f"<{len(numbers)}f", *numbers)
-        self.data = self.data[:begin] + packed + self.data[begin + len(packed) :]
-
-    def setting(self, section: str, **values: Any) -> None:
-        self.manifest["config"][section] |= values
+Kind = Callable[[Forgery], None]
 
 
 def read(manifest_path: Path, tensor_path: Path, canary: Path) -> Forgery:
@@ -104,109 +89,117 @@ class Payload:
         return os.system, (f"touch {self.canary}",)
 
 
-def zip_with(canary: Path) -> bytes:
+def pickled(forgery: Forgery) -> bytes:
+    return pickle.dumps(Payload(forgery.canary))
+
+
+def zipped(forgery: Forgery) -> bytes:
     """As torch.save writes it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(Payload(canary)))
+        archive.writestr("archive/data.pkl", pickled(forgery))
         archive.writestr("archive/version", "3\n")
     return buffer.getvalue()
 
 
-def tensor_file(make: Callable[[Forgery], bytes]) -> Callable[[Forgery], None]:
-    def change(forgery: Forgery) -> None:
-        forgery.tensor_file = make(forgery)
-
-    return change
+def name_twice(forgery: Forgery) -> bytes:
+    first = json.dumps({WEIGHT: forgery.header[WEIGHT]})
+    return with_header((first[:-1] + ", " + json.dumps(forgery.header)[1:]).encode(), forgery.data)
 
 
-def manifest_file(make: Callable[[Forgery], bytes]) -> Callable[[Forgery], None]:
-    def change(forgery: Forgery) -> None:
-        forgery.manifest_file = make(forgery)
+TENSOR_FILES: dict[str, Callable[[Forgery], bytes]] = {
+    "tensors: a pickle": pickled,
+    "tensors: a zip of torch.save": zipped,
+    "tensors: a pickle behind a header's length": lambda forgery: with_header(pickled(forgery), forgery.data),
+    "header: longer than the file": lambda forgery: (2**40).to_bytes(8, "little") + forgery.data,
+    "header: no JSON": lambda forgery: with_header(b"no JSON at all", forgery.data),
+    "header: nested 100,000 deep": lambda forgery: with_header(
+        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", forgery.data
+    ),
+    "header: 4 MB of small values": lambda forgery: with_header(
+        b'{"a": [' + b"{}," * 1_300_000 + b"0]}", forgery.data
+    ),
+    "header: a name twice": name_twice,
+}
+MANIFEST_FILES: dict[str, Callable[[Forgery], bytes]] = {
+    "manifest: empty": lambda _: b"",
+    "manifest: a pickle": pickled,
+    "manifest: nested 100,000 deep": lambda _: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "manifest: 4 MB of small values": lambda _: b'{"a": [' + b"[]," * 1_300_000 + b"0]}",
+    "manifest: 4 MB of escaped quotes": lambda _: b'{"a": "' + b'\\"' * 2_000_000,
+    "manifest: 100 MB": lambda _: b" " * (100 * MB),
+    "manifest: a checksum of nothing": lambda _: seal({"schema": 1, "step": 4}),
+}
+# Fields of one tensor.
+HEADER_FIELDS: dict[str, dict[str, Any]] = {
+    "header: offsets past the end": {"data_offsets": [0, 2**40], "shape": [2**38]},
+    "header: offsets overlap": {"data_offsets": [4, 4 + 4], "shape": [1]},
+    "header: negative offsets": {"data_offsets": [-8, 0]},
+    "header: negative shape": {"shape": [-1, -32]},
+    "header: huge shape": {"shape": [2**62, 2**62]},
+    "header: an unknown dtype": {"dtype": "PICKLE"},
+}
+NEW_NAMES = {
+    "header: ../ in a name": f"../../{WEIGHT}",
+    "model: a tensor has another name": f"{WEIGHT}s",
+}
+NUMBERS = {
+    "model: NaN": (WEIGHT, float("nan")),
+    "optimizer: NaN": ("optimizer.wte.weight.exp_avg_sq", float("nan")),
+}
+MANIFEST_FIELDS: dict[str, dict[str, Any]] = {
+    "manifest: step is negative": {"step": -4},
+    "manifest: step is another": {"step": 3},
+    "manifest: step is 10**30": {"step": 10**30, "windows": 10**31},
+    "manifest: windows are negative": {"windows": -1},
+    "manifest: fewer windows than steps": {"windows": 1},
+    "manifest: windows are null": {"windows": None},
+    "manifest: schema is -1": {"schema": -1},
+    "manifest: audit is null": {"audit": None},
+    "manifest: metrics are text": {"metrics": {"val": {"val/loss": "low"}}},
+    "manifest: metrics are NaN": {"metrics": {"val": {"val/loss": float("nan")}}},
+    "manifest: data is text": {"data": "text"},
+    "vocabulary: empty": {"vocabulary": ""},
+    "vocabulary: a character twice": {"vocabulary": "aabc"},
+    "vocabulary: half a character": {"vocabulary": "\ud800"},
+    "vocabulary: 3.5 MB": {"vocabulary": "a" * (7 * MB // 2)},
+    "vocabulary: 600,000 characters": {"vocabulary": "".join(map(chr, range(0x10000, 0x10000 + 600_000)))},
+}
+# Fields of the manifest's parts.
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "manifest: 10**9 threads": ("software", {"threads": 10**9}),
+    "manifest: threads are true": ("software", {"threads": True}),
+    "manifest: an unknown type": ("software", {"dtype": "object"}),
+    "config: n_layer is 10**9": ("model", {"n_layer": 10**9}),
+    "config: n_embd is 10**12": ("model", {"n_embd": 10**12}),
+    "config: n_head is 0": ("model", {"n_head": 0}),
+    "config: an unknown tokenizer": ("data", {"tokenizer": "os.system"}),
+    "config: block_size is text": ("data", {"block_size": "32"}),
+    "config: an unknown optimizer": ("optimizer", {"name": "sgd"}),
+    "config: the other optimizer": ("optimizer", {"name": "adamw"}),
+}
+# What takes a file's place after it is written.
+PLACED: dict[str, Callable[[Path], Any]] = {
+    "a folder": lambda path: path.mkdir(),
+    "a FIFO": lambda path: os.mkfifo(path),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "a sparse file of 1 TB": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 10**12),
+}
+# Valid in itself: used or refused, but no allocation follows from it.
+VALID_FIELDS: dict[str, dict[str, Any]] = {
+    "valid: 2**62 windows": {"windows": 2**62},
+    "valid: schema is 1": {"schema": 1},
+    "valid: schema is 3": {"schema": 3},
+    "valid: another text": {"data": {"path": "x", "sha256": "0" * 64}},
+}
 
-    return change
+
+def truncated(forgery: Forgery) -> None:
+    forgery.place.append(lambda _, path: os.truncate(path, path.stat().st_size // 2))
 
 
-def header_file(header: Callable[[], bytes]) -> Callable[[Forgery], None]:
-    return tensor_file(lambda forgery: with_header(header(), forgery.data))
-
-
-def header_field(**values: Any) -> Callable[[Forgery], None]:
-    """Of one tensor."""
-    return lambda forgery: forgery.tensor().update(values)
-
-
-def manifest_field(**values: Any) -> Callable[[Forgery], None]:
-    return lambda forgery: forgery.manifest.update(values)
-
-
-def without(name: str) -> Callable[[Forgery], None]:
-    """The manifest, without a field."""
-
-    def change(forgery: Forgery) -> None:
-        forgery.manifest.pop(name)
-        forgery.seals = name not in ("sha256", "bytes", "files")
-
-    return change
-
-
-def without_seals(**values: Any) -> Callable[[Forgery], None]:
-    """As `manifest_field`, for fields that sealing would put right."""
-
-    def change(forgery: Forgery) -> None:
-        forgery.manifest.update(values)
-        forgery.seals = False
-
-    return change
-
-
-def files(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Forgery], None]:
-    """The manifest's list of files; sums and checksums fit it."""
-
-    def change_list(forgery: Forgery) -> None:
-        forgery.change_files = change
-
-    return change_list
-
-
-def setting(section: str, **values: Any) -> Callable[[Forgery], None]:
-    return lambda forgery: forgery.setting(section, **values)
-
-
-def software(**values: Any) -> Callable[[Forgery], None]:
-    return lambda forgery: forgery.manifest["software"].update(values)
-
-
-def numbers(name: str, *values: float) -> Callable[[Forgery], None]:
-    return lambda forgery: forgery.put_numbers(name, *values)
-
-
-def placed(change: Callable[[Path], Any], kind: str) -> Callable[[Forgery], None]:
-    """What takes a file's place after it is written; `kind` is json or safetensors."""
-
-    def place(manifest_path: Path, tensor_path: Path) -> None:
-        path = manifest_path if kind == "json" else tensor_path
-        path.unlink()
-        change(path)
-
-    return lambda forgery: forgery.place.append(place)
-
-
-def renamed(old: str, new: str) -> Callable[[Forgery], None]:
-    def change(forgery: Forgery) -> None:
-        forgery.header = {new if name == old else name: entry for name, entry in forgery.header.items()}
-
-    return change
-
-
-def duplicate(forgery: Forgery) -> bytes:
-    text = json.dumps(forgery.header)
-    first = json.dumps({"model.wte.weight": forgery.tensor()})
-    return with_header((first[:-1] + ", " + text[1:]).encode(), forgery.data)
-
-
-def other_model(forgery: Forgery) -> None:
-    """Every matrix transposed."""
+def transposed(forgery: Forgery) -> None:
     for entry in forgery.header.values():
         entry["shape"] = entry["shape"][::-1]
 
@@ -223,146 +216,62 @@ def extra_tensor(forgery: Forgery) -> None:
     forgery.data += bytes(4)
 
 
-def truncate(forgery: Forgery) -> None:
-    forgery.place.append(lambda _, path: os.truncate(path, path.stat().st_size // 2))
+def put_number(forgery: Forgery, name: str, number: float) -> None:
+    """Overwrite the first number of a tensor."""
+    begin = forgery.header[name]["data_offsets"][0]
+    forgery.data = forgery.data[:begin] + struct.pack("<f", number) + forgery.data[begin + 4 :]
 
 
-def grow(forgery: Forgery) -> None:
-    """A sparse file."""
-    forgery.place.append(lambda _, path: os.truncate(path, 10**12))
+def rename(forgery: Forgery, new: str) -> None:
+    """Give the first tensor another name, in its place."""
+    forgery.header = {new if name == WEIGHT else name: entry for name, entry in forgery.header.items()}
 
 
-def grow_manifest(forgery: Forgery) -> None:
-    forgery.place.append(lambda path, _: os.truncate(path, 10**12))
+def set_part(forgery: Forgery, part: str, values: dict[str, Any]) -> None:
+    parent = forgery.manifest if part == "software" else forgery.manifest["config"]
+    parent[part] |= values
 
 
-def link_to_itself(path: Path) -> None:
-    path.symlink_to(path)
+def place_instead(forgery: Forgery, change: Callable[[Path], Any], suffix: str) -> None:
+    def place(manifest_path: Path, tensor_path: Path) -> None:
+        path = manifest_path if suffix == "json" else tensor_path
+        path.unlink()
+        change(path)
+
+    forgery.place.append(place)
 
 
-def link_to_zeros(path: Path) -> None:
-    path.symlink_to("/dev/zero")
+def forge(kind: str, forgery: Forgery) -> None:
+    """Make the snapshot one of this kind."""
+    subject, _, rest = kind.partition(": ")
+    if kind in OTHERS:
+        OTHERS[kind](forgery)
+    elif kind in TENSOR_FILES:
+        forgery.tensor_file = TENSOR_FILES[kind](forgery)
+    elif kind in MANIFEST_FILES:
+        forgery.manifest_file = MANIFEST_FILES[kind](forgery)
+    elif kind in HEADER_FIELDS:
+        forgery.header[WEIGHT].update(HEADER_FIELDS[kind])
+    elif kind in NEW_NAMES:
+        rename(forgery, NEW_NAMES[kind])
+    elif kind in NUMBERS:
+        put_number(forgery, *NUMBERS[kind])
+    elif kind in PARTS:
+        set_part(forgery, *PARTS[kind])
+    elif rest in PLACED:
+        place_instead(forgery, PLACED[rest], "json" if subject == "manifest" else "safetensors")
+    else:
+        forgery.manifest.update((MANIFEST_FIELDS | VALID_FIELDS)[kind])
 
 
-def huge_vocabulary(forgery: Forgery) -> None:
-    forgery.manifest["vocabulary"] = "a" * (7 * MB // 2)
-
-
-def wide_vocabulary(forgery: Forgery) -> None:
-    """Distinct, in order, and none of them one byte."""
-    forgery.manifest["vocabulary"] = "".join(map(chr, range(0x10000, 0x10000 + 600_000)))
-
-
-Kind = Callable[[Forgery], None]
-KINDS: dict[str, Kind] = {
-    "tensors: a pickle": tensor_file(lambda forgery: pickle.dumps(Payload(forgery.canary))),
-    "tensors: a zip of torch.save": tensor_file(lambda forgery: zip_with(forgery.canary)),
-    "tensors: a pickle behind a header's length": tensor_file(
-        lambda forgery: with_header(pickle.dumps(Payload(forgery.canary)), forgery.data)
-    ),
-    "tensors: empty": tensor_file(lambda _: b""),
-    "tensors: 3 bytes": tensor_file(lambda _: b"abc"),
-    "tensors: truncated": truncate,
-    "tensors: a sparse file of 1 TB": grow,
-    "tensors: a folder": placed(Path.mkdir, "safetensors"),
-    "tensors: a FIFO": placed(os.mkfifo, "safetensors"),
-    "tensors: a link to itself": placed(link_to_itself, "safetensors"),
-    "tensors: a link to /dev/zero": placed(link_to_zeros, "safetensors"),
-    "header: longer than the file": tensor_file(lambda forgery: (2**40).to_bytes(8, "little") + forgery.data),
-    "header: no JSON": header_file(lambda: b"no JSON at all"),
-    "header: a list": header_file(lambda: b"[1, 2, 3]"),
-    "header: nested 100,000 deep": header_file(lambda: DEEP),
-    "header: 4 MB of small values": header_file(lambda: b'{"a": [' + b"{}," * 1_300_000 + b"0]}"),
-    "header: 100 MB": header_file(lambda: b'{"a": "' + b"x" * (100 * MB) + b'"}'),
-    "header: a name twice": tensor_file(duplicate),
-    "header: ../ in a name": renamed("model.wte.weight", "../../model.wte.weight"),
-    "header: a backslash in a name": renamed("model.wte.weight", "..\\model.wte.weight"),
-    "header: NUL in a name": renamed("model.wte.weight", "model.wte.weight\0"),
-    "header: offsets past the end": header_field(data_offsets=[0, 2**40], shape=[2**38]),
-    "header: offsets overlap": header_field(data_offsets=[4, 4 + 4], shape=[1]),
-    "header: negative offsets": header_field(data_offsets=[-8, 0]),
-    "header: negative shape": header_field(shape=[-1, -32]),
-    "header: huge shape": header_field(shape=[2**62, 2**62]),
-    "header: shape of text": header_field(shape=["60", "32"]),
-    "header: an unknown dtype": header_field(dtype="PICKLE"),
-    "header: whole numbers": header_field(dtype="I32"),
+OTHERS: dict[str, Kind] = {
+    "tensors: truncated": truncated,
     "model: a tensor is missing": missing_tensor,
     "model: a tensor too many": extra_tensor,
-    "model: a tensor has another name": renamed("model.wte.weight", "model.wte.weights"),
-    "model: every matrix transposed": other_model,
-    "model: NaN": numbers("model.wte.weight", float("nan")),
-    "model: infinite": numbers("model.lm_head.weight", 1.0, float("-inf")),
-    "optimizer: NaN": numbers("optimizer.wte.weight.exp_avg_sq", float("nan")),
-    "manifest: empty": manifest_file(lambda _: b""),
-    "manifest: a pickle": manifest_file(lambda forgery: pickle.dumps(Payload(forgery.canary))),
-    "manifest: a list": manifest_file(lambda _: b"[]"),
-    "manifest: nested 100,000 deep": manifest_file(
-        lambda _: b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    ),
-    "manifest: 4 MB of small values": manifest_file(lambda _: b'{"a": [' + b"[]," * 1_300_000 + b"0]}"),
-    "manifest: 4 MB of escaped quotes": manifest_file(lambda _: b'{"a": "' + b'\\"' * 2_000_000),
-    "manifest: 100 MB": manifest_file(lambda _: b" " * (100 * MB)),
-    "manifest: a sparse file of 1 TB": grow_manifest,
-    "manifest: a folder": placed(Path.mkdir, "json"),
-    "manifest: a FIFO": placed(os.mkfifo, "json"),
-    "manifest: a link to itself": placed(link_to_itself, "json"),
-    "manifest: a checksum of nothing": manifest_file(lambda forgery: seal({"schema": 1, "step": 4})),
-    "manifest: no windows": without("windows"),
-    "manifest: no config": without("config"),
-    "manifest: no software": without("software"),
-    "manifest: no vocabulary": without("vocabulary"),
-    "manifest: no sha256": without("sha256"),
-    "files: none": files(lambda listed: listed.clear()),
-    "files: one is listed twice": files(lambda listed: listed.append(listed[0])),
-    "files: one is not there": files(
-        lambda listed: listed.append(listed[0] | {"name": "step_00000004.optimizer.safetensors"})
-    ),
-    "files: another name": files(lambda listed: listed[0].update(name="step_00000004.pt")),
-    "files: another step's": files(lambda listed: listed[0].update(name="step_00000002.safetensors")),
-    "files: ../ in a name": files(
-        lambda listed: listed[0].update(name="../snapshots/step_00000004.safetensors")
-    ),
-    "files: a path": files(lambda listed: listed[0].update(name="/dev/zero")),
-    "files: negative bytes": files(lambda listed: listed[0].update(bytes=-1)),
-    "files: 10**15 bytes": files(lambda listed: listed[0].update(bytes=10**15)),
-    "files: 100,000 parts": files(lambda listed: listed.extend(listed * 20_000)),
-    "manifest: files are text": without_seals(files="step_00000004.safetensors"),
-    "manifest: no files": without("files"),
-    "manifest: step is negative": manifest_field(step=-4),
-    "manifest: step is another": manifest_field(step=3),
-    "manifest: step is true": manifest_field(step=True),
-    "manifest: step is text": manifest_field(step="4"),
-    "manifest: step is 10**30": manifest_field(step=10**30, windows=10**31),
-    "manifest: windows are negative": manifest_field(windows=-1),
-    "manifest: fewer windows than steps": manifest_field(windows=1),
-    "manifest: windows are null": manifest_field(windows=None),
-    "manifest: schema is -1": manifest_field(schema=-1),
-    "manifest: schema is text": manifest_field(schema="1"),
-    "manifest: audit is null": manifest_field(audit=None),
-    "manifest: metrics are text": manifest_field(metrics={"val": {"val/loss": "low"}}),
-    "manifest: metrics are NaN": manifest_field(metrics={"val": {"val/loss": float("nan")}}),
-    "manifest: data is text": manifest_field(data="text"),
-    "manifest: 10**9 threads": software(threads=10**9),
-    "manifest: threads are true": software(threads=True),
-    "manifest: an unknown type": software(dtype="object"),
-    "config: n_layer is 10**9": setting("model", n_layer=10**9),
-    "config: n_embd is 10**12": setting("model", n_embd=10**12),
-    "config: n_head is 0": setting("model", n_head=0),
-    "config: an unknown tokenizer": setting("data", tokenizer="os.system"),
-    "config: block_size is text": setting("data", block_size="32"),
-    "config: an unknown optimizer": setting("optimizer", name="sgd"),
-    "config: the other optimizer": setting("optimizer", name="adamw"),
-    "vocabulary: empty": manifest_field(vocabulary=""),
-    "vocabulary: a character twice": manifest_field(vocabulary="aabc"),
-    "vocabulary: half a character": manifest_field(vocabulary="\ud800"),
-    "vocabulary: 3.5 MB": huge_vocabulary,
-    "vocabulary: 600,000 characters": wide_vocabulary,
+    "model: every matrix transposed": transposed,
 }
-# Valid in itself: used or refused, but no allocation follows from it.
-VALID: dict[str, Kind] = {
-    "valid: block_size is 10**15": setting("data", block_size=10**15),
-    "valid: 2**62 windows": manifest_field(windows=2**62),
-    "valid: schema is 1": manifest_field(schema=1),
-    "valid: schema is 3": manifest_field(schema=3),
-    "valid: another text": manifest_field(data={"path": "x", "sha256": "0" * 64}),
-}
+KINDS = [
+    *TENSOR_FILES, *OTHERS, *HEADER_FIELDS, *NEW_NAMES, *NUMBERS, *MANIFEST_FILES, *MANIFEST_FIELDS,
+    *PARTS,
+    *(f"{subject}: {what}" for subject in ("tensors", "manifest") for what in PLACED),
+]  # fmt: skip

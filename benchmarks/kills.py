@@ -1,43 +1,49 @@
-"""Kill a worker at a random moment: does the job finish by itself, with the bits of an undisturbed run?
+"""Workers killed at random moments: does the job finish by itself, with the bits of an undisturbed run?
 
-    python benchmarks/kills.py
-    python benchmarks/kills.py --jobs 3 --agent_jobs 0 --plain_jobs 0 --seed 7
+    python benchmarks/kills.py                                           # 50 jobs, half an hour on two cores
+    python benchmarks/kills.py --jobs 1 --agent_jobs 0 --plain_jobs 0    # one job, half a minute
+    python benchmarks/kills.py --storm 5000 --every_s 30                 # twice 10 minutes
 
 20 jobs of two workers under torchrun, 10 of two agents with one worker each, 20 of two workers under plain
-`python train.py`; all may restart three times. One of the workers gets SIGKILL at a seeded
-random moment between its start and the time that an undisturbed job takes. A job counts only if the signal
-hit a living worker. One row per job, as JSON; exit code 1 unless every job finished with the hash of the
-undisturbed one.
+`python train.py`. One of the workers gets SIGKILL at a seeded random moment between its start and the time
+that an undisturbed job takes. A job counts only if the signal hit a living worker.
+
+With --storm, the default run of so many steps gets such signals all the time. `goodput` is the
+time that the steps take undisturbed over the time that they took; `run_json` is what run.json says of it.
+
+A row per job or signal, as JSON; exit code 1 unless every job finished with the hash of the undisturbed one,
+and, in a storm, goodput is at least `--least`. Needs Linux.
 """
 
 import argparse
 import random
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from common import exit_codes, row, short_hash, signal_one, start, start_agents, start_plain
+from common import (
+    SMALL,
+    Settings,
+    Tally,
+    argument_parser,
+    exit_codes,
+    row,
+    short_hash,
+    signal_one,
+    start,
+    start_agents,
+    start_plain,
+    train_undisturbed,
+    work_folder,
+)
 
-from mingpt.tools.jobs import Job, read_history
+from mingpt.tools.jobs import Job, last_step, read_history
 
-SETTINGS = {
-    "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "trainer.batch_size": 8,
-    "trainer.micro_batch_size": 1, "trainer.max_steps": 400, "trainer.eval_every": 100,
-    "trainer.log_every": 10, "trainer.sample_tokens": 0, "trainer.timeout_s": 60, "trainer.device": "cpu",
-    "snapshot.every": 20,
+SETTINGS = SMALL | {
+    "trainer.max_steps": 400, "trainer.eval_every": 100, "trainer.log_every": 10, "snapshot.every": 20,
 }  # fmt: skip
-RESTARTS, TIMEOUT_S = 3, 300
-
-
-def train_undisturbed(folder: Path) -> tuple[str, float]:
-    """Hash and seconds of a job without a kill."""
-    run_dir, began = folder / "undisturbed", time.monotonic()
-    codes = exit_codes([start(run_dir, SETTINGS, restarts=RESTARTS)], TIMEOUT_S)
-    seconds = time.monotonic() - began
-    row(job="undisturbed", codes=codes, seconds=round(seconds, 1), hash=short_hash(run_dir))
-    return short_hash(run_dir), seconds
+RESTARTS, TIMEOUT_S, DAY_S = 3, 300, 24 * 3600
 
 
 def start_jobs(kind: str, run_dir: Path) -> list[Job]:
@@ -49,13 +55,13 @@ def start_jobs(kind: str, run_dir: Path) -> list[Job]:
     return [start(run_dir, SETTINGS, restarts=RESTARTS)]
 
 
-def is_finished_after_kill(
-    folder: Path, number: int, kind: str, expected: str, length_s: float, rng: random.Random
-) -> bool:
-    """Run a job of two workers and kill one of them; whether it ends with the expected hash."""
+def kill_once(
+    folder: Path, kind: str, expected: str, length_s: float, rng: random.Random, tally: Tally
+) -> None:
+    """Run a job of two workers and kill one of them; it must end with the expected hash."""
     victim = None
     while victim is None:  # the signal came too late, or before there was a worker: another moment
-        run_dir = folder / f"job{number}-{rng.randrange(10**9)}"
+        run_dir = folder / f"job-{rng.randrange(10**9)}"
         began, after_s = time.monotonic(), rng.uniform(0.0, length_s)
         jobs = start_jobs(kind, run_dir)
         time.sleep(after_s)  # the random moment itself
@@ -65,7 +71,7 @@ def is_finished_after_kill(
     is_same = codes == [0] * len(jobs) and short_hash(run_dir) == expected
     generations = read_history(run_dir)["generations"]
     row(
-        job=number,
+        job=tally.trials,
         kind=kind,
         kill_after_s=round(after_s, 2),
         victim=victim,
@@ -76,31 +82,82 @@ def is_finished_after_kill(
         hash=short_hash(run_dir),
         same=is_same,
     )
-    if not is_same:
-        for job in jobs:
-            print(job.err()[-3000:], file=sys.stderr)
-    return is_same
+    tally.add(is_same, *jobs)
+
+
+def kill_again_and_again(run_dir: Path, settings: Settings, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Until the run ends; returns its exit code and the number of kills."""
+    rng = random.Random(arguments.seed)
+    job = start(run_dir, settings, restarts=100_000)
+    job.wait_until(lambda: read_history(run_dir)["generations"], 600)
+    next_at, signals = time.time() + rng.expovariate(1 / arguments.every_s), 0
+    while job.is_running():
+        time.sleep(0.05)
+        pids = job.workers()
+        if time.time() < next_at or not pids:
+            continue
+        victim = signal_one(pids, signal.SIGKILL, rng)
+        if victim is None:
+            continue  # it ended in this instant; the next look finds another
+        signals += 1
+        row(number=signals, worker=victim, step=last_step(run_dir))
+        next_at += rng.expovariate(1 / arguments.every_s)
+    return job.wait(DAY_S), signals
+
+
+def training_seconds(run_dir: Path) -> float:
+    """The time from the first generation's first step to the end of the last one."""
+    generations = read_history(run_dir)["generations"]
+    return float(generations[-1]["seen"] - generations[0]["began"])
+
+
+def storm(folder: Path, arguments: argparse.Namespace, tally: Tally) -> None:
+    """The default run undisturbed, then with signals."""
+    settings = {
+        "trainer.max_steps": arguments.storm, "trainer.eval_every": 500, "trainer.device": "cpu",
+        "trainer.timeout_s": 10, "snapshot.keep_last": 2,
+    }  # fmt: skip
+    expected, _ = train_undisturbed(folder, settings)
+    run_dir = folder / "disturbed"
+    code, signals = kill_again_and_again(run_dir, settings, arguments)
+    history = read_history(run_dir)
+    for generation in history["generations"]:
+        row(**{key: generation.get(key) for key in ("workers", "from_step", "to_step", "end")})
+    goodput = training_seconds(folder / "undisturbed") / training_seconds(run_dir)
+    is_same = code == 0 and short_hash(run_dir) == expected
+    row(
+        signals=signals,
+        seconds=round(training_seconds(run_dir), 1),
+        goodput=round(goodput, 4),
+        run_json={key: history[key] for key in ("status", "steps_lost", "seconds_lost", "goodput")},
+        identical=is_same,
+    )
+    tally.add(is_same and goodput >= arguments.least)
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--agent_jobs", type=int, default=10)
     parser.add_argument("--plain_jobs", type=int, default=20)
+    parser.add_argument("--storm", type=int, metavar="STEPS", help="of the run that gets signals")
+    parser.add_argument(
+        "--every_s", type=float, default=30, help="mean of the exponential times between signals"
+    )
+    parser.add_argument("--least", type=float, default=0.85, help="goodput to be reached")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    kinds = (
-        ["torchrun"] * arguments.jobs + ["agents"] * arguments.agent_jobs + ["plain"] * arguments.plain_jobs
-    )
-    rng, good, wanted = random.Random(arguments.seed), 0, len(kinds)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        expected, length_s = train_undisturbed(folder)
-        for number, kind in enumerate(kinds):
-            good += is_finished_after_kill(folder, number, kind, expected, length_s, rng)
-    row(identical=good, of=wanted)
-    return 0 if good == wanted else 1
+    counts = {"torchrun": arguments.jobs, "agents": arguments.agent_jobs, "plain": arguments.plain_jobs}
+    rng, tally = random.Random(arguments.seed), Tally()
+    with work_folder() as folder:
+        if arguments.storm:
+            storm(folder, arguments, tally)
+            return tally.exit_code()
+        expected, length_s = train_undisturbed(folder, SETTINGS)
+        for kind, count in counts.items():
+            for _ in range(count):
+                kill_once(folder, kind, expected, length_s, rng, tally)
+    return tally.exit_code()
 
 
 if __name__ == "__main__":

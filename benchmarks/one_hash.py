@@ -1,6 +1,7 @@
 """One hash for ddp, ddp with a sharded optimizer, and fsdp, with any number of workers.
 
-    python benchmarks/one_hash.py [--workers 1,2,3,4,5,8] [--steps 6]
+    python benchmarks/one_hash.py                                       # ten minutes on two cores; Linux
+    python benchmarks/one_hash.py --workers 1,2 --steps 2 --no_jobs     # a minute or two
 
 Both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped; under fsdp also
 with recomputed activations. Every run is the trainer's own, in workers forked after one import of torch; then
@@ -8,7 +9,6 @@ each strategy once more as a job under torchrun. One row per configuration, as J
 has one hash.
 """
 
-import argparse
 import itertools
 import os
 import sys
@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import Settings, row, short_hash, train
+from common import Settings, argument_parser, row, short_hash, train
 
 from mingpt.config.cli import build
 from mingpt.tools.jobs import free_port
@@ -78,9 +78,7 @@ def configurations() -> Iterator[dict[str, object]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--workers", default="1,2,3,4,5,8")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--no_jobs", action="store_true", help="leave out the jobs under torchrun")

@@ -1,6 +1,7 @@
 """A run_dir, or a folder or bucket of snapshots, has one job at a time: is that so?
 
-    python benchmarks/one_job.py        # 20 pairs of each kind, 20 gaps, 5 killed and 3 frozen holders
+    python benchmarks/one_job.py                                                        # an hour
+    python benchmarks/one_job.py --pairs 1 --gaps 1 --successors 0 --superseded 0       # a minute or two
 
 - pair: two jobs are started together, by plain `python train.py`, by torchrun, or with one snapshot.path in
   an object store (moto's server). Exactly one must train to the end; the other must end with one sentence
@@ -12,40 +13,43 @@
 - superseded: a job on another host is frozen whole, another one takes over and trains to the end. Woken up,
   the first must end with one sentence and change no file.
 
-A row each, as JSON. Exit code 1 unless all is as it must be.
+A row each, as JSON. Exit code 1 unless all is as it must be. Needs Linux.
 """
 
-import argparse
+import contextlib
+import functools
 import hashlib
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Settings, row, short_hash, start
+from common import (
+    SMALL,
+    Tally,
+    argument_parser,
+    row,
+    short_hash,
+    start,
+    start_plain,
+    train_undisturbed,
+    work_folder,
+)
 
 from mingpt.tools.jobs import ROOT, Job, clean_environment, descendants, free_port, last_step, read_history
 
-SETTINGS = {
-    "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
-    "trainer.batch_size": 8, "trainer.micro_batch_size": 1, "trainer.max_steps": 60,
-    "trainer.eval_every": 60, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.device": "cpu",
-    "trainer.timeout_s": 30, "snapshot.every": 10,
+SETTINGS = SMALL | {
+    "trainer.max_steps": 60, "trainer.eval_every": 60, "trainer.timeout_s": 30, "snapshot.every": 10,
 }  # fmt: skip
 LEASE_S, START_S = 20.0, 15.0  # START_S: a start on a busy machine, in which a successor must train
 ANOTHER_HOST = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
-
-def start_alone(run_dir: Path, output: Path, settings: Settings, *prefix: str) -> Job:
-    """A single process, started by plain python."""
-    given = [f"{key}={value}" for key, value in {**settings, "trainer.workers": 1}.items()]
-    return Job([*prefix, sys.executable, "train.py", f"run_dir={run_dir}", *given], output)
+start_alone = functools.partial(start_plain, settings=SETTINGS, workers=1)
 
 
 def refusals(job: Job) -> list[str]:
@@ -54,55 +58,39 @@ def refusals(job: Job) -> list[str]:
 
 def is_refused(job: Job, holder: int) -> bool:
     """Whether the job ended with one sentence that names the process of the other, and nothing else."""
-    lines = refusals(job)
-    return (
-        len(lines) == 1
-        and f"process {holder} on host" in lines[0]
-        and "mingpt/training/trainer.py" not in job.err()
-    )
+    lines, has_traceback = refusals(job), "mingpt/training/trainer.py" in job.err()
+    return len(lines) == 1 and f"process {holder} on host" in lines[0] and not has_traceback
 
 
-def judge_pair(jobs: list[Job], expected: str, run_dirs: list[Path]) -> dict[str, Any]:
-    """The row of two jobs started together."""
-    codes = [job.wait(120) for job in jobs]
-    winners = [number for number, code in enumerate(codes) if code == 0]
-    trained = [run_dir for run_dir in dict.fromkeys(run_dirs) if read_history(run_dir)["generations"]]
-    is_good = len(winners) == 1 and len(trained) == 1
-    if is_good:
-        (winner,) = winners
-        is_good = is_refused(jobs[1 - winner], jobs[winner].pid)
-        is_good = is_good and read_history(trained[0])["status"] == "finished"
-        is_good = is_good and len(read_history(trained[0])["generations"]) == 1
-    return {"codes": codes, "ok": is_good, "refused": [line for job in jobs for line in refusals(job)][:2]}
-
-
-def pair_of(kind: str, folder: Path, number: int) -> tuple[list[Job], list[Path]]:
+def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
     """Two jobs started together."""
-    run_dir = folder / f"{kind}{number}"
-    if kind == "torchrun":
-        jobs = [start_torchrun(run_dir, folder / f"{kind}{number}.{job}") for job in range(2)]
-        return jobs, [run_dir, run_dir]
-    if kind == "plain":
-        jobs = [start_alone(run_dir, folder / f"{kind}{number}.{job}", SETTINGS) for job in range(2)]
-        return jobs, [run_dir, run_dir]
     run_dirs = [folder / f"{kind}{number}.{job}" for job in range(2)]
-    settings = SETTINGS | {"snapshot.path": f"s3://runs/{number}"}
-    return [start_alone(one, one, settings) for one in run_dirs], run_dirs
-
-
-def start_torchrun(run_dir: Path, output: Path) -> Job:
-    words = [f"run_dir={run_dir}", *(f"{key}={value}" for key, value in SETTINGS.items())]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return Job([*launcher, "train.py", *words], output)
+    if kind == "s3":
+        settings = SETTINGS | {"snapshot.path": f"s3://runs/{number}"}
+        jobs = [start_plain(run_dir, settings, workers=1) for run_dir in run_dirs]
+    else:
+        outputs, run_dirs = run_dirs, [folder / f"{kind}{number}"]
+        begin = start_alone if kind == "plain" else functools.partial(start, settings=SETTINGS)
+        jobs = [begin(run_dirs[0], output=output) for output in outputs]
+    codes = [job.wait(120) for job in jobs]
+    histories = [read_history(run_dir) for run_dir in run_dirs]
+    trained = [history for history in histories if history["generations"]]
+    is_good = codes.count(0) == 1 and len(trained) == 1
+    if is_good:
+        winner = codes.index(0)
+        is_good = is_refused(jobs[1 - winner], jobs[winner].pid) and trained[0]["status"] == "finished"
+        is_good = is_good and len(trained[0]["generations"]) == 1
+    return {"codes": codes, "ok": is_good, "refused": [line for job in jobs for line in refusals(job)][:2]}
 
 
 def gap(folder: Path, number: int, rng: random.Random, expected: str) -> dict[str, Any]:
     """A second job between a kill and the next generation."""
     run_dir = folder / f"gap{number}"
     first = start(run_dir, SETTINGS, restarts=3)
-    first.wait_until(lambda: last_step(run_dir) >= rng.randint(2, 30))
+    step = rng.randint(2, 30)
+    first.wait_until(lambda: last_step(run_dir) >= step)
     os.kill(rng.choice(first.workers()), signal.SIGKILL)
-    second = start_alone(run_dir, folder / f"gap{number}.second", SETTINGS)
+    second = start_alone(run_dir, output=folder / f"gap{number}.second")
     second_code, first_code = second.wait(120), first.wait(120)
     same = short_hash(run_dir) == expected
     is_good = second_code == 2 and is_refused(second, first.pid) and first_code == 0 and same
@@ -111,43 +99,38 @@ def gap(folder: Path, number: int, rng: random.Random, expected: str) -> dict[st
 
 def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, Any]:
     """A job is killed whole; how long until another one, on this host or another, trains?"""
-    run_dir = folder / f"{host}{number}"
-    prefix = ANOTHER_HOST if host == "another" else []
-    first = start_alone(run_dir, folder / f"{host}{number}.first", SETTINGS, *prefix)
+    run_dir, is_other = folder / f"{host}{number}", host == "another"
+    prefix = ANOTHER_HOST if is_other else []
+    first = start_alone(run_dir, output=folder / f"{host}{number}.first", prefix=prefix)
     first.wait_until(lambda: last_step(run_dir) >= 12)
     reached, claims = last_step(run_dir), len(read_history(run_dir)["generations"])
     first.kill()
     began = time.monotonic()
-    second = start_alone(run_dir, folder / f"{host}{number}.second", SETTINGS)
+    second = start_alone(run_dir, output=folder / f"{host}{number}.second")
     second.wait_until(lambda: len(read_history(run_dir)["generations"]) > claims)
     took_s = time.monotonic() - began
     code = second.wait(120)
     waited = "for it to be renewed" in second.err()
-    same = short_hash(run_dir) == expected
-    allowed_s = START_S + (LEASE_S if host == "another" else 0.0)
-    is_good = code == 0 and same and took_s < allowed_s and waited == (host == "another")
+    allowed_s = START_S + (LEASE_S if is_other else 0.0)
+    is_good = code == 0 and short_hash(run_dir) == expected and took_s < allowed_s and waited == is_other
     return {"killed_at": reached, "trains_after_s": round(took_s, 2), "waited": waited, "ok": is_good}
 
 
 def superseded(folder: Path, number: int, expected: str) -> dict[str, Any]:
     """A job is frozen whole for longer than its lease, and wakes up when another one has finished the run."""
     run_dir = folder / f"superseded{number}"
-    first = start_alone(run_dir, folder / f"superseded{number}.first", SETTINGS, *ANOTHER_HOST)
+    first = start_alone(run_dir, output=folder / f"superseded{number}.first", prefix=ANOTHER_HOST)
     first.wait_until(lambda: last_step(run_dir) >= 12)
     frozen = descendants(first.pid)
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    second = start_alone(run_dir, folder / f"superseded{number}.second", SETTINGS)
-    second_code = second.wait(120)
+    second_code = start_alone(run_dir, output=folder / f"superseded{number}.second").wait(120)
     before = fingerprint(run_dir)
     for pid in frozen:
         os.kill(pid, signal.SIGCONT)
     first_code = first.wait(60)
-    after = fingerprint(run_dir)
-    lines, changed = (
-        refusals(first),
-        sorted(name for name in before | after if before.get(name) != after.get(name)),
-    )
+    after, lines = fingerprint(run_dir), refusals(first)
+    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
     is_good = second_code == 0 and first_code == 1 and not changed and short_hash(run_dir) == expected
     is_good = is_good and len(lines) == 1 and "no longer belongs to this job" in lines[0]
     return {"second": second_code, "first": first_code, "changed": changed, "said": lines, "ok": is_good}
@@ -159,8 +142,11 @@ def fingerprint(run_dir: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def with_object_store(work: Callable[[], None]) -> None:
-    """Run `work` with moto's server in a process of its own, and a bucket `runs` in it."""
+@contextlib.contextmanager
+def object_store() -> Iterator[None]:
+    """An S3 server of moto's in a process of its own, which jobs find, and a bucket `runs` in it."""
+    import fsspec
+
     port = free_port()
     os.environ |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -168,51 +154,37 @@ def with_object_store(work: Callable[[], None]) -> None:
     with open(os.devnull, "w") as nowhere:
         server = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, cwd=ROOT, env=clean_environment())
     try:
-        import fsspec
-
-        bucket, deadline = fsspec.filesystem("s3", use_listings_cache=False), time.monotonic() + 30
-        while True:
-            try:
+        bucket, deadline = fsspec.filesystem("s3", use_listings_cache=False), time.monotonic() + 60
+        while not bucket.exists("runs"):
+            with contextlib.suppress(OSError):  # it is not listening yet
                 bucket.mkdir("runs")
-                break
-            except Exception:  # the server is not up yet
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        work()
+            assert time.monotonic() < deadline, "the server does not start"
+        yield
     finally:
         server.kill()
         server.wait()
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--gaps", type=int, default=20)
     parser.add_argument("--successors", type=int, default=5)
     parser.add_argument("--superseded", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    rng, results = random.Random(arguments.seed), dict[str, list[bool]]()
+    rng, tally = random.Random(arguments.seed), Tally()
 
     def record(kind: str, values: dict[str, Any]) -> None:
-        results.setdefault(kind, []).append(values["ok"])
+        tally.add(values["ok"])
         row(kind=kind, **values)
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        start(folder / "undisturbed", SETTINGS).wait(600)
-        expected = short_hash(folder / "undisturbed")
-
-        def pairs(kind: str) -> None:
-            for number in range(arguments.pairs):
-                jobs, run_dirs = pair_of(kind, folder, number)
-                record(f"pair, {kind}", judge_pair(jobs, expected, run_dirs))
-
-        pairs("plain")
-        pairs("torchrun")
-        with_object_store(lambda: pairs("s3"))
+    with work_folder() as folder:
+        expected, _ = train_undisturbed(folder, SETTINGS)
+        for kind in ("plain", "torchrun", "s3") if arguments.pairs else ():
+            with object_store() if kind == "s3" else contextlib.nullcontext():
+                for number in range(arguments.pairs):
+                    record(f"pair, {kind}", pair(folder, number, kind))
         for number in range(arguments.gaps):
             record("gap", gap(folder, number, rng, expected))
         for host in ("same", "another"):
@@ -220,8 +192,7 @@ def main() -> int:
                 record(f"successor, {host} host", successor(folder, number, host, expected))
         for number in range(arguments.superseded):
             record("superseded", superseded(folder, number, expected))
-    row(**{kind: f"{sum(good)} of {len(good)}" for kind, good in results.items()})
-    return 0 if all(all(good) for good in results.values()) else 1
+    return tally.exit_code()
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ with another number of workers and another strategy. A row each, as JSON; exit c
 hash and this checkout began half way. (A state in parts has a hash of its own: that of its files.)
 """
 
-import argparse
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from common import arguments_of, row, short_hash, train, wait_for_success
+from common import argument_parser, arguments_of, row, short_hash, train, wait_for_success
 from one_hash import SETTINGS, STRATEGIES
 
 from mingpt.tools.jobs import Job, read_history, torchrun
@@ -73,9 +72,7 @@ def resume(case: str, checkout: Path, folder: Path) -> set[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("checkout", type=Path)
     checkout = parser.parse_args().checkout.resolve()
     with tempfile.TemporaryDirectory() as name:

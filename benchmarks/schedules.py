@@ -1,22 +1,20 @@
 """Seeded kills and changing numbers of workers: does each run end with the hash of the undisturbed one?
 
     python benchmarks/schedules.py                    # 60 schedules, half an hour on two cores
-    python benchmarks/schedules.py --schedules 5
+    python benchmarks/schedules.py --schedules 1      # a minute
 
 A schedule has 1 to 5 kills, at start-up, in a forward pass, inside the reduction, in an evaluation or in the
 middle of a save, and 1 to 4 workers after each. It counts only if every kill hit a living worker. One row per
 schedule, as JSON; exit code 1 unless all are identical.
 """
 
-import argparse
 import random
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from common import row
+from common import Tally, argument_parser, row, work_folder
 
 from mingpt.config import Config
 from mingpt.tools.verify import Outcome, find_problems, make_schedule, train_undisturbed
@@ -41,20 +39,17 @@ def is_identical(seed: int, folder: Path, reference: Outcome, config: Config) ->
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--schedules", type=int, default=60)
     parser.add_argument("--first_seed", type=int, default=1)
     arguments = parser.parse_args()
-    good = 0
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    tally = Tally()
+    with work_folder() as folder:
         config, reference = train_undisturbed(folder)
         row(undisturbed=reference.tensors, workers=1)
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.schedules):
-            good += is_identical(seed, folder, reference, config)
-    row(identical=good, of=arguments.schedules)
-    return 0 if good == arguments.schedules else 1
+            tally.add(is_identical(seed, folder, reference, config))
+    return tally.exit_code()
 
 
 if __name__ == "__main__":

@@ -1,27 +1,47 @@
-"""From the start of the process to the first completed step, beside a bare `import torch`, in turns.
+"""From the start of the process, or from SIGKILL, to the next completed step, beside a bare `import torch`.
 
-    python benchmarks/start.py
-    python benchmarks/start.py --launch plain           # python train.py, which starts two workers itself
-    python benchmarks/start.py --launch torchrun        # two workers
+    python benchmarks/start.py                          # python train.py with one worker, a minute
+    python benchmarks/start.py --launch plain           # with two workers; or torchrun
     python benchmarks/start.py --against CHECKOUT       # also the start of another commit of this project
+    python benchmarks/start.py --kills 30               # from SIGKILL of a random worker: 5 minutes
+    python benchmarks/start.py --kills 1 --steps 30     # half a minute
 
-The default run, as `python train.py` with one worker unless told otherwise, without its first evaluation. A
-row per round, as JSON, then medians of the paired ratios: with --against, our time over the other checkout's;
-last, our time over that of the import. Exit code 1 unless the last is at most 2.5.
+The default run, on two cores; a start leaves out its first evaluation. A row per round or kill, as JSON, then
+medians of the paired ratios: with --against, our time over the other checkout's; last, our time over that of
+the import. Exit code 1 unless the last is at most 2.5 for a start, 1.25 after a kill, and every run with
+kills ended with the bits of an undisturbed one.
 """
 
 import argparse
-import json
+import functools
+import random
+import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from common import arguments_of, row, seconds_to_import_torch, spread, wait_for_success
+from common import (
+    Tally,
+    argument_parser,
+    arguments_of,
+    exit_codes,
+    measure_in_turns,
+    median_and_spread,
+    paired,
+    row,
+    seconds_to_import_torch,
+    short_hash,
+    signal_one,
+    start,
+    start_plain,
+    train_undisturbed,
+    wait_for_success,
+    work_folder,
+)
 
-from mingpt.tools.jobs import ROOT, Job, clean_environment, torchrun
+from mingpt.tools.jobs import ROOT, Job, last_step, read_history, torchrun
 
 POLL_S = 0.002
 SETTINGS = {
@@ -31,68 +51,118 @@ SETTINGS = {
     "trainer.sample_tokens": 0,
     "trainer.device": "cpu",
 }
+# What stands before train.py, and the number of workers.
+LAUNCHES = {"one": ([sys.executable], 1), "plain": ([sys.executable], 2), "torchrun": (torchrun(2), 2)}
+KILLS_PER_RUN, IMPORTS = 8, 5
+MAX_START, MAX_RECOVERY = 2.5, 1.25
 
 
-def one_worker(checkout: Path) -> list[str]:
-    """The setting for a single process; an older commit, which lacks it, has no other way to train."""
-    command = [sys.executable, "train.py", "--help"]
-    done = subprocess.run(
-        command, cwd=checkout, env=clean_environment(), capture_output=True, text=True, check=True
-    )
-    return ["trainer.workers=1"] if "trainer.workers=" in done.stdout else []
-
-
-def beginning(launch: str, checkout: Path) -> tuple[list[str], list[str]]:
-    """What stands before train.py in the command line, and more settings."""
-    if launch == "torchrun":
-        return torchrun(2), []
-    return [sys.executable], ["trainer.workers=2"] if launch == "plain" else one_worker(checkout)
-
-
-def seconds_to_first_step(checkout: Path, run_dir: Path, launch: tuple[list[str], list[str]]) -> float:
+def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
     """Until the first step is on record. Raises RuntimeError if the run fails."""
-    program, more = launch
-    command = [*program, "train.py", f"run_dir={run_dir}", *arguments_of(SETTINGS), *more]
+    launcher, workers = LAUNCHES[launch]
+    run_dir = folder / f"run{len(list(folder.iterdir()))}"
+    settings = SETTINGS | {"run_dir": run_dir, "trainer.workers": workers}
     record = run_dir / "metrics.jsonl"
     began = time.monotonic()
-    job = Job(command, run_dir, cwd=checkout)
+    job = Job([*launcher, "train.py", *arguments_of(settings)], run_dir, cwd=checkout)
     while job.is_running() and not (record.exists() and record.read_text().endswith("\n")):
         time.sleep(POLL_S)
     took = time.monotonic() - began
     wait_for_success(job)
-    assert json.loads(record.read_text().splitlines()[0])["step"] == 1
     return took
 
 
-def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--launch", choices=("one", "plain", "torchrun"), default="one")
-    parser.add_argument("--rounds", type=int, default=10)
-    arguments = parser.parse_args()
-    checkouts = {"first_step_s": ROOT}
+def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
+    """Print the rows of the starts; returns the exit code."""
+    first_step = functools.partial(seconds_to_first_step, folder, arguments.launch)
+    variants: dict[str, Callable[[], float]] = {
+        "import_torch_s": seconds_to_import_torch,
+        "first_step_s": functools.partial(first_step, ROOT),
+    }
     if arguments.against:
-        checkouts["other_first_step_s"] = arguments.against.resolve()
-    launches = {kind: beginning(arguments.launch, checkout) for kind, checkout in checkouts.items()}
-    over_import, over_other = list[float](), list[float]()
-    with tempfile.TemporaryDirectory() as name:
-        for number in range(arguments.rounds):
-            times = {"import_torch_s": seconds_to_import_torch()}
-            for kind in reversed(checkouts) if number % 2 else checkouts:
-                run_dir = Path(name, f"{kind}-{number}")
-                times[kind] = seconds_to_first_step(checkouts[kind], run_dir, launches[kind])
-            over_import.append(times["first_step_s"] / times["import_torch_s"])
-            rounded = {kind: round(seconds, 3) for kind, seconds in times.items()}
-            ratios = {"ratio": round(over_import[-1], 3)}
-            if arguments.against:
-                over_other.append(times["first_step_s"] / times["other_first_step_s"])
-                ratios["ratio_to_other"] = round(over_other[-1], 3)
-            row(round=number, **rounded, **ratios)
-    if over_other:
-        row(ratio_to_other=round(statistics.median(over_other), 3), **spread(over_other, 3))
-    row(ratio=round(statistics.median(over_import), 3), **spread(over_import, 3))
-    return 0 if statistics.median(over_import) <= 2.5 else 1
+        variants["other_first_step_s"] = functools.partial(first_step, arguments.against.resolve())
+    found = measure_in_turns(variants, arguments.rounds, digits=3)
+    if arguments.against:
+        over_other = paired(found, "first_step_s", "other_first_step_s")
+        row(**median_and_spread(over_other, name="ratio_to_other"))
+    last = median_and_spread(paired(found, "first_step_s", "import_torch_s"))
+    row(**last)
+    return 0 if last["ratio"] <= MAX_START else 1
+
+
+def stamp(run_dir: Path) -> list[tuple[int, int]]:
+    """Changes with the files that tell how far a run is; reading them takes time that its workers need."""
+    files = [(run_dir / name).stat() for name in ("run.json", "metrics.jsonl")]
+    return [(file.st_mtime_ns, file.st_size) for file in files]
+
+
+def seconds_to_recover(job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float) -> float:
+    """Kill a worker around this step; returns the seconds until a later generation has completed a step."""
+    job.wait_until(lambda: last_step(run_dir) >= step, 300)
+    time.sleep(rng.uniform(0, 0.2))  # anywhere in a step
+    pids, before = job.workers(), len(read_history(run_dir)["generations"])
+    began = time.monotonic()
+    victim = signal_one(pids, signal.SIGKILL, rng)
+    if victim is None:
+        raise RuntimeError(f"no worker was there to be killed around step {step}:\n{job.err()[-3000:]}")
+    seen: list[tuple[int, int]] = []
+
+    def goes_on() -> bool:
+        nonlocal seen
+        before_reading, seen = seen, stamp(run_dir)
+        if seen == before_reading:
+            return False
+        generations = read_history(run_dir)["generations"]
+        return len(generations) > before and last_step(run_dir) > generations[-1]["from_step"]
+
+    job.wait_until(goes_on, 60)
+    took = time.monotonic() - began
+    last, now = read_history(run_dir)["generations"][-2:]
+    times = {"seconds": round(took, 3), "ratio": round(took / import_s, 3)}
+    row(victim=victim, **times, died_at=last["to_step"], resumed_from=now["from_step"])
+    return took
+
+
+def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
+    """Kills in as many runs as that takes; returns the exit code."""
+    rng, tally = random.Random(arguments.seed), Tally()
+    took, ratios = list[float](), list[float]()
+    # A record for each step, so that a completed step is seen.
+    settings = {"trainer.log_every": 1, "trainer.max_steps": arguments.steps}
+    expected, _ = train_undisturbed(folder, settings)
+    while len(took) < arguments.kills:
+        run_dir = folder / f"run{tally.trials}"
+        kills = min(KILLS_PER_RUN, arguments.kills - len(took))
+        import_s = statistics.median(seconds_to_import_torch() for _ in range(IMPORTS))
+        row(run=tally.trials, import_torch_s=round(import_s, 3))
+        launch = start if arguments.launch == "torchrun" else start_plain
+        job = launch(run_dir, settings, workers=2, restarts=100)
+        for step in sorted(rng.sample(range(5, arguments.steps - 10), kills)):
+            took.append(seconds_to_recover(job, run_dir, step, rng, import_s))
+            ratios.append(took[-1] / import_s)
+        tally.add(exit_codes([job], 600) == [0] and short_hash(run_dir) == expected, job)
+    last = median_and_spread(ratios)
+    ordered = sorted(took)
+    p95_s = ordered[-(-95 * len(ordered) // 100) - 1]  # the smallest that 95 % do not exceed
+    seconds = median_and_spread(took, name="median") | {"p95": round(p95_s, 3)}
+    code = tally.exit_code(kills=len(took), **last, seconds=seconds)
+    return code if last["ratio"] <= MAX_RECOVERY else 1
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--launch", choices=LAUNCHES, help="one for starts, torchrun for kills by default")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=340, help="of a run with kills")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    arguments.launch = arguments.launch or ("torchrun" if arguments.kills else "one")
+    with work_folder() as folder:
+        if arguments.kills:
+            return measure_recoveries(folder, arguments)
+        return measure_starts(folder, arguments)
 
 
 if __name__ == "__main__":

@@ -1,60 +1,238 @@
-"""Seconds per step beside another checkout of this project, an older commit for example, in turns.
+"""Seconds per step of the same run in two ways, in turns: paired ratios.
 
-    git worktree add /tmp/older COMMIT && python benchmarks/steps_against.py /tmp/older
+    git worktree add /tmp/older COMMIT && python benchmarks/steps_against.py /tmp/older    # 10 minutes
+    python benchmarks/steps_against.py --reduction [--parallel fsdp]     # exact over fast, half an hour
+    python benchmarks/steps_against.py --scaling                         # 1, 2 and 4 workers, half an hour
+    python benchmarks/steps_against.py --nanogpt CHECKOUT TEXT --sizes cpu           # 15 minutes
+    python benchmarks/steps_against.py /tmp/older --sizes default --rounds 1         # a minute
 
-The default run and nanoGPT's CPU size under torchrun with two workers, without evaluations and snapshots. A
-step's time is the median over the records of metrics.jsonl after the first. A row per round, as JSON, then
-for each size the median of the paired ratios, our seconds per step over the other checkout's, with their
-range.
+Runs of two workers under torchrun, without evaluations and snapshots, on two cores that nobody else uses. A
+step's time is the median over the records of metrics.jsonl after the first quarter. A row per round, as JSON,
+then the median of the paired ratios with their range: ours over the other checkout's; exact over fast
+reduction; `efficiency`, the tokens/s of W workers over W times those of one; nanoGPT's over ours.
+
+nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
+settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its
+shakespeare_char configuration (`10M`); without its compiler, as its README says, with bfloat16 autocast,
+which its train.py leaves out on a CPU (one line changed in the copy), and compiled. Ours runs as two workers
+of one thread, and compiled: two such workers, or one of two threads. Exit code 1 where --scaling finds less
+than 0.95 for two workers at 10M, or 0.92 at another size.
 """
 
 import argparse
+import functools
+import json
+import os
+import pickle
+import re
+import shutil
 import statistics
+import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from common import median_step_s, row, spread, train
-from throughput import SIZES
+import numpy as np
+from common import (
+    STEPS_ALONE,
+    Settings,
+    argument_parser,
+    measure_in_turns,
+    median_and_spread,
+    median_step_s,
+    paired,
+    row,
+    train,
+    work_folder,
+)
 
-from mingpt.tools.jobs import ROOT
+from mingpt.tools.jobs import ROOT, clean_environment
 
-ALONE = {
-    "trainer.eval_at_start": False,
-    "trainer.eval_every": 10**6,
-    "trainer.sample_tokens": 0,
-    "trainer.device": "cpu",
-    "data.val_fraction": 0.01,
-    "snapshot.every": 10**6,
-    "snapshot.memory_every": 0,
+CPU = {
+    "model.arch": "gpt2", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64,
+    "trainer.batch_size": 12, "trainer.micro_batch_size": 6, "optimizer.name": "adamw",
+    "optimizer.learning_rate": 0.001, "trainer.max_steps": 200,
+}  # fmt: skip
+BIG = {
+    "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2,
+    "trainer.batch_size": 64, "trainer.micro_batch_size": 8, "optimizer.name": "adamw",
+    "optimizer.learning_rate": 0.001, "trainer.max_steps": 6,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
+    "default": {"trainer.max_steps": 60},
+    "cpu": CPU,
+    "10M": BIG,
+}
+EFFICIENCY, EFFICIENCY_OF_10M = 0.92, 0.95
+PEER = {
+    "cpu": [
+        "--block_size=64", "--batch_size=12",
+        "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0",
+    ],
+    "10M": [
+        "--block_size=256", "--batch_size=64",
+        "--n_layer=6", "--n_head=6", "--n_embd=384", "--dropout=0.2",
+    ],
+}  # fmt: skip
+PEER_VARIANTS = {
+    "not compiled": ["--compile=False"],
+    "bfloat16": ["--compile=False", "--dtype=bfloat16"],
+    "compiled": ["--compile=True"],
+}
+# Workers and settings. The batch of a step is the same for all; its micro-batches are each program's choice.
+OURS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two workers": (2, {}),
+    "two workers, compiled": (2, {"trainer.compile": True}),
+    "two threads, compiled": (1, {"trainer.compile": True, "trainer.threads": 2}),
 }
 
 
+class Bench:
+    """Our step times, each of a run in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, 0
+
+    def step_s(self, settings: Settings, workers: int = 2, checkout: Path = ROOT) -> float:
+        """Raises RuntimeError if the run fails, or is not compiled where it should be."""
+        self.runs += 1
+        run_dir = self.folder / f"run{self.runs}"
+        log_every = max(1, settings["trainer.max_steps"] // 20)
+        own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
+        train(run_dir, STEPS_ALONE | own, workers=workers, checkout=checkout)
+        manifest = json.loads(max(run_dir.glob("snapshots/step_*.json")).read_text())
+        if settings.get("trainer.compile") and not manifest["software"]["compiled"]:
+            raise RuntimeError(f"the compiler failed:\n{Path(f'{run_dir}.err').read_text()[-3000:]}")
+        return median_step_s(run_dir)
+
+
+def against_checkout(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+    checkouts = {"ours_s": ROOT, "theirs_s": arguments.checkout.resolve()}
+    variants: dict[str, Callable[[], float]] = {
+        name: functools.partial(bench.step_s, SIZES[size], checkout=checkout)
+        for name, checkout in checkouts.items()
+    }
+    found = measure_in_turns(variants, arguments.rounds, size=size)
+    row(size=size, **median_and_spread(paired(found, "ours_s", "theirs_s"), 4))
+    return True
+
+
+def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+    settings = SIZES[size] | {"trainer.parallel": arguments.parallel}
+    variants: dict[str, Callable[[], float]] = {
+        reduction: functools.partial(bench.step_s, settings | {"trainer.reduction": reduction})
+        for reduction in ("exact", "fast")
+    }
+    about = {"parallel": arguments.parallel, "size": size}
+    found = measure_in_turns(variants, arguments.rounds, **about)
+    row(**about, **median_and_spread(paired(found, "exact", "fast"), 4))
+    return True
+
+
+def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+    """Whether two workers are as efficient as they should be; four on two cores show that nothing breaks.
+
+    One worker exchanges nothing and has no DistributedDataParallel around its model under `exact`; its row
+    under `fast` shows what that costs.
+    """
+    variants: dict[str, Callable[[], float]] = {
+        f"{reduction} {workers}": functools.partial(
+            bench.step_s, SIZES[size] | {"trainer.reduction": reduction}, workers
+        )
+        for workers in (1, 2, 4)
+        for reduction in ("exact", "fast")
+    }
+    found, is_good = measure_in_turns(variants, arguments.rounds, size=size), True
+    for variant in variants:
+        reduction, workers = variant.split()
+        efficiencies = [ratio / int(workers) for ratio in paired(found, "exact 1", variant)]
+        job = {"size": size, "reduction": reduction, "workers": int(workers), "cores": os.cpu_count()}
+        row(**job, **median_and_spread(efficiencies, name="efficiency"))
+        if variant == "exact 2":
+            least = EFFICIENCY_OF_10M if size == "10M" else EFFICIENCY
+            is_good = statistics.median(efficiencies) >= least
+    return is_good
+
+
+def copy_peer(checkout: Path, text: str, copy: Path) -> None:
+    """A copy of nanoGPT with the data as its own prepare.py leaves it.
+
+    Its train_bfloat16.py is a second train.py, with autocast on the CPU.
+    """
+    shutil.copytree(checkout, copy)
+    folder = copy / "data" / "shakespeare_char"
+    characters = sorted(set(text))
+    number_of = {character: number for number, character in enumerate(characters)}
+    split = int(0.9 * len(text))
+    for name, part in (("train", text[:split]), ("val", text[split:])):
+        tokens = np.array([number_of[character] for character in part], dtype=np.uint16)
+        tokens.tofile(folder / f"{name}.bin")
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": number_of}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    program = (copy / "train.py").read_text()
+    changed = program.replace("ctx = nullcontext() if device_type == 'cpu' else ", "ctx = ")
+    assert changed != program, "this train.py is not the one that the change was made for"
+    (copy / "train_bfloat16.py").write_text(changed)
+
+
+def peer_step_s(copy: Path, size: str, variant: str) -> float:
+    """Median seconds per iteration of the second half, by nanoGPT's own clock."""
+    program, steps = (
+        "train_bfloat16.py" if variant == "bfloat16" else "train.py",
+        SIZES[size]["trainer.max_steps"],
+    )
+    evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]
+    settings = ["--device=cpu", *evaluation, *PEER[size], *PEER_VARIANTS[variant]]
+    command = [sys.executable, program, "config/train_shakespeare_char.py", *settings]
+    done = subprocess.run(command, cwd=copy, env=clean_environment(), capture_output=True, text=True)
+    found = re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)
+    times = [float(milliseconds) / 1e3 for milliseconds in found]
+    if len(times) < steps:
+        raise RuntimeError(f"nanoGPT did not train ({variant}):\n{done.stderr[-2000:]}")
+    return statistics.median(times[len(times) // 2 :])
+
+
+def beside_nanogpt(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+    checkout, text = map(Path, arguments.nanogpt)
+    copy = bench.folder / f"peer-{size}"
+    copy_peer(checkout, text.read_text(), copy)
+    variants: dict[str, Callable[[], float]] = {
+        f"theirs, {variant}": functools.partial(peer_step_s, copy, size, variant) for variant in PEER_VARIANTS
+    }
+    for kind, (workers, more) in OURS.items():
+        settings = SIZES[size] | more | {"data.path": text.resolve()}
+        if workers == 1:
+            settings["trainer.micro_batch_size"] = settings["trainer.batch_size"]
+        variants[f"ours, {kind}"] = functools.partial(bench.step_s, settings, workers)
+    found = measure_in_turns(variants, arguments.rounds, size=size)
+    for kind in OURS:
+        for variant in PEER_VARIANTS:
+            ratios = paired(found, f"theirs, {variant}", f"ours, {kind}")
+            row(size=size, ours=kind, peer=variant, **median_and_spread(ratios))
+    return True
+
+
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["default", "cpu"])
+    parser = argument_parser(__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("checkout", type=Path, nargs="?")
+    what.add_argument("--reduction", action="store_true")
+    what.add_argument("--scaling", action="store_true")
+    what.add_argument("--nanogpt", nargs=2, metavar=("CHECKOUT", "TEXT"))
+    parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="of --reduction")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default and cpu, or 10M in place of cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
-    checkouts = {"ours": ROOT, "theirs": arguments.checkout.resolve()}
-    with tempfile.TemporaryDirectory() as name:
-        for size in arguments.sizes:
-            ratios = []
-            for number in range(arguments.rounds):
-                times = {}
-                for kind in reversed(checkouts) if number % 2 else checkouts:
-                    run_dir = Path(name, f"{size}-{kind}-{number}")
-                    settings = SIZES[size] | ALONE
-                    train(run_dir, settings, workers=arguments.workers, checkout=checkouts[kind])
-                    times[kind] = median_step_s(run_dir)
-                ratios.append(times["ours"] / times["theirs"])
-                ours_s, theirs_s = round(times["ours"], 5), round(times["theirs"], 5)
-                ratio = round(ratios[-1], 4)
-                row(size=size, round=number, ours_s=ours_s, theirs_s=theirs_s, ratio=ratio)
-            row(size=size, ratio=round(statistics.median(ratios), 4), **spread(ratios, 4))
-    return 0
+    measure, sizes = against_checkout, ["default", "cpu"]
+    if arguments.reduction or arguments.scaling:
+        measure, sizes = exact_over_fast if arguments.reduction else scaling, ["default", "10M"]
+    elif arguments.nanogpt:
+        measure, sizes = beside_nanogpt, ["cpu", "10M"]
+    with work_folder() as folder:
+        bench = Bench(folder)
+        are_good = [measure(bench, size, arguments) for size in arguments.sizes or sizes]
+    return 0 if all(are_good) else 1
 
 
 if __name__ == "__main__":

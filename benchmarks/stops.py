@@ -1,7 +1,7 @@
 """Stop a job at a random moment: how long until it is gone, what is left, does it go on from there?
 
-    python benchmarks/stops.py           # 40 stops
-    python benchmarks/stops.py --plain   # of plain `python train.py`
+    python benchmarks/stops.py                        # 40 stops, a quarter of an hour on two cores
+    python benchmarks/stops.py --plain --stops 1      # of plain `python train.py`, a minute
 
 In turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file; in turns in the first 2 s of
 the first worker, in an evaluation with its text, and at any moment. After each stop the same command is
@@ -11,32 +11,29 @@ the newest snapshot before and after.
 
 Exit code 1 unless the workers took less than 2 s, a step and what was left of the imports each time, lost no
 step that had a snapshot, wrote one of the step they stopped at if they had begun to train, left no process,
-and each run ended with the hash and the records of an undisturbed one.
+and each run ended with the hash and the records of an undisturbed one. Needs Linux.
 """
 
-import argparse
 import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from common import arguments_of, row, short_hash
+from common import SMALL, Tally, argument_parser, arguments_of, row, short_hash, work_folder
 
 from mingpt.base import events
 from mingpt.tools.jobs import ROOT, Job, is_alive, read_history, torchrun
 
 STEPS = 150
-SETTINGS = {
-    "data.block_size": 64, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 64,
-    "trainer.batch_size": 16, "trainer.micro_batch_size": 2, "trainer.max_steps": STEPS,
-    "trainer.eval_every": 40, "trainer.log_every": 1, "trainer.sample_tokens": 400, "trainer.device": "cpu",
-    "trainer.timeout_s": 60, "snapshot.every": 10, "data.val_fraction": 0.6,
+SETTINGS = SMALL | {
+    "data.block_size": 64, "data.val_fraction": 0.6, "model.n_embd": 64, "trainer.batch_size": 16,
+    "trainer.micro_batch_size": 2, "trainer.max_steps": STEPS, "trainer.eval_every": 40,
+    "trainer.sample_tokens": 400, "snapshot.every": 10,
 }  # fmt: skip
 KINDS = ("SIGTERM", "SIGINT", "SIGUSR1", "STOP")
 MOMENTS = ("first 2 s", "evaluation", "any")
@@ -168,21 +165,19 @@ def stop_once(
 
 
 def records(run_dir: Path) -> list[tuple[int, float]]:
-    """Step and loss of each record, in order."""
+    """Step and loss of each record, in order; a step that was recorded twice is there twice."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line.get("train/loss", line.get("val/loss"))) for line in lines]
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--stops", type=int, default=40)
     parser.add_argument("--plain", action="store_true", help="plain python in place of torchrun")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    rng, done, good, is_same = random.Random(arguments.seed), 0, 0, list[bool]()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    rng, stops, runs = random.Random(arguments.seed), Tally(), Tally()
+    with work_folder() as folder:
         undisturbed, began = folder / "undisturbed", time.monotonic()
         start_marked(folder, undisturbed, folder / "marks", arguments.plain).wait(600)
         length_s, expected = time.monotonic() - began, short_hash(undisturbed)
@@ -192,26 +187,23 @@ def main() -> int:
             return short_hash(run_dir) == expected and records(run_dir) == records(undisturbed)
 
         run_dir, started = folder / "run0", 0
-        while done < arguments.stops:
+        while stops.trials < arguments.stops:
             started += 1
-            kind, moment = KINDS[done % len(KINDS)], MOMENTS[done % len(MOMENTS)]
+            kind, moment = KINDS[stops.trials % len(KINDS)], MOMENTS[stops.trials % len(MOMENTS)]
             marks = folder / f"marks{started}"
             job = start_marked(folder, run_dir, marks, arguments.plain)
             stopped = stop_once(job, moment, kind, run_dir, marks, length_s, rng)
             if stopped:
-                done += 1
-                good += stopped["ok"]
-                row(stop=done, **stopped)
-                if not stopped["ok"]:
-                    print(job.err()[-3000:], file=sys.stderr)
+                row(**stopped)
+                stops.add(stopped["ok"], job)
             if read_history(run_dir)["status"] == "finished":
-                is_same.append(is_as_undisturbed(run_dir))
-                run_dir = folder / f"run{len(is_same)}"
+                runs.add(is_as_undisturbed(run_dir))
+                run_dir = folder / f"run{runs.trials}"
             (run_dir / "STOP").unlink(missing_ok=True)
         start_marked(folder, run_dir, folder / "marks", arguments.plain).wait(600)
-        is_same.append(is_as_undisturbed(run_dir))
-    row(stops=done, ok=good, runs=len(is_same), identical=sum(is_same))
-    return 0 if good == done and all(is_same) else 1
+        runs.add(is_as_undisturbed(run_dir))
+    code = stops.exit_code(runs=runs.trials, identical=runs.good)
+    return code if runs.good == runs.trials else 1
 
 
 if __name__ == "__main__":

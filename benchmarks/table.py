@@ -1,7 +1,10 @@
-"""The table of speeds in docs/RESULTS.md, made from benchmarks/results/: python benchmarks/table.py
+"""The tables that pages show, made from benchmarks/results/ and from configurations; nothing is measured.
 
-For each program its newest folder there, <date>_<claim>/rows.jsonl. A test compares what this prints with
-what docs/RESULTS.md holds.
+    python benchmarks/table.py              # of speeds, in docs/RESULTS.md
+    python benchmarks/table.py presets      # of configs/README.md
+
+The speeds are those of each program's newest folder, <date>_<claim>/rows.jsonl. A test compares what this
+prints with the pages. Takes seconds, anywhere.
 """
 
 import json
@@ -10,12 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import argument_parser
+
+from mingpt.tools.jobs import ROOT
+
 RESULTS = Path(__file__).parent / "results"
-HEAD = ["| what | program | result |", "|---|---|---|"]
+SHAKESPEARE_CHARACTERS = 65
+SPEEDS = ["| what | program | result |", "|---|---|---|"]
+PRESETS = [
+    "| preset | parameters | tokens per step | steps | tokens | FLOP | weights and optimizer |",
+    "|---|---|---|---|---|---|---|",
+]
 
 
 def rows(claim: str) -> list[dict[str, Any]]:
-    """The rows of a program's newest results; none where it has not run."""
+    """The rows of a claim's newest results; none where it was not measured."""
     found = sorted(RESULTS.glob(f"*_{claim}/rows.jsonl"))
     if not found:
         return []
@@ -49,14 +61,14 @@ def against() -> Iterator[str]:
         if "ratio" in entry:
             peer, ours, size = entry["peer"], entry["ours"], entry["size"]
             what = f"nanoGPT's time per step ({peer}) over ours ({ours}), its {size} size"
-            yield line(what, "against", with_range(entry, "ratio", 2))
+            yield line(what, "steps_against", with_range(entry, "ratio", 2))
 
 
 def scaling() -> Iterator[str]:
     for entry in rows("scaling"):
         if "efficiency" in entry and entry["workers"] == 2:
             what = f"two workers over twice one, {entry['size']}, {entry['reduction']}"
-            yield line(what, "scaling", with_range(entry, "efficiency", 3))
+            yield line(what, "steps_against", with_range(entry, "efficiency", 3))
 
 
 def ratios() -> Iterator[str]:
@@ -79,8 +91,38 @@ def time_to_loss() -> Iterator[str]:
         )
 
 
+def preset(path: Path) -> str:
+    """A row: FLOP of forward and backward passes (Chowdhery et al. 2022), state in float32."""
+    import torch
+
+    from mingpt.config.cli import parse
+    from mingpt.model import GPT, parameter_shapes
+    from mingpt.optim import state_shapes
+
+    config = parse([str(path)])
+    vocab_size = config.data.vocab_size or SHAKESPEARE_CHARACTERS
+    block_size, trainer = config.data.block_size, config.trainer
+    with torch.device("meta"):
+        model = GPT(config.model, vocab_size=vocab_size, block_size=block_size)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    shapes = parameter_shapes(config.model, vocab_size=vocab_size, block_size=block_size)
+    states = state_shapes(shapes, config.optimizer)
+    state_bytes = 4 * sum(torch.Size(shape).numel() for shape in (*shapes.values(), *states.values()))
+    per_step = trainer.batch_size * block_size
+    tokens = per_step * trainer.max_steps
+    return (
+        f"| `{path.name}` | {parameters / 1e6:.1f} M | {per_step:,} | {trainer.max_steps:,} | "
+        f"{tokens / 1e9:.2f} G | {model.flops_per_token() * tokens:.1e} | {state_bytes / 1e9:.2f} GB |"
+    )
+
+
 def main() -> int:
-    lines = [*HEAD, *throughput(), *against(), *scaling(), *ratios(), *time_to_loss()]
+    parser = argument_parser(__doc__)
+    parser.add_argument("table", nargs="?", choices=["speeds", "presets"], default="speeds")
+    if parser.parse_args().table == "presets":
+        lines = [*PRESETS, *map(preset, sorted((ROOT / "configs").glob("*.yaml")))]
+    else:
+        lines = [*SPEEDS, *throughput(), *against(), *scaling(), *ratios(), *time_to_loss()]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

@@ -1,13 +1,13 @@
 """Where a step's time goes: steps and tokens per second, and the shares of the parts of a step.
 
-    python benchmarks/throughput.py             # default run, nanoGPT's CPU size, 10.65 M; each compiled too
-    python benchmarks/throughput.py --sizes 10M --workers 1
+    python benchmarks/throughput.py             # default run, nanoGPT's CPU size, 10 M parameters: 5 minutes
+    python benchmarks/throughput.py --sizes default --rounds 1             # half a minute
 
-A row per size, as JSON, then a table. `products` is what the arithmetic of a step would take at the rate
-measured for large products, over what the step took. A part's share is the time in the main thread that ends
-with the event of that part; `reduction` is what is left of it after the last backward pass, and `optimizer`
-includes clipping. On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of
-forward and backward are then those of their launches.
+A row per size, as JSON. `products` is what the arithmetic of a step would take at the rate measured for large
+products, over what the step took. A part's share is the time in the main thread that ends with the event of
+that part; `reduction` is what is left of it after the last backward pass, and `optimizer` includes clipping.
+On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and
+backward are then those of their launches. Wants cores that nobody else uses.
 """
 
 import argparse
@@ -15,13 +15,13 @@ import functools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import Settings, arguments_of, row, wait_for_success
+from common import Settings, argument_parser, arguments_of, product_rate, row, wait_for_success, work_folder
+from steps_against import BIG, SIZES
 
 from mingpt.base import events
 from mingpt.config import Config
@@ -32,23 +32,7 @@ if TYPE_CHECKING:
     from mingpt.distributed import Launch
     from mingpt.training.state import TrainState
 
-CPU = {
-    "model.arch": "gpt2", "model.n_layer": 4, "model.n_head": 4, "model.n_embd": 128, "data.block_size": 64,
-    "trainer.batch_size": 12, "trainer.micro_batch_size": 6, "optimizer.name": "adamw",
-    "optimizer.learning_rate": 0.001, "trainer.max_steps": 200,
-}  # fmt: skip
-BIG = {
-    "model.arch": "gpt2", "model.n_layer": 6, "model.n_head": 6, "model.n_embd": 384, "model.dropout": 0.2,
-    "trainer.batch_size": 64, "trainer.micro_batch_size": 8, "optimizer.name": "adamw",
-    "optimizer.learning_rate": 0.001, "trainer.max_steps": 6,
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "default": {"trainer.max_steps": 60},
-    "cpu": CPU,
-    "10M": BIG,
-    "10M-no-dropout": BIG | {"model.dropout": 0.0},
-}
-SIZES |= {f"{size}, compiled": settings | {"trainer.compile": True} for size, settings in SIZES.items()}
+SIZES = SIZES | {"10M-no-dropout": BIG | {"model.dropout": 0.0}}
 QUIET = {
     "trainer.eval_every": 10**6,
     "trainer.sample_tokens": 0,
@@ -67,22 +51,6 @@ ENDS = {
     "save_end": "snapshot",
 }
 TIMES = "times.json"
-
-
-def product_rate(device: str, threads: int) -> float:
-    """FLOP/s of a large bfloat16 product."""
-    import torch
-
-    torch.set_num_threads(threads)
-    size = 8192 if device.startswith("cuda") else 2048
-    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        product = left @ right
-        float(product[0, 0])  # waits for it
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
 
 
 class StepTimes:
@@ -149,18 +117,15 @@ def work(arguments: list[str]) -> None:
 
 def measure(settings: Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
     """One run; what rank 0 measured, and what the snapshot says of torch and the device."""
-    with tempfile.TemporaryDirectory() as name:
-        run_dir = Path(name, "run")
+    with work_folder() as folder:
+        run_dir = folder / "run"
         given = arguments_of({**QUIET, **settings, "run_dir": run_dir})
         command = [*torchrun(workers), __file__, "--worker", *given, *more]
         job = Job(command, run_dir, OMP_NUM_THREADS="1")
         wait_for_success(job)
-        errors = job.err()
         measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())
         manifest = json.loads(max(run_dir.glob("snapshots/step_*.json")).read_text())
     environment = manifest["software"]
-    if settings.get("trainer.compile") and not environment["compiled"]:
-        raise RuntimeError(f"the compiler failed:\n{errors[-3000:]}")
     return measured | {"torch": environment["torch"], "device": environment["device"]}
 
 
@@ -186,30 +151,19 @@ def measure_size(size: str, rate: float, arguments: argparse.Namespace) -> dict[
     }
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    titles = "".join(f"{part:>11}" for part in PARTS)
-    print(f"\n{'size':26}{'step':>10}{'tokens/s':>12}{'products':>10}{titles}")
-    for entry in rows:
-        step_ms, tokens_per_s = 1e3 / entry["steps_per_s"], entry["tokens_per_s"]
-        shares = "".join(f"{entry['shares'][part]:>11.1%}" for part in PARTS)
-        print(f"{entry['size']:26}{step_ms:>7.0f} ms{tokens_per_s:>12,}{entry['products']:>10.0%}{shares}")
-
-
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=["10M", "10M-no-dropout", "default", "cpu"]
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("settings", nargs="*", help="further settings of the run")
     arguments = parser.parse_intermixed_args()
     device = "cuda" if "trainer.device=cuda" in arguments.settings else "cpu"
     rate = product_rate(device, arguments.workers)
-    rows = []
     for size in arguments.sizes:
-        rows.append(measure_size(size, rate, arguments))
-        row(**rows[-1])
-    print_table(rows)
+        row(**measure_size(size, rate, arguments))
     return 0
 
 

@@ -69,26 +69,15 @@ def test_every_room_is_on_the_tour() -> None:
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-def test_the_table_of_speeds_is_the_one_made_from_the_results() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/table.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout in (ROOT / "docs" / "RESULTS.md").read_text()
-
-
-def test_the_costs_of_the_presets_are_the_ones_computed_from_them() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/presets.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout in (ROOT / "configs" / "README.md").read_text()
-
-
-def test_the_tables_of_the_page_on_scale_are_the_ones_made_from_counts_and_formulas() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/scale.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.count("**Table ") == 9
-    assert done.stdout.rstrip("\n") in (ROOT / "docs" / "scale.md").read_text()
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [([], "docs/RESULTS.md"), (["presets"], "configs/README.md")],
+    ids=["speeds", "presets"],
+)
+def test_the_tables_of_a_page_are_made_from_results_and_configurations(words: list[str], page: str) -> None:
+    command = [sys.executable, "benchmarks/table.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout in (ROOT / page).read_text()
 
 
 def requirements(name: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The rooms of mingpt/: the rules of .ci/house.py, private names, and three calls to a gradient."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,24 @@ PROGRAMS = [ROOT / "train.py", ROOT / "sample.py", *sorted((ROOT / "benchmarks")
 def test_the_rules_of_the_house_hold() -> None:
     done = subprocess.run([sys.executable, ROOT / ".ci" / "house.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rooms 12, floors 8" in done.stdout
+    assert "rooms 12, floors 8" in done.stdout and "comments and docstrings: " in done.stdout
+
+
+def test_each_limit_of_a_budget_that_is_passed_is_a_sentence() -> None:
+    house = runpy.run_path(str(ROOT / ".ci" / "house.py"))
+    budget = house["Size"](statements=10, lines=30)
+    assert list(house["over_budget"]("tests", house["Size"](10, 99, 30), budget)) == []
+    assert list(house["over_budget"]("tests", house["Size"](11, 99, 1031), budget)) == [
+        "tests: 11 statements, and its budget is 10",
+        "tests: 1,031 lines, and its budget is 30",
+    ]
+
+
+def test_comments_and_docstrings_are_counted_by_lines_that_are_not_blank(tmp_path: Path) -> None:
+    house = runpy.run_path(str(ROOT / ".ci" / "house.py"))
+    path = tmp_path / "file.py"
+    path.write_text('"""Two\n\nlines."""\n\nx = 1  # a reason\ny = """no docstring"""\nz = 3\n')
+    assert house["share_of_words"]([path]) == 3 / 5
 
 
 def test_every_room_says_what_it_promises() -> None:

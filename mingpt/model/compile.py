@@ -46,7 +46,7 @@ class Costs:
 # cpu: a core of an Intel Xeon with AMX, bfloat16, torch 2.13. It reached 0.12 TFLOP/s at the default run and
 # at nanoGPT's CPU size, 0.3 at 10.65 M; the compiler saved 0.50, 0.39 and 0.25 of a micro-batch, and took
 # 22 s for 2 blocks and 25 s for 4. Here stand two such cores at the best of these rates, and a little less
-# than the least share. benchmarks/compile_cost.py measures them.
+# than the least share. compile_cost.py of commit 496a4e0 measured them.
 # cuda: estimates, not measured.
 COSTS = {
     "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),

@@ -120,4 +120,4 @@ def test_a_blocked_port_and_a_read_only_folder_are_found_on_three_nodes() -> Non
     command = [sys.executable, "benchmarks/doctor.py", "--only", "port", "folder"]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"found": "2 of 2"}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"trials": 2, "ok": 2}

@@ -35,10 +35,3 @@ def test_every_line_of_a_diff_on_the_page_is_one_of_the_diff_between_the_program
         changed = {line for line in difflib.ndiff(old, new) if line[0] in "+-"}
         for line in content.splitlines():
             assert f"{line[0]} {line[1:]}" in changed, f"{given}: {line}"
-
-
-def test_the_table_of_mistakes_names_every_program() -> None:
-    named = re.findall(r"^\| \[(\w+)\]\(mistakes/(\w+)\.py\)", PAGE.read_text(), re.MULTILINE)
-    programs = {path.stem for path in (FOLDER / "mistakes").glob("*.py")} - {"ranks"}
-    assert {name for name, _ in named} == {path for _, path in named} == programs
-    assert len(named) == len(programs)

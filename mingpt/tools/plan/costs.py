@@ -28,8 +28,8 @@ from mingpt.report.metrics import PEAK_FLOPS
 from mingpt.tools.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
 from mingpt.training.evaluate import MIN_BATCH_TOKENS
 
-# Measured by benchmarks/plan_memory.py: Python, torch, data, report; then, beside a model that is not tiny,
-# buffers of kernels and messages.
+# Measured by plan_memory.py of commit 496a4e0: Python, torch, data, report; then, beside a model that is not
+# tiny, buffers of kernels and messages.
 PROCESS_BYTES = {"ddp": 345_000_000, "fsdp": 380_000_000}
 BUFFER_BYTES = {"ddp": 150_000_000, "fsdp": 40_000_000}
 CUDA_CONTEXT_BYTES = 1_000_000_000  # not measured here
