@@ -166,11 +166,6 @@ class LineFile:
             self.before.append(work)
             self.retry()
 
-    def waiting(self) -> list[bytes]:
-        """The lines that are not in the file yet."""
-        with self.lock:
-            return list(self.pending)
-
     def retry(self, sync: bool = False) -> None:
         """Write the lines that wait, and with `sync` make all of them durable."""
         with self.lock:
@@ -236,11 +231,7 @@ class LineFile:
 
 
 class JsonlSink(Sink):
-    """A fresh run keeps the records of an earlier one as metrics-old-<n>.jsonl.
-
-    Records that cannot be written wait in memory, and a snapshot takes them along: `RunInfo.unwritten` are
-    those that the snapshot, from which this generation starts, has brought.
-    """
+    """A fresh run keeps the records of an earlier one as metrics-old-<n>.jsonl."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
@@ -265,9 +256,7 @@ class JsonlSink(Sink):
         That is a truncation, which needs no room on the disk, unless dropped lines lie between others. A
         record that comes late, as one that was being written when storage hung, is put in its place.
         """
-        unwritten = self.run.unwritten
-        first_unwritten = unwritten[0]["step"] if unwritten else step + 1
-        kept_bytes, is_dropping, needs_rewrite, found, last = 0, False, False, set(), (-1, False)
+        kept_bytes, is_dropping, needs_rewrite, last = 0, False, False, (-1, False)
         for line, record in read_lines(self.path):
             if record is None or record["step"] > step or step == 0:
                 is_dropping = True
@@ -275,14 +264,10 @@ class JsonlSink(Sink):
             key = record_key(record)
             needs_rewrite = needs_rewrite or is_dropping or not line.endswith(b"\n") or key <= last
             kept_bytes, last = kept_bytes + len(line), key
-            if record["step"] >= first_unwritten:
-                found.add(key)
         if needs_rewrite:
             self.rewrite(step)
         elif is_dropping:
             os.truncate(self.path, kept_bytes)
-        missing = [record for record in unwritten if record_key(record) not in found]
-        self.file.pending.extendleft(encode(record) for record in reversed(missing))
 
     def rewrite(self, step: int) -> None:
         """Replace the file by its records up to `step`, each once and in order. Raises OSError."""
@@ -297,9 +282,6 @@ class JsonlSink(Sink):
 
     def log(self, step: int, values: Values) -> None:
         self.file.write(encode({"step": step, **values}))
-
-    def unwritten(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.file.waiting()]
 
     def flush(self) -> None:
         self.file.retry(sync=True)

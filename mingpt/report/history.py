@@ -100,7 +100,7 @@ class GenerationStart:
     previous: GenerationEnd | None = None  # how the one before ended; None: nobody knows
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
-    unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
+    logged_step: int = 0  # the newest step whose metrics the run has logged
     was_compiled: bool | None = None  # whether the snapshot's model was; None if nothing has been trained
 
 
@@ -205,6 +205,11 @@ class RunHistory:
             return None
         step, end = ended[0]["to_step"] + 1, ended[-1]["end"]
         return repeated_sentence(f"at step {step}", end)
+
+    def note_missing(self, first_step: int, last_step: int) -> None:
+        """Metrics of these steps could not be written, and were lost with the process that had them."""
+        self.generations[-1]["metrics_missing"] = [first_step, last_step]
+        self.file.write(self.encode())
 
     def note_durable(self, step: int) -> None:
         """The snapshot of this step is on disk."""

@@ -82,7 +82,6 @@ class RunInfo:
     is_fresh: bool  # a new run, not a resumed or restarted one
     restarts: list[int]  # steps at which later generations began
     entropy_floor: float | None  # nats per token of the validation part, where they are known
-    unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
     may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's
     is_main: bool = True  # false where it is reported to a second run folder, on another node's disk
     run_id: str = ""
@@ -110,10 +109,6 @@ class Sink:
 
     def flush(self) -> None:
         """Make what was logged durable: a snapshot is about to be named. May be called from any thread."""
-
-    def unwritten(self) -> list[dict[str, Any]]:
-        """The records that are logged and not written, because the disk is full, say. From any thread."""
-        return []
 
     def close(self) -> None:
         """The run has ended, or this generation of it."""

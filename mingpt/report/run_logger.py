@@ -3,10 +3,9 @@
 Seconds per step are measured between two records, without what is no part of a step.
 """
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from mingpt.report.tensorboard import TensorBoard
 from mingpt.report.tracker import Follower, TrackerFollower
 
 T = TypeVar("T")
-MAX_UNWRITTEN = 5000  # for a manifest, whose size is limited
 SINKS: list[Callable[[RunInfo], Sink]] = [
     JsonlSink,
     ConsoleSink,
@@ -87,7 +85,6 @@ class RunLogger:
             is_fresh=start.step == 0 and not start.is_restart,
             restarts=self.history.restarts(),
             entropy_floor=corpus.entropy_floor,
-            unwritten=start.unwritten if start.step else [],  # the records of step 0 come again
             may_write=may_write,
             is_main=is_main,
             run_id=start.run_id,
@@ -103,11 +100,14 @@ class RunLogger:
         for sink in self.sinks:
             sink.rewind(start.step)
         self.replay(run_dir / "metrics.jsonl", start.step)
+        recorded = self.last.get("train", {"step": 0})["step"]
+        if recorded < start.logged_step:
+            self.history.note_missing(recorded + 1, start.logged_step)
 
     def replay(self, path: Path, step: int) -> None:
         """Tell the sinks what earlier generations recorded up to `step`."""
         try:
-            for record in itertools.chain(read_records(path), self.unwritten(step)):
+            for record in read_records(path):
                 if record["step"] <= step:
                     self.remember(record)
                     values = {name: value for name, value in record.items() if name != "step"}
@@ -210,11 +210,6 @@ class RunLogger:
         for sink in self.sinks:
             sink.flush()
 
-    def unwritten(self, step: int) -> list[dict[str, Any]]:
-        """The last records up to `step` that could not be written so far, MAX_UNWRITTEN at most."""
-        waiting = [record for sink in self.sinks for record in sink.unwritten()]
-        return [record for record in waiting if record["step"] <= step][-MAX_UNWRITTEN:]
-
     def failed(self, step: int, why: str) -> None:
         self.history.end("failed", step, f"failed: {why}")
         self.close()
@@ -234,7 +229,7 @@ class RunLogger:
             sink.close()
         self.config_file.retry()
         small = [file.path.name for file in (self.config_file, self.history.file) if file.unwritten]
-        records = sum(len(sink.unwritten()) for sink in self.sinks)
+        records = sum(len(sink.file.pending) for sink in self.sinks if isinstance(sink, JsonlSink))
         behind = [*small, *([f"metrics.jsonl ({plural(records, 'record')})"] if records else [])]
         if behind:
             log.warning(
@@ -242,20 +237,16 @@ class RunLogger:
             )
 
 
-def is_reported(run_dir: Path, unwritten: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the files of a run that stands at its last step say so, as far as its folder can be read.
+def is_reported(run_dir: Path) -> bool:
+    """Whether run.json of a run that stands at its last step says so, as far as it can be read.
 
     A folder that has nothing but snapshots, a copy say, needs no report.
     """
-    records = run_dir / "metrics.jsonl"
     try:
-        last = max((record["step"] for record in read_records(records)), default=-1)
-        if any(record["step"] > last for record in unwritten):
-            return False
         history = read_json(run_dir / "run.json")
         return bool(history["status"] != "running")
     except FileNotFoundError:
-        return not records.exists()
+        return not (run_dir / "metrics.jsonl").exists()
     except (OSError, ValueError, TypeError, KeyError):
         return True
 

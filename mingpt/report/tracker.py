@@ -8,7 +8,6 @@ import functools
 import html
 import importlib
 import inspect
-import itertools
 import logging
 import os
 import queue
@@ -70,10 +69,10 @@ class EarlierRecords:
         self.n_bytes = self.path.stat().st_size if self.path.exists() else 0
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, values), in their order, those that only the snapshot has last. Raises OSError."""
+        """(step, values), in their order. Raises OSError."""
         if self.step == 0:
             return  # they come again
-        for record in itertools.chain(read_records(self.path, self.n_bytes), self.run.unwritten):
+        for record in read_records(self.path, self.n_bytes):
             if record["step"] <= self.step:
                 yield record["step"], numbers({key: record[key] for key in record if key != "step"})
 

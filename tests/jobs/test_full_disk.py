@@ -76,39 +76,6 @@ def test_a_last_snapshot_that_cannot_be_written_is_one_sentence_and_no_restart(
 
 
 @pytest.mark.slow
-def test_a_run_whose_report_could_not_be_written_is_completed_by_the_same_command(
-    start: Start, text: Path, tmp_path: Path, undisturbed: Path
-) -> None:
-    """Snapshots are elsewhere and go on; the records that could not be written travel in them."""
-    run_dir, marker = tmp_path / "run", tmp_path / "full"
-    marker.touch()
-    code = f"""
-import errno, os
-from mingpt.report import files
-real = os.write
-def write(handle, content):
-    place = os.readlink(f"/proc/self/fd/{{handle}}")
-    is_full = os.path.exists({str(marker)!r}) and place.startswith({str(run_dir)!r})
-    if is_full and os.fstat(handle).st_size > 1000:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    return real(handle, content)
-os.write = write
-"""
-    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__path": tmp_path / "other"}
-    words = command(program=changed_program(tmp_path, code), **settings, trainer__workers=1)
-    job = start(words)
-    assert job.wait() == 0
-    assert "Traceback" not in job.err()
-    assert job.err().count("metrics.jsonl cannot be written (No space left on device)") == 1
-    assert "not up to date in" in job.err()
-    assert max(read_metric(run_dir)) < 10
-    marker.unlink()
-    assert start(words).wait() == 0
-    assert read_metric(run_dir) == read_metric(undisturbed)
-    assert read_history(run_dir)["status"] == "finished"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("redirection", ["2>&-", ">/dev/full 2>/dev/full", ">&- 2>&- <&-"])
 def test_output_that_goes_nowhere_ends_no_run(
     redirection: str, start: Start, text: Path, tmp_path: Path, undisturbed: Path

@@ -78,13 +78,13 @@ def make_logger(
     step: int = 0,
     is_restart: bool = False,
     changes: list[str] | None = None,
-    unwritten: list[dict[str, Any]] | None = None,
+    logged_step: int = 0,
     is_main: bool = True,
     **settings: Any,
 ) -> RunLogger:
     config = build(SMALL | {"run_dir": str(run_dir)} | settings)
     corpus = make_corpus(TEXT, config.data)
-    start = GenerationStart("abc123", step, 1, is_restart, changes=changes or [], unwritten=unwritten or [])
+    start = GenerationStart("abc123", step, 1, is_restart, changes=changes or [], logged_step=logged_step)
     return RunLogger(config, corpus, start, ENVIRONMENT, is_main=is_main)
 
 
@@ -249,7 +249,7 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
 
 
-def test_what_is_not_up_to_date_at_the_end_is_one_line_and_comes_with_the_snapshot(
+def test_metrics_that_were_never_written_are_one_line_at_the_end_and_told_by_run_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = make_logger(tmp_path)
@@ -258,29 +258,21 @@ def test_what_is_not_up_to_date_at_the_end_is_one_line_and_comes_with_the_snapsh
         FaultyDisk(patch, "write", str(tmp_path))
         for step in (2, 3):
             logger.log_values(step, {"train/loss": float(step)})
-        unwritten = logger.unwritten(2)
         logger.ended(3, None, "snapshots")
-    assert [record["step"] for record in unwritten] == [2]
     (line,) = [message for message in caplog.messages if message.startswith("not up to date")]
     assert line.endswith("which could not be written: run.json, metrics.jsonl (2 records)")
-    later = make_logger(tmp_path, step=2, is_restart=True, unwritten=unwritten)
-    assert later.last == {"train": {"step": 2, "train/loss": 2.0}}
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    make_logger(tmp_path, step=3, is_restart=True, logged_step=3)
+    assert json.loads((tmp_path / "run.json").read_text())["generations"][-1]["metrics_missing"] == [2, 3]
 
 
 def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
-    record = {"step": 3, "train/loss": 3.0}
-    assert is_reported(tmp_path, []), "a copy of the snapshots alone"
-    assert not is_reported(tmp_path, [record])
+    assert is_reported(tmp_path), "a copy of the snapshots alone"
     logger = make_logger(tmp_path)
-    assert not is_reported(tmp_path, []), "its status is running"
+    assert not is_reported(tmp_path), "its status is running"
     logger.ended(3, None, "snapshots")
-    assert is_reported(tmp_path, [])
-    assert not is_reported(tmp_path, [record])
-    logger.log_values(3, {"train/loss": 3.0})
-    assert is_reported(tmp_path, [record])
+    assert is_reported(tmp_path)
     (tmp_path / "run.json").unlink()
-    assert not is_reported(tmp_path, []), "run.json could never be written"
+    assert not is_reported(tmp_path), "run.json could never be written"
 
 
 @pytest.mark.parametrize(
