@@ -207,7 +207,7 @@ class RunHistory:
         return repeated_sentence(f"at step {step}", end)
 
     def note_missing(self, first_step: int, last_step: int) -> None:
-        """Metrics of these steps could not be written, and were lost with the process that had them."""
+        """Metrics of these steps could not be written, and are lost with the process that had them."""
         self.generations[-1]["metrics_missing"] = [first_step, last_step]
         self.file.write(self.encode())
 
@@ -231,11 +231,6 @@ class RunHistory:
     def restarts(self) -> list[int]:
         """The steps at which later generations began."""
         return [entry["from_step"] for entry in self.generations[1:]]
-
-    def starts(self) -> list[tuple[int, str]]:
-        """Of each generation the step at which it began, and how the one before ended ("" for the first)."""
-        ends = [f"{entry['end']} at step {entry['to_step']}" for entry in self.generations]
-        return list(zip([entry["from_step"] for entry in self.generations], ["", *ends[:-1]], strict=True))
 
     def summary(self) -> str:
         """The whole run in a line."""

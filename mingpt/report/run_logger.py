@@ -18,12 +18,10 @@ from mingpt.report.history import GenerationStart, RunHistory
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
-from mingpt.report.tensorboard import TensorBoard
-from mingpt.report.tracker import Follower, TrackerFollower
+from mingpt.report.tracker import Follower, TensorBoard, Tracker
 
 T = TypeVar("T")
-SINKS: list[Callable[[RunInfo], Sink]] = [
-    JsonlSink,
+SINKS: list[Callable[[RunInfo], Sink]] = [  # beside metrics.jsonl
     ConsoleSink,
     LossPlot,
 ]
@@ -89,16 +87,16 @@ class RunLogger:
             is_main=is_main,
             run_id=start.run_id,
             settings=to_dict(config),
-            starts=self.history.starts(),
+            generation=len(self.history.generations),
+            previous_end=self.previous_end,
         )
-        self.sinks = [make_sink(run) for make_sink in SINKS]
+        self.records = JsonlSink(run)
+        self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]
         if is_main and config.report.tensorboard:
             self.sinks.append(Follower(run, TensorBoard(run)))
         if is_main and config.report.tracker:
-            self.sinks.append(TrackerFollower(run, config.report.tracker))
+            self.sinks.append(Follower(run, Tracker(run, config.report.tracker)))
         self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
-        for sink in self.sinks:
-            sink.rewind(start.step)
         self.replay(run_dir / "metrics.jsonl", start.step)
         recorded = self.last.get("train", {"step": 0})["step"]
         if recorded < start.logged_step:
@@ -211,13 +209,22 @@ class RunLogger:
             sink.flush()
 
     def failed(self, step: int, why: str) -> None:
+        self.note_missing(step)
         self.history.end("failed", step, f"failed: {why}")
         self.close()
+
+    def note_missing(self, step: int) -> None:
+        """The metrics that cannot be written now are lost."""
+        self.flush()
+        first_missing = self.records.first_waiting()
+        if first_missing is not None:
+            self.history.note_missing(first_missing, step)
 
     def ended(self, step: int, stopped_by: str | None, snapshots: str) -> None:
         """The run stands at `step`, durably. Raises SupersededError."""
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
+        self.note_missing(step)
         self.history.content["durable_step"] = step
         self.history.end("stopped" if stopped_by else "finished", step, how)
         self.close()
@@ -227,10 +234,9 @@ class RunLogger:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
-        self.config_file.retry()
-        small = [file.path.name for file in (self.config_file, self.history.file) if file.unwritten]
-        records = sum(len(sink.file.pending) for sink in self.sinks if isinstance(sink, JsonlSink))
-        behind = [*small, *([f"metrics.jsonl ({plural(records, 'record')})"] if records else [])]
+        behind = [file.path.name for file in (self.config_file, self.history.file) if file.unwritten]
+        if self.records.file.pending:
+            behind.append(f"metrics.jsonl ({plural(len(self.records.file.pending), 'record')})")
         if behind:
             log.warning(
                 "not up to date in %s, which could not be written: %s", self.config.run_dir, ", ".join(behind)
