@@ -101,7 +101,6 @@ class GenerationStart:
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics the run has logged
-    was_compiled: bool | None = None  # whether the snapshot's model was; None if nothing has been trained
 
 
 def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
@@ -227,10 +226,6 @@ class RunHistory:
         self.generations[-1] |= {"to_step": step, "exact": True, "seen": time.time(), "end": how}
         self.content["status"] = status
         self.file.write(self.encode())
-
-    def restarts(self) -> list[int]:
-        """The steps at which later generations began."""
-        return [entry["from_step"] for entry in self.generations[1:]]
 
     def summary(self) -> str:
         """The whole run in a line."""

@@ -42,17 +42,14 @@ class LossPlot(Sink):
         self.drawing: Future[None] | None = None
         self.figure: Any = None
 
-    def add(self, step: int, values: Values) -> None:
+    def replay(self, step: int, values: Values) -> None:
         for name, (steps, losses) in self.curves.items():
             if isinstance(values.get(name), (int, float)):
                 steps.append(step)
                 losses.append(values[name])
 
-    def replay(self, step: int, values: Values) -> None:
-        self.add(step, values)
-
     def log(self, step: int, values: Values) -> None:
-        self.add(step, values)
+        self.replay(step, values)
         if "val/loss" in values and (self.drawing is None or self.drawing.done()):
             self.start_drawing()
 

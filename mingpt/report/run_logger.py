@@ -81,7 +81,7 @@ class RunLogger:
             config.trainer.max_steps,
             start.step,
             is_fresh=start.step == 0 and not start.is_restart,
-            restarts=self.history.restarts(),
+            restarts=[entry["from_step"] for entry in self.history.generations[1:]],
             entropy_floor=corpus.entropy_floor,
             may_write=may_write,
             is_main=is_main,

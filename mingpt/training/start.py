@@ -317,5 +317,4 @@ def describe_start(start: StartPoint, context: DistributedContext) -> Generation
         start.durable_step,
         start.changes,
         start.logged_step,
-        start.was_compiled,
     )

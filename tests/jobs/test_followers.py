@@ -1,6 +1,5 @@
-"""Jobs that TensorBoard and trackers follow: killed ones, and trackers that fail, block or are absent."""
+"""Jobs that a tracker follows: one that blocks, and a killed job that trackio follows."""
 
-import functools
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 from conftest import Start, changed_program, command, final_hash, reached
-from support.events import read_scalars, read_texts
 
 from mingpt.tools.jobs import read_history, read_metric, torchrun
 
@@ -27,37 +25,8 @@ def finish():
 """
 
 
-def has_begun(run_dir: Path, generation: int) -> bool:
-    return len(read_history(run_dir)["generations"]) == generation
-
-
 def tracker_lines(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("report.tracker")]
-
-
-@pytest.mark.slow
-def test_after_two_kills_tensorboard_shows_what_metrics_jsonl_holds(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    """Of worker 0, which writes both. Each step once, no point behind the start of a later generation."""
-    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__sample_tokens": 10}
-    job = start(command(launcher=torchrun(2, restarts=3), report__tensorboard=True, **settings))
-    for number, step in enumerate((7, 18), 1):
-        job.wait_until(functools.partial(has_begun, tmp_path, number))
-        job.wait_until(reached(tmp_path, step))
-        os.kill(job.workers()[0], signal.SIGKILL)
-    assert job.wait() == 0, job.err()
-    assert final_hash(tmp_path) == final_hash(undisturbed)
-    scalars = read_scalars(tmp_path)
-    for name in ("train/loss", "val/loss", "val/bits_per_byte", "lr", "grad_norm", "tokens_per_s"):
-        recorded = list(read_metric(tmp_path, name).items())
-        assert [step for step, _ in scalars[name]] == [step for step, _ in recorded], name
-        assert [value for _, value in scalars[name]] == pytest.approx([value for _, value in recorded])
-    assert [step for step, _ in scalars["train/loss"]] == list(range(1, 31))
-    starts = [entry["from_step"] for entry in read_history(tmp_path)["generations"]]
-    assert scalars["generation"] == list(zip(starts, (1, 2, 3), strict=True))
-    assert "worker 0 vanished at step" in read_texts(tmp_path)["restart"][-1][1]
-    assert "report.tensorboard" not in job.err(), job.err()
 
 
 def test_a_tracker_that_blocks_is_one_line(

@@ -88,12 +88,6 @@ def status(run_dir: Path) -> str:
     return str(json.loads((run_dir / "run.json").read_text())["status"])
 
 
-def test_the_configuration_is_written_as_a_file_that_reads_back(tmp_path: Path) -> None:
-    logger = make_logger(tmp_path)
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == to_dict(logger.config)
-    logger.close()
-
-
 def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[RecordingSink]) -> None:
     logger = make_logger(tmp_path)
     logger.on_step(12)
