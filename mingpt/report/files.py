@@ -3,7 +3,6 @@
 metrics.jsonl has a line per record, written at once, each with its `step`; one curve across restarts.
 """
 
-import errno
 import functools
 import itertools
 import json
@@ -15,34 +14,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mingpt.base.files import atomic_file, parse_json, reason_of, write_all, write_atomic
+from mingpt.base.files import parse_json, reason_of, write_all, write_atomic
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 log = logging.getLogger(__name__)
 
 
-def read_records(path: Path, n_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, one at a time; a line cut short by a crash is left out.
-
-    With `n_bytes`, only those that begin in so many first bytes of the file.
-    """
-    for _, record in read_lines(path, n_bytes):
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl, one at a time; a line cut short by a crash is left out."""
+    for _, record in read_lines(path):
         if record is not None:
             yield record
 
 
-def read_lines(path: Path, n_bytes: int | None = None) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """(line, its record) in their order, one at a time; None for a line that is not a record."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
     except FileNotFoundError:
         return
     with file:
-        begin = 0
         for line in file:
-            if n_bytes is not None and begin >= n_bytes:
-                return
-            begin += len(line)
             record = None
             try:
                 values = parse_json(line)
@@ -131,27 +123,25 @@ class LineFile:
     """A file that whole lines are appended to. Safe for use by several threads.
 
     A line that cannot be written waits in memory, with all later ones, until there is room. At most
-    `max_pending` lines wait (None: all of them); the oldest are dropped. `before` is done before a line is
-    written, and tried again until it works: whoever opens the file has something to put right in it.
+    `max_pending` lines wait (None: all of them); the oldest are dropped. `prepare` is done before the first
+    line is written, and tried again until it works. It may raise OSError.
     """
 
     def __init__(
         self,
         path: Path,
         *,
-        before: Callable[[], None] | None = None,
+        prepare: Callable[[], None] | None = None,
         max_pending: int | None = None,
         may_write: MayWrite = always,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self.path, self.status = path, WriteStatus(path, report)
-        self.before = [before] if before else []  # each is dropped once it has worked
-        self.may_write = may_write
+        self.path, self.prepare, self.may_write = path, prepare, may_write
+        self.status = WriteStatus(path, report)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
         self.handle: int | None = None
         self.is_unsynced = False  # the last sync has failed
-        self.torn_at: int | None = None  # size of the whole lines before one that was written in part
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # what `status` reports may come back as a line
 
     def write(self, line: bytes) -> None:
         """Append a line, which ends with a newline."""
@@ -159,70 +149,34 @@ class LineFile:
             self.pending.append(line)
             self.retry()
 
-    def reopen_after(self, work: Callable[[], None]) -> None:
-        """Close the file and do `work` before the next line, now if that is possible."""
-        with self.lock:
-            self.close()
-            self.before.append(work)
-            self.retry()
-
-    def waiting(self) -> list[bytes]:
-        """The lines that are not in the file yet."""
-        with self.lock:
-            return list(self.pending)
-
     def retry(self, sync: bool = False) -> None:
         """Write the lines that wait, and with `sync` make all of them durable."""
         with self.lock:
             if not self.may_write():
                 return
             try:
-                self._put_right()
+                handle = self._open()
                 while self.pending:
-                    self._append(self.pending[0])
+                    append(handle, self.pending[0])
                     self.pending.popleft()
-                if self.handle is not None and (sync or self.is_unsynced):
+                if sync or self.is_unsynced:
                     self.is_unsynced = True
-                    os.fsync(self.handle)
+                    os.fsync(handle)
                     self.is_unsynced = False
             except OSError as error:
                 self.status.failed(error)
-                if error.errno == errno.ESTALE:
-                    self.close()
+                self.close()  # the next line opens it again: a handle on NFS may be stale
                 return
             self.status.worked()
 
-    def _put_right(self) -> None:
-        """What has to be done before the next line. Raises OSError."""
-        while self.before:
-            self.before[0]()
-            del self.before[0]
+    def _open(self) -> int:
+        """Open the file if it is not open. Raises OSError."""
+        if self.prepare is not None:
+            self.prepare()
+            self.prepare = None
         if self.handle is None:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            self.handle = os.open(self.path, flags, 0o666)
-        if self.torn_at is not None:
-            os.ftruncate(self.handle, self.torn_at)
-            self.torn_at = None
-
-    def _append(self, line: bytes) -> None:
-        """Raises OSError; then nothing of the line is in the file, or it is removed before the next one."""
-        assert self.handle is not None
-        whole = os.fstat(self.handle).st_size
-        written = 0
-        while written < len(line):
-            try:
-                written += os.write(self.handle, line[written:])
-            except OSError:
-                if written:
-                    self.torn_at = whole
-                    self._remove_torn_line()
-                raise
-
-    def _remove_torn_line(self) -> None:
-        try:
-            self._put_right()
-        except OSError:
-            log.debug("%s ends with a part of a line", self.path)  # it is removed before the next one
+            self.handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        return self.handle
 
     def close(self) -> None:
         """Let the file go; the next line opens it again."""
@@ -235,71 +189,51 @@ class LineFile:
                     self.status.failed(error)
 
 
-class JsonlSink(Sink):
-    """A fresh run keeps the records of an earlier one as metrics-old-<n>.jsonl.
+def append(handle: int, line: bytes) -> None:
+    """Write a whole line. Raises OSError; then no part of it is left in the file."""
+    size = os.fstat(handle).st_size
+    try:
+        write_all(functools.partial(os.write, handle), line)
+    except OSError:
+        os.ftruncate(handle, size)
+        raise
 
-    Records that cannot be written wait in memory, and a snapshot takes them along: `RunInfo.unwritten` are
-    those that the snapshot, from which this generation starts, has brought.
+
+class JsonlSink(Sink):
+    """metrics.jsonl: one curve, however often the run was killed.
+
+    A fresh run keeps the records of an earlier one as metrics-old-<n>.jsonl.
     """
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
-        before = self.keep_earlier_records if run.is_fresh else None
-        self.file = LineFile(self.path, before=before, may_write=run.may_write)
+        self.file = LineFile(self.path, prepare=self.prepare, may_write=run.may_write)
         self.file.retry()
 
-    def keep_earlier_records(self) -> None:
-        """Raises OSError."""
-        if any(record["step"] for record in read_records(self.path)):
+    def prepare(self) -> None:
+        """Keep, or drop, what the file holds of earlier generations. Raises OSError."""
+        if self.run.is_fresh and any(record["step"] for record in read_records(self.path)):
             names = (self.path.with_name(f"metrics-old-{number}.jsonl") for number in itertools.count(1))
             target = next(path for path in names if not path.exists())
             self.path.rename(target)
             log.warning("this is a fresh run: the records of an earlier one are kept in %s", target)
-
-    def rewind(self, step: int) -> None:
-        self.file.reopen_after(lambda: self.drop_past(step))
+        self.drop_past(self.run.first_step)
 
     def drop_past(self, step: int) -> None:
         """Drop the records past `step`, and all at 0: they come again. Raises OSError.
 
-        That is a truncation, which needs no room on the disk, unless dropped lines lie between others. A
-        record that comes late, as one that was being written when storage hung, is put in its place.
+        That is a truncation, which needs no room on the disk. A line cut short by a crash goes, too.
         """
-        unwritten = self.run.unwritten
-        first_unwritten = unwritten[0]["step"] if unwritten else step + 1
-        kept_bytes, is_dropping, needs_rewrite, found, last = 0, False, False, set(), (-1, False)
+        kept_bytes = 0
         for line, record in read_lines(self.path):
-            if record is None or record["step"] > step or step == 0:
-                is_dropping = True
-                continue
-            key = record_key(record)
-            needs_rewrite = needs_rewrite or is_dropping or not line.endswith(b"\n") or key <= last
-            kept_bytes, last = kept_bytes + len(line), key
-            if record["step"] >= first_unwritten:
-                found.add(key)
-        if needs_rewrite:
-            self.rewrite(step)
-        elif is_dropping:
-            os.truncate(self.path, kept_bytes)
-        missing = [record for record in unwritten if record_key(record) not in found]
-        self.file.pending.extendleft(encode(record) for record in reversed(missing))
-
-    def rewrite(self, step: int) -> None:
-        """Replace the file by its records up to `step`, each once and in order. Raises OSError."""
-        kept = {
-            record_key(record): line.rstrip(b"\n") + b"\n"
-            for line, record in read_lines(self.path)
-            if record is not None and record["step"] <= step
-        }
-        with atomic_file(self.path, sync="file") as file:
-            for key in sorted(kept):
-                write_all(functools.partial(os.write, file.fileno()), kept[key])
+            is_past = record is not None and (record["step"] > step or step == 0)
+            if is_past or not line.endswith(b"\n"):
+                os.truncate(self.path, kept_bytes)
+                return
+            kept_bytes += len(line)
 
     def log(self, step: int, values: Values) -> None:
-        self.file.write(encode({"step": step, **values}))
-
-    def unwritten(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.file.waiting()]
+        self.file.write(json.dumps({"step": step, **values}).encode() + b"\n")
 
     def flush(self) -> None:
         self.file.retry(sync=True)
@@ -307,11 +241,9 @@ class JsonlSink(Sink):
     def close(self) -> None:
         self.file.retry(sync=True)
 
-
-def encode(record: dict[str, Any]) -> bytes:
-    return json.dumps(record).encode() + b"\n"
-
-
-def record_key(record: dict[str, Any]) -> tuple[int, bool]:
-    """What a run has at most one record of."""
-    return record["step"], "val/loss" in record
+    def first_waiting(self) -> int | None:
+        """The step of the first record that could not be written; None if all are in the file."""
+        if not self.file.pending:
+            return None
+        step: int = json.loads(self.file.pending[0])["step"]
+        return step

@@ -100,8 +100,7 @@ class GenerationStart:
     previous: GenerationEnd | None = None  # how the one before ended; None: nobody knows
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
-    unwritten: list[dict[str, Any]] = field(default_factory=list)  # records that only the snapshot has
-    was_compiled: bool | None = None  # whether the snapshot's model was; None if nothing has been trained
+    logged_step: int = 0  # the newest step whose metrics the run has logged
 
 
 def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
@@ -206,6 +205,11 @@ class RunHistory:
         step, end = ended[0]["to_step"] + 1, ended[-1]["end"]
         return repeated_sentence(f"at step {step}", end)
 
+    def note_missing(self, first_step: int, last_step: int) -> None:
+        """Metrics of these steps could not be written, and are lost with the process that had them."""
+        self.generations[-1]["metrics_missing"] = [first_step, last_step]
+        self.file.write(self.encode())
+
     def note_durable(self, step: int) -> None:
         """The snapshot of this step is on disk."""
         self.content["durable_step"] = step
@@ -222,15 +226,6 @@ class RunHistory:
         self.generations[-1] |= {"to_step": step, "exact": True, "seen": time.time(), "end": how}
         self.content["status"] = status
         self.file.write(self.encode())
-
-    def restarts(self) -> list[int]:
-        """The steps at which later generations began."""
-        return [entry["from_step"] for entry in self.generations[1:]]
-
-    def starts(self) -> list[tuple[int, str]]:
-        """Of each generation the step at which it began, and how the one before ended ("" for the first)."""
-        ends = [f"{entry['end']} at step {entry['to_step']}" for entry in self.generations]
-        return list(zip([entry["from_step"] for entry in self.generations], ["", *ends[:-1]], strict=True))
 
     def summary(self) -> str:
         """The whole run in a line."""

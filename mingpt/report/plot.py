@@ -2,11 +2,13 @@
 
 import io
 import logging
+import math
+from array import array
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from mingpt.base.files import write_atomic
-from mingpt.report.files import WriteStatus
+from mingpt.report.files import SmallFile
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 log = logging.getLogger(__name__)
@@ -16,36 +18,16 @@ STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"color": "tab:blue", "alpha": 0.6, "linewidth": 1.0},
     "val/loss": {"color": "tab:orange", "marker": "o", "markersize": 3},
 }
-Point = tuple[float, float]  # step, loss
+Curve = tuple[list[float], list[float]]  # steps, losses
 
 
-class Curve:
-    """At most `max_points` points, each the mean of as many records as it takes, the last one of fewer."""
-
-    def __init__(self, max_points: int = MAX_POINTS) -> None:
-        self.max_points = max_points
-        self.whole: list[Point] = []  # each the mean of `per_point` records
-        self.per_point = 1
-        self.latest: list[Point] = []  # fewer than `per_point` records
-
-    def add(self, step: int, loss: float) -> None:
-        self.latest.append((step, loss))
-        if len(self.latest) < self.per_point:
-            return
-        self.whole.append(mean_point(self.latest))
-        self.latest = []
-        if len(self.whole) >= self.max_points:
-            pairs = zip(self.whole[::2], self.whole[1::2], strict=True)
-            self.whole = [mean_point(pair) for pair in pairs]
-            self.per_point *= 2
-
-    def points(self) -> list[Point]:
-        return [*self.whole, mean_point(self.latest)] if self.latest else list(self.whole)
-
-
-def mean_point(points: "list[Point] | tuple[Point, ...]") -> Point:
-    steps, losses = zip(*points, strict=True)
-    return sum(steps) / len(points), sum(losses) / len(points)
+def thinned(values: Sequence[float]) -> list[float]:
+    """At most MAX_POINTS values, each the mean of as many as it takes, the last one of fewer."""
+    per_point = math.ceil(len(values) / MAX_POINTS)
+    if per_point == 0:
+        return []
+    chunks = (values[begin : begin + per_point] for begin in range(0, len(values), per_point))
+    return [sum(chunk) / len(chunk) for chunk in chunks]
 
 
 class LossPlot(Sink):
@@ -53,29 +35,27 @@ class LossPlot(Sink):
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
-        self.curves = {name: Curve() for name in STYLES}
-        self.status = WriteStatus(run.run_dir / "loss.png")
+        self.curves = {name: (array("d"), array("d")) for name in STYLES}  # steps, losses
+        self.file = SmallFile(run.run_dir / "loss.png", run.may_write)
         # One thread for all drawings: each thread's malloc keeps what it has freed.
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.drawing: Future[None] | None = None
         self.figure: Any = None
 
-    def add(self, step: int, values: Values) -> None:
-        for name, curve in self.curves.items():
-            if isinstance(values.get(name), (int, float)):
-                curve.add(step, values[name])
-
     def replay(self, step: int, values: Values) -> None:
-        self.add(step, values)
+        for name, (steps, losses) in self.curves.items():
+            if isinstance(values.get(name), (int, float)):
+                steps.append(step)
+                losses.append(values[name])
 
     def log(self, step: int, values: Values) -> None:
-        self.add(step, values)
+        self.replay(step, values)
         if "val/loss" in values and (self.drawing is None or self.drawing.done()):
             self.start_drawing()
 
     def start_drawing(self) -> None:
-        points = {name: curve.points() for name, curve in self.curves.items()}
-        self.drawing = self.executor.submit(self.draw, points)
+        curves = {name: (thinned(steps), thinned(losses)) for name, (steps, losses) in self.curves.items()}
+        self.drawing = self.executor.submit(self.draw, curves)
 
     def wait(self) -> None:
         """Until the drawing that has begun is finished."""
@@ -86,32 +66,23 @@ class LossPlot(Sink):
         self.start_drawing()
         self.wait()
 
-    def draw(self, points: dict[str, list[Point]]) -> None:
+    def draw(self, curves: dict[str, Curve]) -> None:
         """Draw the picture and write it; one line says why if that fails."""
         try:
-            picture = self.render(points)
+            picture = self.render(curves)
         except ImportError:
             log.warning("no loss.png: matplotlib is not installed")
-            return
         except Exception as error:  # a library's own, and no reason to end a run
-            self.status.failed(error)
-            return
-        if not self.run.may_write():
-            return
-        folder = self.run.run_dir
-        try:
-            write_atomic(folder / "loss.png", picture, folder / "loss.partial.png", sync="nothing")
-        except OSError as error:
-            self.status.failed(error)
-            return
-        self.status.worked()
+            self.file.status.failed(error)
+        else:
+            self.file.write(picture)
 
-    def render(self, points: dict[str, list[Point]]) -> bytes:
+    def render(self, curves: dict[str, Curve]) -> bytes:
         """The bytes of a PNG. Restarts as dotted lines, the text's entropy as a dashed one."""
         if self.figure is None:
             self.figure, self.axes, self.lines = self.make_figure()
         for name, line in self.lines.items():
-            line.set_data([step for step, _ in points[name]], [loss for _, loss in points[name]])
+            line.set_data(*curves[name])
         self.axes.relim()
         self.axes.autoscale_view()
         self.figure.tight_layout()

@@ -3,10 +3,9 @@
 Seconds per step are measured between two records, without what is no part of a step.
 """
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,13 +18,10 @@ from mingpt.report.history import GenerationStart, RunHistory
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
-from mingpt.report.tensorboard import TensorBoard
-from mingpt.report.tracker import Follower, TrackerFollower
+from mingpt.report.tracker import Follower, TensorBoard, Tracker
 
 T = TypeVar("T")
-MAX_UNWRITTEN = 5000  # for a manifest, whose size is limited
-SINKS: list[Callable[[RunInfo], Sink]] = [
-    JsonlSink,
+SINKS: list[Callable[[RunInfo], Sink]] = [  # beside metrics.jsonl
     ConsoleSink,
     LossPlot,
 ]
@@ -85,29 +81,31 @@ class RunLogger:
             config.trainer.max_steps,
             start.step,
             is_fresh=start.step == 0 and not start.is_restart,
-            restarts=self.history.restarts(),
+            restarts=[entry["from_step"] for entry in self.history.generations[1:]],
             entropy_floor=corpus.entropy_floor,
-            unwritten=start.unwritten if start.step else [],  # the records of step 0 come again
             may_write=may_write,
             is_main=is_main,
             run_id=start.run_id,
             settings=to_dict(config),
-            starts=self.history.starts(),
+            generation=len(self.history.generations),
+            previous_end=self.previous_end,
         )
-        self.sinks = [make_sink(run) for make_sink in SINKS]
+        self.records = JsonlSink(run)
+        self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]
         if is_main and config.report.tensorboard:
             self.sinks.append(Follower(run, TensorBoard(run)))
         if is_main and config.report.tracker:
-            self.sinks.append(TrackerFollower(run, config.report.tracker))
+            self.sinks.append(Follower(run, Tracker(run, config.report.tracker)))
         self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
-        for sink in self.sinks:
-            sink.rewind(start.step)
         self.replay(run_dir / "metrics.jsonl", start.step)
+        recorded = self.last.get("train", {"step": 0})["step"]
+        if recorded < start.logged_step:
+            self.history.note_missing(recorded + 1, start.logged_step)
 
     def replay(self, path: Path, step: int) -> None:
         """Tell the sinks what earlier generations recorded up to `step`."""
         try:
-            for record in itertools.chain(read_records(path), self.unwritten(step)):
+            for record in read_records(path):
                 if record["step"] <= step:
                     self.remember(record)
                     values = {name: value for name, value in record.items() if name != "step"}
@@ -210,19 +208,23 @@ class RunLogger:
         for sink in self.sinks:
             sink.flush()
 
-    def unwritten(self, step: int) -> list[dict[str, Any]]:
-        """The last records up to `step` that could not be written so far, MAX_UNWRITTEN at most."""
-        waiting = [record for sink in self.sinks for record in sink.unwritten()]
-        return [record for record in waiting if record["step"] <= step][-MAX_UNWRITTEN:]
-
     def failed(self, step: int, why: str) -> None:
+        self.note_missing(step)
         self.history.end("failed", step, f"failed: {why}")
         self.close()
+
+    def note_missing(self, step: int) -> None:
+        """The metrics that cannot be written now are lost."""
+        self.flush()
+        first_missing = self.records.first_waiting()
+        if first_missing is not None:
+            self.history.note_missing(first_missing, step)
 
     def ended(self, step: int, stopped_by: str | None, snapshots: str) -> None:
         """The run stands at `step`, durably. Raises SupersededError."""
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
+        self.note_missing(step)
         self.history.content["durable_step"] = step
         self.history.end("stopped" if stopped_by else "finished", step, how)
         self.close()
@@ -232,30 +234,25 @@ class RunLogger:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
-        self.config_file.retry()
-        small = [file.path.name for file in (self.config_file, self.history.file) if file.unwritten]
-        records = sum(len(sink.unwritten()) for sink in self.sinks)
-        behind = [*small, *([f"metrics.jsonl ({plural(records, 'record')})"] if records else [])]
+        behind = [file.path.name for file in (self.config_file, self.history.file) if file.unwritten]
+        if self.records.file.pending:
+            behind.append(f"metrics.jsonl ({plural(len(self.records.file.pending), 'record')})")
         if behind:
             log.warning(
                 "not up to date in %s, which could not be written: %s", self.config.run_dir, ", ".join(behind)
             )
 
 
-def is_reported(run_dir: Path, unwritten: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the files of a run that stands at its last step say so, as far as its folder can be read.
+def is_reported(run_dir: Path) -> bool:
+    """Whether run.json of a run that stands at its last step says so, as far as it can be read.
 
     A folder that has nothing but snapshots, a copy say, needs no report.
     """
-    records = run_dir / "metrics.jsonl"
     try:
-        last = max((record["step"] for record in read_records(records)), default=-1)
-        if any(record["step"] > last for record in unwritten):
-            return False
         history = read_json(run_dir / "run.json")
         return bool(history["status"] != "running")
     except FileNotFoundError:
-        return not records.exists()
+        return not (run_dir / "metrics.jsonl").exists()
     except (OSError, ValueError, TypeError, KeyError):
         return True
 

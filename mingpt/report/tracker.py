@@ -1,6 +1,7 @@
 """Sinks that hand values to a package in a thread of its own: it may fail, block for ever or be absent.
 
-An experiment tracker is a package with `init`, `log(values, step=...)` and `finish`, as wandb has them.
+TensorBoard reads run_dir/tensorboard. An experiment tracker is a package with `init`, `log(values, step=...)`
+and `finish`, as wandb has them.
 """
 
 import contextlib
@@ -8,184 +9,153 @@ import functools
 import html
 import importlib
 import inspect
-import itertools
 import logging
 import os
 import queue
 import re
-import sys
+import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from mingpt.base.files import reason_of
-from mingpt.report.files import read_records, record_key
+from mingpt.report.files import read_records
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 MAX_QUEUED = 2000  # records; what comes while so many wait is left out
-FLUSH_S = 1.0  # that the thread which writes snapshots waits at most
-POLL_S = 0.05
 CLOSE_S = 5.0  # that the end of a run waits at most
 Task = Callable[[], None]
-STYLES = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
-MAX_LINES = 20  # of what a package prints that the log takes
 log = logging.getLogger(__name__)
 
 
-class Destination:
+class Destination(Sink):
     """What a follower hands its values to.
 
-    All methods are called in one thread, in their order. They may raise anything, and block.
+    All methods are called in one thread, `open` first. They may raise anything, and block.
     """
 
     label = ""  # names it in messages
     package = ""  # that it needs
 
-    def open(self, earlier: "EarlierRecords") -> None:
-        """Make ready for values past `earlier.step`, and add what is missing up to there."""
-
-    def log(self, step: int, values: Values) -> None:
-        """Values of metrics after `step`."""
-
-    def log_text(self, step: int, name: str, text: str) -> None:
-        """A text after `step`."""
-
-    def flush(self) -> None:
-        """Write what was logged."""
-
-    def close(self) -> None:
-        """The run has ended, or this generation of it."""
-
-
-class EarlierRecords:
-    """The records of earlier generations up to `step`, from which this one goes on.
-
-    They are read while they are iterated over. Construct it before this generation has logged a record.
-    """
-
-    def __init__(self, run: RunInfo, step: int) -> None:
-        self.run, self.step, self.path = run, step, run.run_dir / "metrics.jsonl"
-        self.n_bytes = self.path.stat().st_size if self.path.exists() else 0
-
-    def __iter__(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, values), in their order, those that only the snapshot has last. Raises OSError."""
-        if self.step == 0:
-            return  # they come again
-        for record in itertools.chain(read_records(self.path, self.n_bytes), self.run.unwritten):
-            if record["step"] <= self.step:
-                yield record["step"], numbers({key: record[key] for key in record if key != "step"})
-
-
-def numbers(values: dict[str, Any] | Values) -> dict[str, float]:
-    """Those values that are numbers."""
-    return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    def open(self, step: int) -> int:
+        """Make ready for values past `step`. Returns the first step whose values it lacks."""
+        raise NotImplementedError
 
 
 class Follower(Sink):
     """Hands values to a destination in a thread of its own.
 
     Whatever happens there, the run goes on: one line says so, and the destination gets no more values. A
-    call returns at once, but for `flush` (FLUSH_S at most) and `close` (CLOSE_S at most).
+    call returns at once, but for `close` (CLOSE_S at most).
     """
 
     def __init__(self, run: RunInfo, destination: Destination) -> None:
         self.run, self.destination = run, destination
-        self.tasks: queue.Queue[Task | None] = queue.Queue(MAX_QUEUED)
-        self.thread: threading.Thread | None = None
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.is_over = False  # it has failed, or was closed
-        self.is_late = False  # it has let a flush wait, which no other one does until it has caught up
         self.is_reported = False
-        self.reporting = threading.Lock()
-
-    def rewind(self, step: int) -> None:
-        """Open the destination, in a thread. What is logged meanwhile is queued."""
-        try:
-            earlier = EarlierRecords(self.run, step)
-        except OSError as error:
-            self._fail(error)
-            return
-        work = functools.partial(self._work, earlier)
-        self.thread = threading.Thread(target=work, name=self.destination.package, daemon=True)
+        self.thread = threading.Thread(target=self._work, name=destination.package, daemon=True)
         self.thread.start()
 
     def log(self, step: int, values: Values) -> None:
-        self._put(functools.partial(self.destination.log, step, numbers(values)))
+        self._put(functools.partial(self.destination.log, step, values))
 
     def log_text(self, step: int, name: str, text: str) -> None:
         self._put(functools.partial(self.destination.log_text, step, name, text))
 
-    def flush(self) -> None:
-        if self.is_over or self.is_late:
-            return
-        is_flushed = threading.Event()
-        if not self._put(functools.partial(self._flush, is_flushed)):
-            return
-        deadline = time.monotonic() + FLUSH_S
-        while not is_flushed.wait(POLL_S) and not self.is_over:
-            if time.monotonic() > deadline:
-                self.is_late = not is_flushed.is_set()
-                return
-
     def close(self) -> None:
-        if self.is_over or self.thread is None:
+        if self.is_over:
             return
-        deadline = time.monotonic() + CLOSE_S
-        try:
-            self.tasks.put(None, timeout=CLOSE_S)
-        except queue.Full:
-            pass  # the thread is still alive then, which is reported below
-        self.thread.join(max(0.0, deadline - time.monotonic()))
+        self.tasks.put(None)
+        self.thread.join(CLOSE_S)
         if self.thread.is_alive():
             self._report(f"did not end within {CLOSE_S:g} s and is given up: it may lack the last values")
         self.is_over = True
 
-    def _put(self, task: Task) -> bool:
-        """Whether it is queued."""
+    def _put(self, task: Task) -> None:
         if self.is_over:
-            return False
-        try:
-            self.tasks.put_nowait(task)
-            return True
-        except queue.Full:
+            return
+        if self.tasks.qsize() >= MAX_QUEUED:
             self._report(f"is too slow: {MAX_QUEUED} records wait, and those that come now are left out")
-            return False
+            return
+        self.tasks.put(task)
 
-    def _flush(self, is_flushed: threading.Event) -> None:
-        self.destination.flush()
-        is_flushed.set()
-        self.is_late = False
-
-    def _work(self, earlier: EarlierRecords) -> None:
-        """Open the destination, do the tasks in their order, close it. Raises nothing: a line says why."""
+    def _work(self) -> None:
+        """Follow the run. Raises nothing: a line says why it has failed."""
         try:
-            if self.run.may_write():
-                self.destination.open(earlier)
-            for task in iter(self.tasks.get, None):
-                if not self.run.may_write():
-                    break  # the run is another job's by now
-                task()
-            else:
-                self.destination.close()
+            self._follow()
         except ModuleNotFoundError as error:
             name = (error.name or self.destination.package).split(".")[0]
             self._report(f"needs the package {name}, which is not installed: the run goes on without it")
         except BaseException as error:  # a package's own, SystemExit too, and no reason to end a run
-            self._fail(error)
+            self._report(f"has failed ({reason_of(error)[:200]}): the run goes on without it")
         self.is_over = True
 
-    def _fail(self, error: BaseException) -> None:
-        self._report(f"has failed ({reason_of(error)[:200]}): the run goes on without it")
-        self.is_over = True
+    def _follow(self) -> None:
+        """Open the destination, do the tasks in their order, close it."""
+        if not self.run.may_write():
+            return
+        self._add_missing(self.destination.open(self.run.first_step))
+        for task in iter(self.tasks.get, None):
+            if not self.run.may_write():
+                return  # the run is another job's by now
+            task()
+        self.destination.close()
+
+    def _add_missing(self, first_missing: int) -> None:
+        """Hand over the records of earlier generations that the destination lacks."""
+        last_step = self.run.first_step
+        if last_step == 0 or first_missing > last_step:
+            return  # the records of step 0 come again
+        for record in read_records(self.run.run_dir / "metrics.jsonl"):
+            if record["step"] > last_step:
+                return  # of this generation
+            if record["step"] >= first_missing:
+                values = {name: value for name, value in record.items() if name != "step"}
+                self.destination.log(record["step"], values)
 
     def _report(self, what: str) -> None:
-        """Say once what is wrong, unless the run has ended."""
-        with self.reporting:
-            is_first = not self.is_reported and not self.is_over
+        """Say once what is wrong."""
+        if not self.is_reported:
             self.is_reported = True
-        if is_first:
             log.warning("%s %s", self.destination.label, what)
+
+
+class TensorBoard(Destination):
+    """Scalars under their names in metrics.jsonl, samples as text, the start of each generation as a mark.
+
+    Each generation appends a file. What earlier files hold past the step from which it goes on stays there,
+    and TensorBoard does not show it (`purge_step`).
+    """
+
+    package = "tensorboard"
+
+    def __init__(self, run: RunInfo) -> None:
+        self.run, self.folder = run, run.run_dir / "tensorboard"
+        self.label = f"report.tensorboard ({self.folder})"
+        self.writer: Any = None
+
+    def open(self, step: int) -> int:
+        from torch.utils.tensorboard import SummaryWriter
+
+        is_new = not self.folder.exists()
+        first_step = step + 1 if step else 0  # what was logged at step 0 comes again
+        self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
+        self.writer.add_scalar("generation", self.run.generation, step)
+        if self.run.previous_end:
+            self.log_text(step, "restart", f"generation {self.run.generation}: {self.run.previous_end}")
+        return 0 if is_new else first_step
+
+    def log(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # a worker that is killed loses nothing of it
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self.writer.add_text(name, textwrap.indent(text, "    "), step)  # Markdown shows it as it is
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 class Tracker(Destination):
@@ -199,122 +169,55 @@ class Tracker(Destination):
         self.run, self.package, self.label = run, package, f"report.tracker={package}"
         self.module: Any = None
         self.first_step = 0  # that the tracker lacks
-        self.records: set[tuple[int, bool]] = set()  # sent, at the step from which this generation goes on
 
-    def open(self, earlier: EarlierRecords) -> None:
+    def open(self, step: int) -> int:
         os.environ.setdefault("WANDB_CONSOLE", "off")  # it would read along what the run writes to stderr
         self.module = importlib.import_module(self.package)
         # LossPlot imports it in another thread, and trackio drops all values while that is under way.
         with contextlib.suppress(ImportError):  # LossPlot says so
             importlib.import_module("matplotlib.backends.backend_agg")
             importlib.import_module("matplotlib.figure")
-        tracked = self.module.init(**self.accepted(self.init_arguments()))
-        first_step = next_step(tracked)
-        if first_step is None:  # unknown: assume that it has what earlier generations sent
-            first_step = earlier.step + 1 if len(self.run.starts) > 1 else 0
-        self.first_step = first_step
-        for step, values in earlier:
-            self.log(step, values)
-            if step == earlier.step:
-                self.records.add(record_key({"step": step, **values}))
+        self.first_step = next_step(self.module.init(**self.init_arguments()))
+        return self.first_step
 
     def init_arguments(self) -> dict[str, Any]:
+        """Return those that the package's `init` takes."""
         folder = self.run.run_dir.resolve()
-        name = f"{folder.name}-{self.run.run_id[:8]}"  # trackio finds a run by its name
-        return {
-            "project": os.environ.get(f"{self.package.upper()}_PROJECT") or project_name(folder),
-            "name": name,
+        project = re.sub(r"[^\w.-]+", "-", folder.parent.name).strip("-")
+        arguments = {
+            "project": os.environ.get(f"{self.package.upper()}_PROJECT") or project or "mingpt",
+            "name": f"{folder.name}-{self.run.run_id[:8]}",  # trackio finds a run by its name
             "id": self.run.run_id,
             "resume": "allow",
             "config": self.run.settings,
             "dir": str(self.run.run_dir),
         }
-
-    def accepted(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those that the package's `init` takes."""
         parameters = inspect.signature(self.module.init).parameters
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
             return arguments
         return {name: value for name, value in arguments.items() if name in parameters}
 
     def log(self, step: int, values: Values) -> None:
-        if step >= self.first_step and record_key({"step": step, **values}) not in self.records:
+        if step >= self.first_step:
             # The number of the generation in each record shows where one ended.
-            self.module.log({**values, "generation": len(self.run.starts)}, step=step)
+            self.module.log({**values, "generation": self.run.generation}, step=step)
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        shown = self.as_media(text)
-        if step >= self.first_step and shown is not None:
-            self.module.log({name: shown}, step=step)
-
-    def as_media(self, text: str) -> Any:
-        """The text as a type of the package; None if it has none."""
         if hasattr(self.module, "Text"):
-            return self.module.Text(text)
-        if hasattr(self.module, "Html"):
-            return self.module.Html(f"<pre>{html.escape(text)}</pre>")
-        return None
+            shown = self.module.Text(text)
+        else:
+            shown = self.module.Html(f"<pre>{html.escape(text)}</pre>")
+        if step >= self.first_step:
+            self.module.log({name: shown}, step=step)
 
     def close(self) -> None:
         self.module.finish()
 
 
-def project_name(folder: Path) -> str:
-    """That of the folder around run_dir, in characters that trackers take."""
-    return re.sub(r"[^\w.-]+", "-", folder.parent.name).strip("-") or "mingpt"
-
-
-def next_step(tracked: Any) -> int | None:
-    """The first step that a tracker's run lacks: 0 for a new one; None if it has no such number."""
+def next_step(tracked: Any) -> int:
+    """Return the first step that a tracker's run lacks: 0 for a new one."""
     for name in ("step", "_next_step"):  # of wandb; of trackio, which has no public name for it
         step = getattr(tracked, name, None)
         if isinstance(step, int):
             return step
-    return None
-
-
-class TrackerFollower(Follower):
-    """Keeps what the package prints off stdout, too."""
-
-    def __init__(self, run: RunInfo, package: str) -> None:
-        super().__init__(run, Tracker(run, package))
-        self.stdout = StdoutOfMainThread(self.destination.label)
-
-    def rewind(self, step: int) -> None:
-        self.stdout.install()
-        super().rewind(step)
-
-    def close(self) -> None:
-        super().close()
-        self.stdout.remove()
-
-
-class StdoutOfMainThread:
-    """Stands for sys.stdout: what other threads print goes to the log, MAX_LINES lines of it."""
-
-    def __init__(self, label: str) -> None:
-        self.label, self.real, self.n_lines, self.begun = label, sys.stdout, 0, ""
-        self.writing = threading.Lock()
-
-    def install(self) -> None:
-        if sys.stdout is not self:
-            self.real, sys.stdout = sys.stdout, self  # type: ignore[assignment]
-
-    def remove(self) -> None:
-        if sys.stdout is self:
-            sys.stdout = self.real
-
-    def write(self, text: str) -> int:
-        if threading.current_thread() is threading.main_thread():
-            return self.real.write(text)
-        with self.writing:
-            *lines, self.begun = (self.begun + text).split("\n")
-            lines = [STYLES.sub("", line).strip() for line in lines if line.strip()]
-            taken = lines[: max(0, MAX_LINES - self.n_lines)]
-            self.n_lines += len(taken)
-        for line in taken:
-            log.info("%s: %s", self.label, line)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
+    return 0

@@ -73,14 +73,6 @@ class SoftwareFields(pydantic.BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"]
 
 
-class RecordFields(pydantic.BaseModel):
-    """A record of metrics.jsonl."""
-
-    model_config = pydantic.ConfigDict(strict=True, extra="allow")
-    __pydantic_extra__: dict[str, Number]
-    step: Count
-
-
 class FileFields(pydantic.BaseModel):
     """A tensor file."""
 
@@ -121,7 +113,6 @@ class Fields(pydantic.BaseModel):
     metrics: dict[str, dict[str, Number]]
     sha256: Sha256
     bytes: Count
-    unwritten: list[RecordFields] = []  # that metrics.jsonl had no room for
     after: Count = 0  # of a snapshot in memory: the newest step on disk at its time
     shard: ShardFields | None = None  # of a part in memory
 

@@ -132,7 +132,7 @@ def is_missing(config: Config, context: DistributedContext, start: StartPoint) -
         return True  # its records are dropped when a run begins there again
     is_on_record = manifest["metrics"].get("val", {}).get("step") == step
     if context.rank == 0 and not is_on_record:
-        records = itertools.chain(start.unwritten, read_records(start.folder.path / "metrics.jsonl"))
+        records = read_records(start.folder.path / "metrics.jsonl")
         try:
             is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
         except OSError as error:

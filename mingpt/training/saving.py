@@ -146,20 +146,20 @@ class Saving:
                 # A step that has a snapshot is never computed again, so its records must be durable.
                 if run_logger:
                     run_logger.flush()
-                return late_fields(chain, run_logger, manifest["step"])
+                return late_fields(chain)
 
             self.own_step = self.state.step
             self.saver.save(manifest, tensors, fields)
         events.emit("save_end", kind="disk", step=self.state.step)
 
-    def save_to_memory(self, run_logger: RunLogger | None) -> None:
+    def save_to_memory(self) -> None:
         """Copy the state to memory that outlives this process."""
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
         if self.writes_to_memory:
             tensors = self.tensors(self.context.launch.local_rank == 0)
             manifest = self.manifest() | {"metrics": {}, "after": self.durable_step}
-            self.memory.save(manifest, tensors, lambda: late_fields(chain, run_logger, manifest["step"]))
+            self.memory.save(manifest, tensors, lambda: late_fields(chain))
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
@@ -250,12 +250,10 @@ class Saving:
             self.memory.remove()
 
 
-def late_fields(chain: Callable[[], str], run_logger: RunLogger | None, step: int) -> dict[str, Any]:
-    """What the manifest gets in the background: the audit's chain, and records that cannot be written.
+def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
+    """Return what the manifest gets in the background: the audit's chain.
 
     Raises SaveAborted if a rank that the chain needs is gone.
     """
-    unwritten = run_logger.unwritten(step) if run_logger else []
-    fields: dict[str, Any] = {"unwritten": unwritten} if unwritten else {}
     with save_needs_peers():
-        return fields | {"audit": chain()}
+        return {"audit": chain()}

@@ -261,13 +261,10 @@ def choose(offers: Sequence[Sequence[Offer]]) -> Choice | None:
 
 def assemble(found: Sequence[Snapshot], choice: Choice, context: DistributedContext) -> StoredState:
     """The state that the chosen parts are together. Collective; `found` are this rank's."""
-    own = [found[index] for index in choice.read_by(context.rank)]
     reader, index = choice.whole
     whole = found[index] if reader == context.rank else None
     content = (whole.manifest, shapes_of(whole)) if whole else None
     manifest, whole_tensors = context.broadcast_object(content, reader)
-    unwritten = context.all_gather_object([one.manifest.get("unwritten", []) for one in own])
-    records: list[Any] = next((records for lists in unwritten for records in lists if records), [])
     shapes = {name: shape for name, (shape, _) in whole_tensors.items()}
     dtypes = {name: DTYPES[dtype] for name, (_, dtype) in whole_tensors.items()}
     rows = [Rows(name, 0, shape[0] if shape else 1, reader) for name, shape in shapes.items()]
@@ -287,9 +284,8 @@ def assemble(found: Sequence[Snapshot], choice: Choice, context: DistributedCont
         rank = begin // len(parts[0])
         return by_rank[rank].read(name, begin - parts[rank].start, end - parts[rank].start)
 
-    manifest = {key: value for key, value in manifest.items() if key not in ("shard", "unwritten")}
     return StoredState(
-        manifest | ({"unwritten": records} if records else {}),
+        {key: value for key, value in manifest.items() if key != "shard"},
         shapes | sharded,
         dtypes | dict.fromkeys(sharded, torch.float32),
         sorted(rows, key=lambda part: part.rank),  # so that a rank sends many rows at once

@@ -17,7 +17,7 @@ from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
 from mingpt.report import GenerationStart, mark_ended, open_log, read_durable_step, read_job_start
-from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this_process
+from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, read_config, this_process
 from mingpt.training.audit import START
 from mingpt.training.initial_weights import InitialWeights, open_weights
 from mingpt.training.run_data import load_corpus, load_data
@@ -85,9 +85,12 @@ class StartPoint(FoundSnapshot):
         return bool(self.software.get("compiled")) if self.step else None
 
     @property
-    def unwritten(self) -> list[dict[str, Any]]:
-        """Records that the snapshot holds because metrics.jsonl could not be written."""
-        return self.snapshot.manifest.get("unwritten", []) if self.snapshot else []
+    def logged_step(self) -> int:
+        """The newest step whose metrics the run has logged; 0 for none."""
+        if self.snapshot is None:
+            return 0
+        log_every = read_config(self.snapshot.manifest).trainer.log_every
+        return self.step // log_every * log_every
 
 
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
@@ -313,6 +316,5 @@ def describe_start(start: StartPoint, context: DistributedContext) -> Generation
         context.previous_generation,
         start.durable_step,
         start.changes,
-        start.unwritten,
-        start.was_compiled,
+        start.logged_step,
     )

@@ -67,7 +67,7 @@ class Trainer:
         A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
         """
         is_complete = start.snapshot is not None and start.step >= self.config.trainer.max_steps
-        is_here = is_complete and self.context.rank == 0 and is_reported(start.folder.path, start.unwritten)
+        is_here = is_complete and self.context.rank == 0 and is_reported(start.folder.path)
         return self.context.broadcast_object(is_here, 0)
 
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
@@ -171,7 +171,7 @@ class Trainer:
             is_end = is_last or bool(stop)
             self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_end))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
-            self.timer.exclude(lambda: self.saving.save_to_memory(self.run_logger))
+            self.timer.exclude(self.saving.save_to_memory)
         return stop
 
     def begin_run(self) -> bool:

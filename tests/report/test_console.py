@@ -26,13 +26,6 @@ def test_without_a_terminal_each_record_is_a_line(tmp_path: Path, log: pytest.Lo
     ]
 
 
-def test_values_that_it_does_not_know_are_left_out(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    sink = ConsoleSink(make_run(tmp_path))
-    sink.log(10, {"a metric of another kind": 1.0})
-    sink.log(10, {"train/loss": 2.5, "a metric of another kind": 1.0})
-    assert log.messages == ["step 10/30  loss 2.5000  0 s left"]
-
-
 def test_on_a_terminal_training_is_a_bar(
     tmp_path: Path,
     log: pytest.LogCaptureFixture,

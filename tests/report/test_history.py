@@ -80,18 +80,6 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     assert (second["from_step"], second["workers"], second["end"]) == (10, 2, "running")
     assert content["steps_lost"] == 4
     assert content["seconds_lost"] >= 2 * 0.5, "two recorded steps are done again"
-    assert later.restarts() == [10]
-
-
-def test_a_generation_that_left_nothing_in_the_store_ends_at_its_last_record(tmp_path: Path) -> None:
-    begin(open_history(tmp_path), 1, 0, None, False, [])
-    history = open_history(tmp_path)
-    history.note_step(7, None)
-    history.file.retry()
-    sentence = begin(open_history(tmp_path), 1, 5, None, False, [])
-    assert sentence == "all workers vanished at step 7; resumed from 5 with 1 worker"
-    first = read(tmp_path)["generations"][0]
-    assert (first["to_step"], first["exact"]) == (7, False)
 
 
 def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
@@ -99,16 +87,11 @@ def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
     begin(history, 1, 0, None, False, [])
     history.end("stopped", 12, "stopped by SIGTERM")
     later = open_history(tmp_path)
-    assert begin(later, 4, 12, None, False, []) is None
+    assert begin(later, 4, 12, None, False, ["model.dropout: 0.0 -> 0.1"]) is None
     content = read(tmp_path)
+    assert content["changes"] == [{"step": 12, "settings": ["model.dropout: 0.0 -> 0.1"]}]
     assert (content["status"], content["steps_lost"], content["seconds_lost"]) == ("running", 0, 0.0)
     assert [entry["end"] for entry in content["generations"]] == ["stopped by SIGTERM", "running"]
-
-
-def test_settings_that_were_changed_are_recorded_with_their_step(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    begin(history, 1, 20, None, False, ["model.dropout: 0.0 -> 0.1"])
-    assert read(tmp_path)["changes"] == [{"step": 20, "settings": ["model.dropout: 0.0 -> 0.1"]}]
 
 
 def fail_repeatedly(run_dir: Path, steps: list[int], first_is_restart: bool = False) -> RunHistory:
@@ -132,20 +115,6 @@ def test_three_failures_at_the_same_step_end_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [[], [4], [4, 4], [4, 4, 5], [4, 5, 4], [5, 4, 4]])
 def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int], tmp_path: Path) -> None:
     assert fail_repeatedly(tmp_path, steps).repeated_failure() is None
-
-
-def test_a_job_that_a_user_starts_again_is_tried_again(tmp_path: Path) -> None:
-    fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
-    history = open_history(tmp_path)
-    begin(history, 1, 0, failed_end(4), False, [])
-    assert history.repeated_failure() is None
-
-
-def test_generations_that_were_killed_without_a_report_do_not_end_the_job(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    for number in range(MAX_REPEATS + 1):
-        begin(history, 1, 0, GenerationEnd(1, {}) if number else None, number > 0, [])
-    assert history.repeated_failure() is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"id": "abc123"}', '{"generations": 3}'])
@@ -172,31 +141,6 @@ def test_the_id_of_a_run_is_read_if_it_is_one(content: str, run_id: str | None, 
     assert read_run_id(tmp_path) is None
     (tmp_path / "run.json").write_text(content)
     assert read_run_id(tmp_path) == run_id
-
-
-def test_the_end_is_on_disk_whatever_was_being_written(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    begin(history, 2, 0, None, False, [])
-    for step in range(200):
-        history.note_step(step, 0.1)
-    history.end("finished", 200, "finished")
-    content = read(tmp_path)
-    assert (content["status"], content["generations"][0]["to_step"]) == ("finished", 200)
-
-
-def test_a_history_that_cannot_be_read_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "run.json").write_text("content")
-
-    def fail(path: Path, form: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mingpt.report.history.read_json", fail)
-        open_history(tmp_path)
-    assert (tmp_path / "damaged-run.json").read_text() == "content"
-    assert "cannot be read (Input/output error) and set aside as damaged-run.json" in caplog.text
 
 
 def test_a_damaged_history_that_cannot_be_renamed_ends_no_run(
@@ -231,7 +175,8 @@ def test_a_generation_whose_store_is_gone_is_told_by_the_hosts_that_are_missing(
     history.file.retry()
     sentence = begin(open_history(tmp_path), 2, 10, None, True, [], hosts=("node2", "node3"))
     assert sentence == "node1 vanished at step 12; resumed from 10 with 2 workers"
-    assert read(tmp_path)["generations"][1]["hosts"] == ["node2", "node3"]
+    first, second = read(tmp_path)["generations"]
+    assert (first["to_step"], first["exact"], second["hosts"]) == (12, False, ["node2", "node3"])
 
 
 def test_the_newest_snapshot_on_disk_is_on_record_until_the_run_begins_anew(tmp_path: Path) -> None:
@@ -255,3 +200,17 @@ def test_the_step_from_which_the_last_job_began_is_on_record(tmp_path: Path) -> 
     begin(open_history(tmp_path), 1, 55, None, True, [])
     assert read_job_start(tmp_path, RUN_ID) == 40
     assert read_job_start(tmp_path, "another") is None
+
+
+def test_a_job_that_a_user_starts_again_is_tried_again(tmp_path: Path) -> None:
+    fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
+    history = open_history(tmp_path)
+    begin(history, 1, 0, failed_end(4), False, [])
+    assert history.repeated_failure() is None
+
+
+def test_generations_that_were_killed_without_a_report_do_not_end_the_job(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    for number in range(MAX_REPEATS + 1):
+        begin(history, 1, 0, GenerationEnd(1, {}) if number else None, number > 0, [])
+    assert history.repeated_failure() is None

@@ -57,17 +57,6 @@ def test_a_full_disk_is_one_line_and_the_log_goes_on_when_there_is_room(
     ]
 
 
-def test_a_file_that_cannot_be_opened_leaves_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "log.txt").mkdir()
-    open_log(0, tmp_path)
-    log.info("first")
-    error = capsys.readouterr().err
-    assert error.splitlines()[1:] == ["first"]
-    assert "log.txt cannot be written" in error.splitlines()[0]
-
-
 class GoneStream:
     """A terminal that has hung up."""
 
@@ -88,15 +77,6 @@ def test_without_a_terminal_the_file_goes_on(
     monkeypatch.setattr(sys, "stderr", stream)
     log.info("first")
     assert written(tmp_path) == ["first"]
-
-
-def test_warnings_of_other_workers_are_heard_and_only_the_terminal_hears_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    open_log(3, None)
-    log.info("the plan")
-    log.warning("no snapshots in memory")
-    assert capsys.readouterr().err == "worker 3: no snapshots in memory\n"
 
 
 def test_a_worker_that_keeps_a_run_folder_writes_all_lines_there(

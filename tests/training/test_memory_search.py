@@ -195,18 +195,6 @@ def test_where_a_node_keeps_its_run_does_not_matter(tmp_path: Path) -> None:
     assert nodes.find([0]) == 5
 
 
-def test_records_that_a_worker_could_not_write_are_not_forgotten(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
-    nodes.save(5, unwritten=[{"step": 4, "train/loss": 1.0}])
-
-    def work(context: DistributedContext) -> list[Any]:
-        found = find_in_memory(nodes.memories[0], context, -1, None, check_shard)
-        assert found
-        return list(found.manifest["unwritten"])
-
-    assert run_ranks(1, work) == [[{"step": 4, "train/loss": 1.0}]]
-
-
 def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_disk(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, [0, 0])
     memory = nodes.memories[0]
