@@ -49,15 +49,6 @@ def test_a_weight_depends_on_seed_and_name_alone() -> None:
     assert not torch.equal(draw_weight("h.1.attn.c_attn.weight", shape, CONFIG, 1), weight)
 
 
-def test_models_follow_the_seed_of_torch_and_differ_from_each_other() -> None:
-    torch.manual_seed(1)
-    first, second = GPT(CONFIG, **SIZES), GPT(CONFIG, **SIZES)
-    torch.manual_seed(1)
-    again = GPT(CONFIG, **SIZES)
-    assert torch.equal(first.wte.weight, again.wte.weight)
-    assert not torch.equal(first.wte.weight, second.wte.weight)
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_model_has_the_weights_that_are_drawn_by_name_also_if_it_is_filled_later(arch: Arch) -> None:
     config = replace(CONFIG, arch=arch)
