@@ -113,7 +113,8 @@ optimizer = Optimizer(weights, shapes, Config().optimizer)
 with torch.device("meta"):
     model = GPT(Config().model, vocab_size=5, block_size=4)
 allocate(model, torch.device("cpu"))
-slow = ("torch._dynamo", "sympy", "torch.distributed.fsdp", "torch.distributed.tensor", "matplotlib")
+slow = ("torch._dynamo", "sympy", "torch.distributed.fsdp", "torch.distributed.tensor")
+slow += ("matplotlib", "transformers")
 sys.exit(", ".join(name for name in slow if name in sys.modules) or 0)
 """
 

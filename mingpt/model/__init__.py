@@ -21,12 +21,10 @@ from mingpt.model.gpt import (
     generate_batch,
     parameter_shapes,
 )
-from mingpt.model.hf import HFModel, from_gpt2, from_hf, hf_config, hf_model_of, hf_shapes, to_hf
 
 __all__ = [
     "GPT",
     "CompileChoice",
-    "HFModel",
     "LossModule",
     "can_compile_block",
     "choose_compile",
@@ -34,14 +32,8 @@ __all__ = [
     "compile_model",
     "draw_weight",
     "flops_per_token",
-    "from_gpt2",
-    "from_hf",
     "generate",
     "generate_batch",
-    "hf_config",
-    "hf_model_of",
-    "hf_shapes",
     "import_compiler",
     "parameter_shapes",
-    "to_hf",
 ]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mingpt.base.errors import UserError
+from mingpt.base.files import reason_of
 from mingpt.config import Config
 from mingpt.model.gpt import GPT, Block, LossModule, flops_per_token
 
@@ -132,8 +133,7 @@ def compile_model(
                 raise ArithmeticError("the same input has other gradients when it comes again")
             return forward, mode != "default"
         except Exception as error:  # any stage of the compiler may fail; training does without it
-            reason = (str(error).splitlines() or [""])[0]
-            log.warning("%s failed (%s: %s); going on without it", name, type(error).__name__, reason)
+            log.warning("%s failed (%s); going on without it", name, reason_of(error))
     return None, False
 
 
@@ -152,8 +152,7 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
             y = torch.compile(block.compute, dynamic=False)(x, 0, model.positions)
         y.sum().backward()
     except Exception as error:  # any stage of the compiler may fail; training does without it
-        reason = (str(error).splitlines() or [""])[0]
-        log.warning("torch.compile failed (%s: %s); going on without it", type(error).__name__, reason)
+        log.warning("torch.compile failed (%s); going on without it", reason_of(error))
         return False
     return True
 

@@ -17,7 +17,6 @@ weight comes from a random stream of its own, so a worker can draw them one by o
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -110,15 +109,6 @@ def stream_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
 
 
-class KeyValueCache(Protocol):
-    """Keys and values of the positions before the input, per block; see generate.Cache."""
-
-    length: int
-
-    def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, H, T, D) keys and values of the new positions; returns those of all positions so far."""
-
-
 class CausalSelfAttention(nn.Module):
     """Each position attends to itself and to those before it."""
 
@@ -130,9 +120,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=bias)
         self.resid_dropout = Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
         """(B, T, C) to (B, T, C); `block` is this block's number in the cache."""
         batch, length, width = x.shape
         qkv = self.c_attn(x)  # (B, T, 3 C)
@@ -146,7 +134,7 @@ class CausalSelfAttention(nn.Module):
             y = cpu_ops.attention(qkv, self.n_head, positions.mask, cos, sin, dropout)
         return self.resid_dropout(self.c_proj(y))
 
-    def attend(self, qkv: Tensor, block: int, positions: Positions, cache: KeyValueCache | None) -> Tensor:
+    def attend(self, qkv: Tensor, block: int, positions: Positions, cache: "Cache | None") -> Tensor:
         """(B, T, 3, H, D) to (B, T, H, D)."""
         start = cache.length if cache else 0
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
@@ -193,9 +181,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.recompute = False
 
-    def forward(
-        self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
         """(B, T, C) to (B, T, C); with `recompute`, the backward pass computes all but the input again."""
         if cache is not None:  # never compiled: each token would be another shape
             return Block.compute(self, x, block, positions, cache)
@@ -204,9 +190,7 @@ class Block(nn.Module):
         y: Tensor = checkpoint.checkpoint(self.compute, x, block, positions, use_reentrant=False)
         return y
 
-    def compute(
-        self, x: Tensor, block: int, positions: Positions, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def compute(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), block, positions, cache)
         return x + self.mlp(self.ln_2(x))
 
@@ -254,7 +238,7 @@ class GPT(nn.Module):
         self.positions.init_buffers()
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None
+        self, tokens: Tensor, targets: Tensor | None = None, cache: "Cache | None" = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """(B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 

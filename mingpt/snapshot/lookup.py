@@ -59,9 +59,10 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}{more}): give another")
     if is_hf_folder:
+        origin = "FOLDER, a copy of it on a local disk" if "://" in where else where
         raise UserError(
             f"{where} is a folder in Hugging Face's format and no run: load it with transformers, or start "
-            f"a run from it with snapshot.init_from={where}"
+            f"a run from it with snapshot.init_from={origin}"
         )
     raise UserError(
         f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors"

@@ -1,7 +1,7 @@
 """Write a run as a folder in Hugging Face's format: python -m mingpt export out/default OUT_DIR.
 
-`model.arch: gpt2` becomes transformers' GPT2LMHeadModel, `modern` its NanoChatForCausalLM. RUN and OUT_DIR
-may be paths or URLs. A folder appears whole or not at all; at a URL, config.json is written last.
+`model.arch: gpt2` becomes transformers' GPT2LMHeadModel, `modern` its NanoChatForCausalLM. RUN may be a path
+or URL. OUT_DIR appears whole or not at all.
 """
 
 import contextlib
@@ -9,22 +9,24 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import yaml
+from safetensors import SafetensorError
+from torch import Tensor
 
 from mingpt.base.command import CommandParser
 from mingpt.base.errors import UserError
-from mingpt.base.files import DriverError, fsync_path
-from mingpt.base.urls import open_url, redact
-from mingpt.config import flatten, settings
-
-if TYPE_CHECKING:
-    from mingpt.data import Tokenizer
-    from mingpt.snapshot import Snapshot
+from mingpt.base.files import fsync_path, reason_of
+from mingpt.base.urls import redact
+from mingpt.config import Config, flatten, settings
+from mingpt.data import Tokenizer
+from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers, to_hf
+from mingpt.snapshot import Snapshot, open_snapshot
+from mingpt.training.state import check_model, snapshot_tokenizer
 
 CARD = """\
 ---
@@ -90,7 +92,7 @@ NAMES = {
 }
 CONFIG, WEIGHTS, TOKENIZER, README = "config.json", "model.safetensors", "tokenizer.json", "README.md"
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
-FILES = (WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, README, CONFIG)  # config.json is the last
+FILES = (WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, README, CONFIG)
 
 
 def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, prompt: str | None) -> str:
@@ -112,9 +114,12 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
             for name, value in record.items()
             if name in NAMES
         }
-    figures |= {"data": quoted(manifest["data"]["path"]), "data, SHA-256": quoted(manifest["data"]["sha256"])}
-    figures |= {"snapshot, SHA-256": quoted(manifest["sha256"])}
-    figures |= {"software": quoted(", ".join(f"{key} {one}" for key, one in manifest["software"].items()))}
+    figures |= {
+        "data": quoted(manifest["data"]["path"]),
+        "data, SHA-256": quoted(manifest["data"]["sha256"]),
+        "snapshot, SHA-256": quoted(manifest["sha256"]),
+        "software": quoted(", ".join(f"{key} {one}" for key, one in manifest["software"].items())),
+    }
     code = WITHOUT_TOKENIZER if prompt is None else WITH_TOKENIZER
     tokenizer = (
         "There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."
@@ -153,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt export", __doc__)
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL"
     parser.add_argument("run", metavar="RUN", help=where)
-    parser.add_argument("out", metavar="OUT_DIR", help="folder to write; a path or URL")
+    parser.add_argument("out", metavar="OUT_DIR", help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier export has written")
     options = parser.parse_args(arguments)
     sys.stderr.write(redact(export(options.run, options.out, options.overwrite)) + "\n")
@@ -162,48 +167,87 @@ def main(arguments: Sequence[str]) -> int:
 
 def export(run: str, out: str, overwrite: bool = False) -> str:
     """Write the newest snapshot of a run, or this one; returns lines that say so. Raises UserError."""
-    target = Target(out, overwrite)
-    from mingpt.snapshot import open_snapshot
-    from mingpt.training.state import check_model, snapshot_tokenizer
-
-    snapshot = open_snapshot(run, check_model, weights_only=True)
-    with target.open() as folder:
+    with new_folder(out, overwrite) as folder:
+        snapshot = open_snapshot(run, check_model, weights_only=True)
         architecture = write_files(folder, snapshot, snapshot_tokenizer(snapshot))
-        has_tokenizer = (folder / TOKENIZER).exists()
     line = f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
     none = "the run has none, or one that no tokenizer.json can describe"
-    return line if has_tokenizer else f"{line}\nwithout a tokenizer: {none}"
+    return line if (Path(out) / TOKENIZER).exists() else f"{line}\nwithout a tokenizer: {none}"
 
 
-def write_files(folder: Path, snapshot: "Snapshot", tokenizer: "Tokenizer | None") -> str:
+@contextlib.contextmanager
+def new_folder(out: str, overwrite: bool) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `out`, durably, when the block ends without an error.
+
+    Raises UserError if `out` is not empty, or if it cannot be written.
+    """
+    target = Path(os.path.realpath(out))
+    partial, old = (target.with_name(f".{target.name}.{what}-{os.getpid()}") for what in ("partial", "old"))
+    try:
+        present = check_target(out, overwrite)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            fsync_path(path)
+        if present:
+            os.rename(target, old)
+        os.rename(partial, target)  # an empty folder there is replaced
+        fsync_path(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written: {reason_of(error)}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_target(out: str, overwrite: bool) -> list[str]:
+    """The files to replace. Raises UserError if they are not to be, or are not those of an export."""
+    if "://" in out:
+        raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
+    present = sorted(os.listdir(out)) if os.path.lexists(out) else []
+    if present and not overwrite:
+        raise UserError(f"{out} is not empty: give another folder, or --overwrite")
+    others = [name for name in present if name not in FILES]
+    if others:
+        raise UserError(f"{out} holds {others[0]!r}, which no export has written: give another folder")
+    return present
+
+
+def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
     """Write all files into a folder that is there; returns the name of transformers' class."""
-    from safetensors.torch import save_file
-
-    from mingpt.model import hf_config, to_hf
-
     config, tensors = snapshot.config, snapshot.tensors("model.")
-    block_size, vocab_size = config.data.block_size, len(tensors["wte.weight"])
+    parameters = sum(tensor.numel() for tensor in tensors.values())
     content = tokenizer.to_tokenizer_json() if tokenizer else None
     end = tokenizer.end_of_text if tokenizer and content else None
-    fields = hf_config(config.model, vocab_size=vocab_size, block_size=block_size, end_of_text=end)
-    write_json(folder / CONFIG, fields)
-    save_file(to_hf(tensors, config.model), folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # save_file lets nobody else read it
-    special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    write_json(folder / GENERATION_CONFIG, special)
+    architecture = save_model(folder, config, tensors, end)
     prompt = None
     if tokenizer and content:
-        prompt = example_prompt(tokenizer, block_size)
+        prompt = example_prompt(tokenizer, config.data.block_size)
         (folder / TOKENIZER).write_bytes(content)
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(content, block_size, end))
-    architecture: str = fields["architectures"][0]
-    parameters = sum(tensor.numel() for tensor in tensors.values())
+        about = tokenizer_config(content, config.data.block_size, end)
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     card = model_card(snapshot.manifest, architecture, parameters, prompt)
     (folder / README).write_text(card, encoding="utf-8")
     return architecture
 
 
-def example_prompt(tokenizer: "Tokenizer", block_size: int) -> str:
+def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
+    """Write config.json, generation_config.json and one file of weights; returns the name of the class."""
+    transformers = import_transformers()
+    arch, block_size = config.model.arch, config.data.block_size
+    vocab_size = len(tensors["wte.weight"])
+    fields = hf_fields(config.model, vocab_size=vocab_size, block_size=block_size, end_of_text=end)
+    with torch.device("meta"):
+        model = getattr(transformers, CLASSES[arch])(getattr(transformers, CONFIGS[arch])(**fields))
+    model.load_state_dict(to_hf(tensors, config.model), strict=False, assign=True)
+    model.tie_weights()
+    model.generation_config.pad_token_id = end
+    model.save_pretrained(folder, max_shard_size="1TB")
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets nobody else read it
+    return CLASSES[arch]
+
+
+def example_prompt(tokenizer: Tokenizer, block_size: int) -> str:
     """The text that the README's example continues, short enough to leave room for what comes after it."""
     text = tokenizer.decode(tokenizer.default_prompt()) or "The"
     return tokenizer.decode(tokenizer.encode(text)[: max(1, block_size - 1)].tolist())
@@ -221,101 +265,3 @@ def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[s
         "bos_token": added.get(end),
         "eos_token": added.get(end),
     }
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-class Target:
-    """Where to write. Raises UserError if it is not empty, or if an export has not written all of it."""
-
-    def __init__(self, where: str, overwrite: bool) -> None:
-        from fsspec.implementations.local import LocalFileSystem
-
-        self.where = where
-        self.files, root = open_url(where)
-        self.is_local = isinstance(self.files, LocalFileSystem)
-        self.root = os.path.realpath(root) if self.is_local else root.rstrip("/")
-        with self.failures():
-            self.present = self.names()
-        if self.present and not overwrite:
-            raise UserError(f"{where} is not empty: give another folder, or --overwrite")
-        others = sorted(set(self.present) - set(FILES))
-        if others:
-            raise UserError(f"{where} holds {others[0]!r}, which no export has written: give another folder")
-
-    def names(self) -> list[str]:
-        """What is there."""
-        try:
-            entries: Sequence[Any] = self.files.ls(self.root, detail=False)
-        except FileNotFoundError:
-            return []
-        if self.is_local and not os.path.isdir(self.root):
-            raise NotADirectoryError(20, "it is a file", self.where)
-        return sorted(name for name in (str(one).rstrip("/").rpartition("/")[2] for one in entries) if name)
-
-    @contextlib.contextmanager
-    def failures(self) -> Iterator[None]:
-        """A failure of a disk or a driver as one sentence."""
-        try:
-            yield
-        except UserError:
-            raise
-        except DriverError as error:
-            if self.is_local and not isinstance(error, OSError):
-                raise
-            reason = (str(error).splitlines() or [""])[0]
-            raise UserError(f"{self.where} cannot be written: {type(error).__name__}: {reason}") from None
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[Path]:
-        """An empty local folder, whose files are at the target once the block has ended without an error."""
-        with self.failures(), self.local_folder() as folder:
-            yield folder
-            if self.is_local:
-                self.rename(folder)
-            else:
-                self.upload(folder)
-
-    @contextlib.contextmanager
-    def local_folder(self) -> Iterator[Path]:
-        """Beside the target, so that it can be renamed; anywhere for a URL. Nothing is left of it."""
-        if not self.is_local:
-            with tempfile.TemporaryDirectory() as name:
-                yield Path(name)
-            return
-        target = Path(self.root)
-        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-        partial.mkdir(parents=True)
-        try:
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-    def rename(self, folder: Path) -> None:
-        """Put the folder in its place, durably."""
-        for path in (*folder.iterdir(), folder):
-            fsync_path(path)
-        target = Path(self.root)
-        if not self.present:
-            os.rename(folder, target)  # an empty folder there is replaced
-        else:
-            old = target.with_name(f".{target.name}.old-{os.getpid()}")
-            os.rename(target, old)
-            os.rename(folder, target)
-            shutil.rmtree(old)
-        fsync_path(target.parent)
-
-    def upload(self, folder: Path) -> None:
-        """Without its config.json nobody takes an incomplete folder for a model."""
-        for name in reversed(FILES):
-            if name in self.present:
-                self.files.rm_file(f"{self.root}/{name}")
-        self.files.makedirs(self.root, exist_ok=True)
-        for name in FILES:
-            if (folder / name).exists():
-                self.files.put_file(str(folder / name), f"{self.root}/{name}")
-                size, expected = self.files.size(f"{self.root}/{name}"), (folder / name).stat().st_size
-                if size != expected:
-                    raise OSError(f"{name} has {size} bytes of {expected} after writing")

@@ -1,226 +1,50 @@
 """Weights to start a run with: those of another run, or of a model in Hugging Face's format.
 
-A folder in Hugging Face's format is read at any path or fsspec URL: config, safetensors, tokenizer. Models
-are read that are this project's own `gpt2` or `modern` (model/hf.py), in one file or in shards that an index
-lists. Every name, shape and size is checked first; no pickle is loaded, and transformers is not needed.
+A folder in Hugging Face's format is read by transformers, without pickles: config, safetensors, tokenizer.
+Models are read that are this project's own `gpt2` or `modern` (model/hf.py), and nothing may be missing, left
+over or of another shape.
 """
 
+import contextlib
 import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
-from fsspec.implementations.local import LocalFileSystem
+from safetensors import safe_open
 from torch import Tensor
 
-from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.base.files import RETRIES_S
-from mingpt.base.urls import open_url
+from mingpt.base.errors import UserError
 from mingpt.config import ModelConfig
 from mingpt.data import Tokenizer, load_named_tokenizer, parse_tokenizer_json
-from mingpt.model import HFModel, from_gpt2, from_hf, hf_model_of, hf_shapes
-from mingpt.model.hf import is_redundant
+from mingpt.model import parameter_shapes
+from mingpt.model.hf import (
+    BUFFERS,
+    CLASSES,
+    TIED,
+    check_tied,
+    config_from_hf,
+    from_gpt2,
+    from_hf,
+    import_transformers,
+)
 from mingpt.snapshot import names_a_snapshot, open_snapshot, read_safetensors
-from mingpt.snapshot.manifest import parse_object
-from mingpt.snapshot.reading import SourceFile, TensorFile, check_finite, file_size, read_range, with_retries
+from mingpt.snapshot.reading import check_finite
 from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
-T = TypeVar("T")
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-GPT2_URL = "https://huggingface.co/openai-community/{}/resolve/main"
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-INDEX = f"{WEIGHTS}.index.json"
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
-MAX_JSON = 4 << 20  # bytes of config.json or of an index; gpt2-xl's would take 60,000
-MAX_TOKENIZER = 64 << 20  # bytes; large vocabularies take 20 million
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
-ABSENT = (401, 403, 404, 410)  # what servers answer where there is no file, or none for us
+CONFIG, WEIGHTS, TOKENIZER, PICKLE = "config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"
+CONVERT = (  # which adds safetensors to the folder
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{0}').save_pretrained('{0}')\""
+)
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
 VOCABULARIES = ("vocab.json", "encoder.json")  # of GPT-2, in place of a tokenizer.json
 SHAPE_SETTINGS = ("arch", "n_layer", "n_head", "n_embd")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class HuggingFaceFolder:
-    """A model from elsewhere. Its tokenizer is `tokenizer_json`, or whatever else lies in `folder`."""
-
-    folder: str  # path or URL; for the words gpt2, gpt2-medium, ... that of the model they stand for
-    config: dict[str, Any]  # of config.json
-    model: HFModel
-    tensors: dict[str, Tensor]  # float32, under the names of GPT's parameters
-    tokenizer_json: bytes | None  # the content of tokenizer.json; GPT-2 may have vocab.json and merges.txt
-
-
-class Folder:
-    """The files of a folder. Methods raise UserError, which names the file, if reading fails."""
-
-    def __init__(self, where: str, retries_s: tuple[float, ...] = RETRIES_S) -> None:
-        self.url, self.retries_s = folder_url(where), retries_s
-        self.files, root = open_url(self.url, where)
-        self.root = root.rstrip("/")
-
-    def path(self, name: str) -> str:
-        return f"{self.root}/{name}"
-
-    def attempt(self, name: str, work: Callable[[], T]) -> T:
-        """The result of `work`, which reads this file, with retries."""
-        try:
-            return with_retries(work, name, self.retries_s)
-        except (CorruptSnapshot, UnreadableSnapshot) as error:
-            raise UserError(f"the model in {self.url} cannot be used: {error}") from None
-
-    def exists(self, name: str) -> bool:
-        return self.attempt(name, lambda: is_there(self.files, self.path(name)))
-
-    def read(self, name: str, limit: int) -> bytes:
-        """The whole file, of at most `limit` bytes."""
-        content = self.attempt(name, lambda: read_up_to(self.files, self.path(name), limit + 1))
-        if len(content) > limit:
-            raise self.refuse(f"{name} has more than {limit:,} bytes")
-        return content
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        content = self.read(name, MAX_JSON)
-        return self.attempt(name, lambda: parse_object(content, name))
-
-    def read_tensors(self, name: str) -> dict[str, Tensor]:
-        file = SourceFile(self.files, self.path(name), "the file", self.retries_s)
-        try:
-            tensors = TensorFile(file).tensors()
-            for tensor_name, tensor in tensors.items():
-                check_finite(tensor_name, tensor)
-            return tensors
-        except (CorruptSnapshot, UnreadableSnapshot) as error:
-            raise self.refuse(f"{name}: {error}") from None
-
-    def refuse(self, reason: str) -> UserError:
-        return UserError(f"the model in {self.url} cannot be used: {reason}")
-
-
-def folder_url(where: str) -> str:
-    """A path or URL; gpt2, gpt2-medium, gpt2-large and gpt2-xl are on the hub where no such path exists."""
-    return GPT2_URL.format(where) if where in GPT2_NAMES and not os.path.exists(where) else where
-
-
-def is_hf_folder(where: str) -> bool:
-    """Whether there is a config.json, as in no run or snapshot folder. Raises UserError if reading fails."""
-    return Folder(where).exists(CONFIG)
-
-
-def read_folder(where: str) -> HuggingFaceFolder:
-    """The model at a path or URL, or that of one of the words gpt2, gpt2-medium, gpt2-large and gpt2-xl.
-
-    Raises UserError if it cannot be read, is not what it should be, or is a model of another kind.
-    """
-    folder = Folder(where)
-    if not folder.exists(CONFIG):
-        raise folder.refuse(f"there is no {CONFIG}; give a folder in the format of Hugging Face")
-    config = folder.read_json(CONFIG)
-    try:
-        model = hf_model_of(config)
-    except UserError as error:
-        raise folder.refuse(str(error)) from None
-    weights = read_weights(folder)
-    theirs = {name: weights[name] for name in weights if not is_redundant(name, model.config.arch)}
-    check_shapes(folder, theirs, model)
-    tensors = {name: tensor.float() for name, tensor in from_hf(theirs, model.config).items()}
-    tokenizer = folder.read(TOKENIZER, MAX_TOKENIZER) if folder.exists(TOKENIZER) else None
-    return HuggingFaceFolder(folder.url, config, model, tensors, tokenizer)
-
-
-def read_weights(folder: Folder) -> dict[str, Tensor]:
-    """All tensors under the names that the files give them."""
-    if folder.exists(WEIGHTS):
-        return folder.read_tensors(WEIGHTS)
-    if not folder.exists(INDEX):
-        if any(folder.exists(name) for name in PICKLES):
-            raise folder.refuse(
-                f"it has {PICKLES[0]} alone, a pickle, which can run any code when it is loaded: save the "
-                f"model as {WEIGHTS}, as transformers' save_pretrained does"
-            )
-        raise folder.refuse(f"there is neither {WEIGHTS} nor {INDEX}")
-    found: dict[str, Tensor] = {}
-    for shard, names in read_index(folder).items():
-        tensors = folder.read_tensors(shard)
-        if tensors.keys() != names:
-            name = min(tensors.keys() ^ names)
-            reason = "holds {!r}, which is not listed for it in" if name in tensors else "lacks {!r} of"
-            raise folder.refuse(f"{shard} {reason.format(name)} {INDEX}")
-        found |= tensors
-    return found
-
-
-def read_index(folder: Folder) -> dict[str, set[str]]:
-    """{file: the names of its tensors}."""
-    listed = folder.read_json(INDEX).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise folder.refuse(f"{INDEX} has no weight_map that lists tensors")
-    shards: dict[str, set[str]] = {}
-    for name, shard in listed.items():
-        if not isinstance(shard, str) or not SHARD.fullmatch(shard) or ".." in shard:
-            shown = repr(shard)[:100]
-            raise folder.refuse(f"{INDEX} lists {shown}, which is not the name of a safetensors file there")
-        shards.setdefault(shard, set()).add(name)
-    return shards
-
-
-def check_shapes(folder: Folder, tensors: dict[str, Tensor], model: HFModel) -> None:
-    """Raises UserError unless there is exactly what config.json says, with or without the common prefix."""
-    if model.config.n_layer > len(tensors):
-        raise folder.refuse(
-            f"{CONFIG} speaks of {model.config.n_layer:,} blocks and there are {len(tensors)} tensors"
-        )
-    expected = hf_shapes(model)
-    prefix = "" if tensors.keys() & expected.keys() - {"lm_head.weight"} else common_prefix(expected)
-    there = {name if name == "lm_head.weight" else prefix + name: one for name, one in tensors.items()}
-    for name, shape in expected.items():
-        if name not in there:
-            raise folder.refuse(f"the tensor {name} is missing")
-        if tuple(there[name].shape) != shape:
-            raise folder.refuse(
-                f"the tensor {name} has shape {list(there[name].shape)}, and {CONFIG} asks for {list(shape)}"
-            )
-        if there[name].dtype not in TYPES:
-            raise folder.refuse(
-                f"the tensor {name} is {there[name].dtype}, and only float32, float16 and bfloat16 are read"
-            )
-    surplus = there.keys() - expected.keys()
-    if surplus:
-        raise folder.refuse(f"it holds {min(surplus)[:100]!r}, which such a model lacks")
-
-
-def common_prefix(names: Iterable[str]) -> str:
-    """ "transformer." or "model." """
-    return next(name for name in names if name != "lm_head.weight").partition(".")[0] + "."
-
-
-def is_there(files: Any, path: str) -> bool:
-    """Raises whatever the driver raises unless it knows that there is no such file."""
-    try:
-        files.info(path)
-    except NotADirectoryError:
-        return False
-    except FileNotFoundError as error:
-        cause = error.__cause__
-        if "http" not in files.protocol or cause is None or getattr(cause, "status", 0) in ABSENT:
-            return False
-        raise OSError(f"{type(cause).__name__}: {cause}") from None  # fsspec calls any failure "not found"
-    return True
-
-
-def read_up_to(files: Any, path: str, limit: int) -> bytes:
-    """The first bytes of a file, `limit` of them at most. Raises whatever the driver raises."""
-    if isinstance(files, LocalFileSystem):
-        content = bytearray(min(limit, file_size(files, path)))
-        read_range(files, path, 0, memoryview(content))
-        return bytes(content)
-    with files.open(path, "rb") as file:
-        return bytes(file.read(limit))
 
 
 @dataclass(frozen=True)
@@ -240,33 +64,105 @@ class InitialWeights:
 
 def open_weights(where: str) -> InitialWeights:
     """Those at a path or URL, or of gpt2, gpt2-medium, gpt2-large or gpt2-xl. Raises UserError."""
-    if not where.endswith(".safetensors") and not names_a_snapshot(where) and is_hf_folder(where):
-        folder = read_folder(where)
-        return InitialWeights(folder.tensors, folder_tokenizer(folder), folder.model.config, where)
-    try:
-        snapshot = open_snapshot(where, check_model, weights_only=True)
-    except UserError:
-        if names_a_snapshot(where) or not where.endswith(".safetensors"):
-            raise
-        return InitialWeights(read_gpt2(where), None, None, where)
+    is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
+    with failures(where):
+        if is_on_hub or os.path.isfile(os.path.join(where, CONFIG)):
+            return read_folder(where, is_on_hub)
+        if where.endswith(".safetensors") and not names_a_snapshot(where):
+            return InitialWeights(from_gpt2(read_safetensors(where)), None, None, where)
+    snapshot = open_snapshot(where, check_model, weights_only=True)
     tensors, tokenizer = snapshot.tensors("model."), snapshot_tokenizer(snapshot)
     return InitialWeights(tensors, tokenizer, snapshot.config.model, where)
 
 
-def folder_tokenizer(folder: HuggingFaceFolder) -> Tokenizer | None:
-    """The tokenizer in a folder of Hugging Face's, if there is one. Raises UserError if it cannot be used."""
-    if folder.tokenizer_json is None:
-        files = Folder(folder.folder)
-        if not any(files.exists(name) for name in VOCABULARIES):
-            log.info("%s has no tokenizer", folder.folder)
-            return None
-        return load_named_tokenizer(folder.folder, "snapshot.init_from")
+@contextlib.contextmanager
+def failures(where: str) -> Iterator[None]:
+    """Whatever is wrong with a model as one sentence; transformers raises exceptions of many packages."""
     try:
-        return parse_tokenizer_json(folder.tokenizer_json)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"tokenizer.json in {folder.folder} cannot be used: {error}") from None
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500]
+        raise UserError(f"snapshot.init_from={where} cannot be used: {reason or repr(error)}") from None
+
+
+def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
+    """The model in a folder of Hugging Face's format, or that of one of the words gpt2, gpt2-medium, ..."""
+    transformers = import_transformers()
+    folder = Path(download(where) if is_on_hub else where)
+    theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = config_from_hf(theirs)
+    check_files(folder)
+    model, found = getattr(transformers, CLASSES[config.arch]).from_pretrained(
+        folder,
+        config=theirs,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,  # check_found tells them
+        output_loading_info=True,
+    )
+    check_found(found)
+    weights = model.state_dict()
+    del model  # so that from_hf can free what it has taken
+    sizes = {"vocab_size": theirs.vocab_size, "block_size": theirs.max_position_embeddings}
+    tensors = from_hf(weights, config, parameter_shapes(config, **sizes))
+    for name, tensor in tensors.items():
+        check_finite(name, tensor)
+    return InitialWeights(tensors, folder_tokenizer(folder), config, where)
+
+
+def download(name: str) -> str:
+    """The folder of a model of the hub in the cache of huggingface_hub, which comes with transformers.
+
+    Without a network it is what was downloaded before.
+    """
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(f"openai-community/{name}", allow_patterns=[CONFIG, WEIGHTS, TOKENIZER])
+
+
+def check_files(folder: Path) -> None:
+    """Raises UserError for a pickle alone, and for a head that is tied to the embedding and differs from it.
+
+    transformers keeps one of the two silently, or both, so the files are asked.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files and any(folder.glob(f"{PICKLE}*")):
+        raise UserError(
+            f"it has {PICKLE} alone, a pickle, which can run any code when it is loaded; if you trust it, "
+            f"convert it by {CONVERT.format(folder)}"
+        )
+    tied: dict[str, Tensor] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            tied |= {name: file.get_tensor(name) for name in {*file.keys()} & {*TIED}}
+    check_tied(tied)
+
+
+def check_found(found: Mapping[str, Any]) -> None:
+    """Raises UserError unless transformers has found each tensor and no other, of the right shape."""
+    problems = [
+        f"the tensor {name} has shape {list(there)}, and {CONFIG} asks for {list(expected)}"
+        for name, there, expected in sorted(found["mismatched_keys"])
+    ]
+    problems += [f"the tensor {name} is missing" for name in sorted(found["missing_keys"])]
+    problems += [
+        f"it holds {name!r:.100}, which such a model lacks"
+        for name in sorted(found["unexpected_keys"])
+        if not name.endswith(BUFFERS)
+    ]
+    if problems:
+        raise UserError("; ".join(problems[:3]))
+
+
+def folder_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a folder of Hugging Face's, if there is one. Raises UserError if it cannot be used."""
+    if (folder / TOKENIZER).exists():
+        return parse_tokenizer_json((folder / TOKENIZER).read_bytes())
+    if any((folder / name).exists() for name in VOCABULARIES):
+        return load_named_tokenizer(str(folder), "snapshot.init_from")
+    log.info("%s has no tokenizer", folder)
+    return None
 
 
 def match_weights(
@@ -302,27 +198,12 @@ def match_rows(
     name: str, here: Tensor, there: Tensor, tokenizer: Tokenizer | None, other: Tokenizer | None
 ) -> Tensor:
     """(V, C) rows of an embedding for `tokenizer`, from `there`, which is for `other`."""
-    matching: dict[int, int] = {}
-    if tokenizer is None or other is None:
-        same = there.shape == here.shape
-    else:
-        same = there.shape == here.shape and tokenizer.fingerprint() == other.fingerprint()
-        matching = tokenizer.matching_tokens(other)
-    if same:
+    is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
+    if is_same and there.shape == here.shape:
         return there
+    matching = tokenizer.matching_tokens(other) if tokenizer and other else {}
+    tokens = [token for token, row in matching.items() if row < len(there)]
     rows = here.clone()
-    pairs = [(token, theirs) for token, theirs in matching.items() if theirs < len(there)]
-    if pairs:
-        tokens, theirs = zip(*pairs, strict=True)
-        rows[list(tokens)] = there[list(theirs)].to(rows.dtype)
-    log.info("%s: %d of %d rows taken over, the others are random", name, len(pairs), len(rows))
+    rows[tokens] = there[[matching[token] for token in tokens]].to(rows.dtype)
+    log.info("%s: %d of %d rows taken over, the others are random", name, len(tokens), len(rows))
     return rows
-
-
-def read_gpt2(where: str) -> dict[str, Tensor]:
-    """The tensors of a GPT-2 safetensors file, by path or URL, under our names. Raises UserError."""
-    try:
-        tensors = read_safetensors(where)
-    except (CorruptSnapshot, UnreadableSnapshot) as error:
-        raise UserError(f"snapshot.init_from={where} cannot be used: {error}") from None
-    return from_gpt2(tensors)

@@ -45,21 +45,15 @@ def test_top_k_keeps_to_the_most_likely() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_generation_leaves_the_mode_of_the_model_as_it_was(training: bool) -> None:
-    model = make_model("modern").train(training)
-    assert len(list(generate(model, [1], 3))) == 3
-    assert model.training == training
-
-
-def test_generation_makes_no_inference_tensors() -> None:
+def test_generation_makes_no_inference_tensors_and_leaves_the_mode_as_it_was(training: bool) -> None:
     """A model that is sharded keeps tensors of its first forward pass, and trains with them later."""
-    model, modes = make_model("modern"), set()
+    model, modes = make_model("modern").train(training), set()
     model.register_forward_hook(
         lambda *_: modes.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
     )
     assert len(list(generate(model, [1], 3))) == 3
     assert modes == {(False, False)}
-    assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled() and model.training == training
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -32,7 +32,7 @@ def test_the_weights_are_spread_as_the_table_says(arch: Arch) -> None:
 
 
 def test_a_weight_depends_on_seed_and_name_alone() -> None:
-    shape = (48, 48)
+    shape = (1001, 777)  # for which torch uses several threads
     weight = draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 1)
     torch.manual_seed(77)
     threads, state = torch.get_num_threads(), torch.get_rng_state()
@@ -49,40 +49,13 @@ def test_a_weight_depends_on_seed_and_name_alone() -> None:
     assert not torch.equal(draw_weight("h.1.attn.c_attn.weight", shape, CONFIG, 1), weight)
 
 
-def test_a_large_weight_has_the_same_numbers_with_one_thread_and_with_two() -> None:
-    threads, drawn = torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            drawn.append(draw_weight("wte.weight", (1001, 777), CONFIG, 1))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*drawn)
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_model_has_the_weights_that_are_drawn_by_name(arch: Arch) -> None:
-    config = replace(CONFIG, arch=arch)
-    model = GPT(config, **SIZES)
-    model.init_weights(5)
-    for name, weight in model.named_parameters():
-        assert torch.equal(weight, draw_weight(name, tuple(weight.shape), config, 5)), name
-
-
-def test_models_follow_the_seed_of_torch_and_differ_from_each_other() -> None:
-    torch.manual_seed(1)
-    first, second = GPT(CONFIG, **SIZES), GPT(CONFIG, **SIZES)
-    torch.manual_seed(1)
-    again = GPT(CONFIG, **SIZES)
-    assert torch.equal(first.wte.weight, again.wte.weight)
-    assert not torch.equal(first.wte.weight, second.wte.weight)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_model_on_meta_draws_nothing_and_is_filled_later(arch: Arch) -> None:
+def test_a_model_has_the_weights_that_are_drawn_by_name_also_if_it_is_filled_later(arch: Arch) -> None:
     config = replace(CONFIG, arch=arch)
     expected = GPT(config, **SIZES)
     expected.init_weights(5)
+    for name, weight in expected.named_parameters():
+        assert torch.equal(weight, draw_weight(name, tuple(weight.shape), config, 5)), name
     state = torch.get_rng_state()
     with torch.device("meta"):
         model = GPT(config, **SIZES)
@@ -98,10 +71,3 @@ def test_a_model_on_meta_draws_nothing_and_is_filled_later(arch: Arch) -> None:
         assert torch.equal(tensor, theirs[name]), name
     tokens = torch.arange(24).unsqueeze(0)
     assert torch.equal(model.eval()(tokens)[0], expected.eval()(tokens)[0])
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_blocks_share_one_mask_and_one_rotary_table(arch: Arch) -> None:
-    model = GPT(replace(CONFIG, arch=arch), **SIZES)
-    tables = 2 * 24 * (48 // 4 // 2) if arch == "modern" else 0
-    assert sum(buffer.numel() for buffer in model.buffers()) == 24 * 24 + tables

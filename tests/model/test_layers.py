@@ -1,66 +1,27 @@
 """Each layer as a compiler is given it and as the CPU computes it, against torch's own operation."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from mingpt.model import cpu_ops
 from mingpt.model.layers import (
     Dropout,
-    RMSNorm,
-    compiled_dropout,
     compiling_for_cpu,
-    gelu,
-    squared_relu,
     use_torch_ops,
 )
 
 X = torch.linspace(-4, 4, 60, dtype=torch.float64).view(5, 12)
 
 
-def test_a_compiler_is_given_the_dropout_that_was_asked_for() -> None:
-    x = torch.ones(400, 500)
-    torch.manual_seed(5)
-    dropped = compiled_dropout(x, 0.25)
-    kept = dropped[dropped != 0]
-    assert 0.248 < 1 - kept.numel() / x.numel() < 0.252
-    assert torch.equal(kept, torch.full_like(kept, 4 / 3))
-    assert compiled_dropout(x, 0.0) is x
-
-
 @pytest.mark.parametrize("compiling", [False, True])
 def test_dropout_drops_in_training_alone(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    layer, x = Dropout(0.5), torch.ones(1000)
+    layer, x = Dropout(0.25), torch.ones(400, 500)
     torch.manual_seed(6)
     dropped = layer(x)
-    assert 400 < int((dropped == 0).sum()) < 600
-    assert torch.equal(dropped[dropped != 0].unique(), torch.tensor([2.0]))
+    assert 0.248 < float((dropped == 0).float().mean()) < 0.252
+    assert torch.equal(dropped[dropped != 0].unique(), torch.tensor([4 / 3]))
     layer.eval()
     assert torch.equal(layer(x), x)
-
-
-@pytest.mark.parametrize("compiling", [False, True])
-@pytest.mark.parametrize(
-    ("layer", "expected"),
-    [
-        (gelu, lambda x: F.gelu(x, approximate="tanh")),
-        (squared_relu, lambda x: F.relu(x).square()),
-        (RMSNorm(), lambda x: F.rms_norm(x, x.shape[-1:], eps=cpu_ops.EPSILON)),
-    ],
-    ids=["gelu", "squared_relu", "rms_norm"],
-)
-def test_a_layer_computes_the_same_with_and_without_a_compiler(
-    layer: Callable[[Tensor], Tensor],
-    expected: Callable[[Tensor], Tensor],
-    compiling: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    torch.testing.assert_close(layer(X), expected(X), rtol=1e-6, atol=1e-9)
 
 
 def test_only_a_cpu_without_a_compiler_uses_the_operations_of_cpu_ops(

@@ -102,10 +102,3 @@ def test_a_large_vocabulary_never_has_all_its_logits(training: bool, monkeypatch
     torch.testing.assert_close(grads, expected)
     assert model(tokens, tokens)[0] is None
     assert model(tokens)[0] is not None
-
-
-def test_only_more_logits_than_the_limit_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "MAX_LOGITS", ROWS * VOCAB_SIZE)
-    x, weight, _ = features()
-    assert not loss.needs_chunking(x, weight)
-    assert loss.needs_chunking(torch.cat([x, x[:1]]), weight)

@@ -1,5 +1,4 @@
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -76,56 +75,12 @@ def test_the_rows_of_several_workers_have_the_bits_of_whole_tensors(workers: int
         assert all(part[name]["step"] == STEPS for part in parts)
 
 
-def test_rows_that_another_update_would_have_rounded_differently_are_those_of_a_larger_tensor() -> None:
-    """A tensor of 5 elements is updated like the first 5 of one of 16."""
-    whole = trained_whole()
-    values = {"large": torch.cat([initial()["(5,)"], torch.ones(11)])}
-    optimizer = AdamW(values, {"large": (16,)}, OptimizerConfig())
-    for step in range(STEPS):
-        optimizer.step(0.01, {"large": torch.cat([gradient(step)["(5,)"], torch.ones(11)])})
-    assert torch.equal(values["large"][:5], whole["(5,)"]["weight"])
-    assert torch.equal(optimizer.state["large"]["exp_avg_sq"][:5], whole["(5,)"]["exp_avg_sq"])
-
-
 def test_gradients_are_left_as_they_are() -> None:
     weights = {"even": torch.ones(16), "odd": torch.ones(5)}
     gradients = {name: torch.full_like(weight, 0.5) for name, weight in weights.items()}
     AdamW(weights, {"even": (16,), "odd": (5,)}, OptimizerConfig()).step(0.01, gradients)
     assert all(bool((gradient == 0.5).all()) for gradient in gradients.values())
     assert all(bool((weight != 1.0).all()) for weight in weights.values())
-
-
-def test_state_that_is_copied_in_is_what_the_next_step_uses() -> None:
-    weights, shapes = {"w": torch.ones(5)}, {"w": (5,)}
-    first = AdamW(weights, shapes, OptimizerConfig())
-    first.step(0.01, {"w": torch.full((5,), 0.5)})
-    again = {"w": weights["w"].clone()}
-    second = AdamW(again, shapes, OptimizerConfig())
-    for key, tensor in second.state["w"].items():
-        assert tensor.is_contiguous()
-        tensor.copy_(first.state["w"][key])
-    for optimizer in (first, second):
-        optimizer.step(0.01, {"w": torch.full((5,), 0.25)})
-    assert torch.equal(weights["w"], again["w"])
-
-
-def test_weights_that_are_multiples_of_16_are_updated_where_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without padding, and all in one call of the kernel."""
-    given: list[list[Tensor]] = []
-    kernel = torch._fused_adamw_
-
-    def recorded(weights: list[Tensor], *lists: list[Tensor], **options: Any) -> None:
-        given.append(weights)
-        kernel(weights, *lists, **options)
-
-    monkeypatch.setattr(torch, "_fused_adamw_", recorded)
-    weights = {"a": torch.ones(2, 8), "b": torch.ones(3, 16)}
-    gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
-    AdamW(weights, {"a": (2, 8), "b": (3, 16)}, OptimizerConfig()).step(0.01, gradients)
-    (updated,) = given
-    assert [tensor.data_ptr() for tensor in updated] == [weight.data_ptr() for weight in weights.values()]
 
 
 def test_a_weight_without_a_gradient_is_an_error() -> None:

@@ -56,15 +56,6 @@ def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -
             assert torch.equal(together, expected[name]), name
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_updates_of_whole_matrices_are_exchanged_without_padding(workers: int) -> None:
-    """Two bytes for each element, once."""
-    together = FakeWorkers(workers, is_sharded=False)
-    together.run(trained)
-    elements = sum(matrix.numel() for matrix in make_matrices().values())
-    assert together.bytes_sent == STEPS * 2 * elements
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3, 9])
 def test_each_matrix_is_assigned_once_in_batches_of_one_shape(workers: int) -> None:
     assigned = assign_batches(SHAPES, workers, "cpu")

@@ -1,11 +1,9 @@
 import pytest
 import torch
-from support.exchanges import FakeWorkers, pieces
 from support.training import ARCHITECTURES, NAMES, Arch, Name, compute_gradients, gradients_of, make_model
-from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim import Exchange, Optimizer, state_shapes
+from mingpt.optim import state_shapes
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -51,34 +49,6 @@ def test_the_state_is_named_after_the_parameters(name: Name, states: set[str]) -
     matrix = "h.0.attn.c_attn.weight"
     assert {key.removeprefix(matrix + ".") for key in state if key.startswith(matrix)} == states
     assert {key.rpartition(".")[0] for key in state} == {key for key, _ in model.named_parameters()}
-
-
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_workers_that_hold_rows_train_the_bits_of_one_that_holds_all(
-    name: Name, arch: Arch, workers: int
-) -> None:
-    model, _ = make_model(name, arch)
-    parameters = {key: weight.detach() for key, weight in model.named_parameters()}
-    shapes = {key: tuple(weight.shape) for key, weight in parameters.items()}
-
-    def trained(exchange: Exchange) -> dict[str, Tensor]:
-        weights = pieces(parameters, exchange)
-        optimizer = Optimizer(weights, shapes, OptimizerConfig(name=name), exchange)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            gradients = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-            optimizer.step(0.01, pieces(gradients, exchange))
-        return optimizer.state_dict() | weights
-
-    whole = trained(Exchange())
-    parts = FakeWorkers(workers, is_sharded=True).run(trained)
-    for key, expected in whole.items():
-        if expected.ndim:
-            assert torch.equal(torch.cat([part[key] for part in parts]), expected), key
-        else:
-            assert all(part[key] == expected for part in parts), key
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,52 +1,29 @@
-"""Models of transformers with random weights, and folders that hold them, for tests."""
+"""Models of transformers with random weights, and runs to export, for tests."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from mingpt.config import Config, ModelConfig, to_dict
-from mingpt.model import GPT, hf_config
+from mingpt.model import GPT
+from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers
 from mingpt.snapshot import SnapshotStore
-from support.models import Arch
 from support.snapshots import make_manifest, write
 from support.training import make_optimizer
 
-CONFIG = {
-    "gpt2": ModelConfig(arch="gpt2", n_layer=2, n_head=3, n_embd=24),
-    "modern": ModelConfig(arch="modern", n_layer=2, n_head=3, n_embd=24),
-}
-VOCAB_SIZE, BLOCK_SIZE = 31, 16
 
-
-def their_model(arch: Arch) -> Any:
+def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24) -> Any:
     """Biases and norms are random, too."""
-    transformers = pytest.importorskip("transformers", reason="requirements-dev.txt installs it")
+    transformers = import_transformers()
     torch.manual_seed(3)
-    fields = hf_config(CONFIG[arch], vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
-    config_class = transformers.GPT2Config if arch == "gpt2" else transformers.NanoChatConfig
-    model_class = transformers.GPT2LMHeadModel if arch == "gpt2" else transformers.NanoChatForCausalLM
-    model = model_class(config_class(**fields)).eval()
+    fields = hf_fields(config, vocab_size=vocab_size, block_size=block_size)
+    theirs = getattr(transformers, CONFIGS[config.arch])(**fields)
+    model = getattr(transformers, CLASSES[config.arch])(theirs).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.2)
+            weight.add_(torch.randn_like(weight) * 0.1)
     return model
-
-
-def drop_prefix(folder: Path, prefix: str) -> None:
-    """Rename all tensors of a folder, in its files and in its index."""
-    for path in folder.glob("*.safetensors"):
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in load_file(path).items()}
-        save_file(tensors, path, metadata={"format": "pt"})
-    for path in folder.glob("*.index.json"):
-        index = json.loads(path.read_text())
-        index["weight_map"] = {
-            name.removeprefix(prefix): shard for name, shard in index["weight_map"].items()
-        }
-        path.write_text(json.dumps(index))
 
 
 def save_run(folder: Path | str, config: Config, characters: str, step: int = 30) -> GPT:

@@ -73,13 +73,6 @@ def test_a_configuration_of_another_model_is_refused_whatever_its_size(change: d
         check_model(manifest, entries)
 
 
-def test_learned_positions_must_be_as_many_as_the_configuration_says() -> None:
-    manifest, entries = make_snapshot("adamw", "gpt2")
-    manifest["config"]["data"]["block_size"] = 10**15
-    with pytest.raises(CorruptSnapshot, match=r"model\.wpe\.weight has shape \[8, 16\]"):
-        check_model(manifest, entries)
-
-
 @pytest.mark.parametrize("vocabulary", ["", "ba", "aab", "abc", "a" * 2_000_000])
 def test_a_vocabulary_that_is_none_or_has_another_size_is_refused(vocabulary: str) -> None:
     manifest, entries = make_snapshot("muon", "modern")
@@ -94,15 +87,6 @@ def test_weights_of_another_type_or_model_are_refused() -> None:
     for other in (torch.zeros(11, 16, dtype=torch.int32), torch.zeros(11, 17)):
         with pytest.raises(UserError, match=r"here holds the weights of another model \(wte\.weight: "):
             load_weights(model, weights | {"wte.weight": other}, "here")
-
-
-def test_a_model_for_fewer_tokens_takes_the_first_positions() -> None:
-    model, _ = make_model("adamw", "gpt2")
-    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    weights["wpe.weight"] = torch.randn(20, 16)
-    load_weights(model, weights, "here")
-    assert model.wpe is not None
-    assert torch.equal(model.wpe.weight, weights["wpe.weight"][:8])
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04\x95" + bytes(100), b"PK\x03\x04" + bytes(100)])
