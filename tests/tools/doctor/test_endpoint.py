@@ -10,7 +10,7 @@ import pytest
 from mingpt.base.errors import UserError
 from mingpt.launch.elastic.boards import Operation, Server
 from mingpt.launch.elastic.node import Node
-from mingpt.tools.doctor import check_endpoint
+from mingpt.tools.doctor.network import check_endpoint
 from mingpt.tools.jobs import free_port
 
 
