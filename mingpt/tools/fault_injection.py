@@ -64,20 +64,16 @@ class FaultInjector:
         events.subscribe("file_progress", self.on_file_progress)
         events.subscribe("partial_sums", self.on_partial_sums)
 
-    def waiting(self) -> list[int]:
-        """Numbers of the kills that are still to be done."""
-        return [number for number in range(len(self.kills)) if not marker(self.folder, number).exists()]
-
     def kill_if_due(self, phase: str, step: int) -> None:
         """Die here if the next kill of the plan says so; its mark outlives the process."""
-        waiting = [number for number in range(len(self.kills)) if not marker(self.folder, number).exists()]
-        if not waiting:
+        for number, kill in enumerate(self.kills):
+            if marker(self.folder, number).exists():
+                continue
+            rank = kill.rank % (self.savers if phase == "save" else self.workers)
+            if kill.phase == phase and step >= kill.step and self.rank == rank:
+                marker(self.folder, number).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
             return
-        kill = self.kills[waiting[0]]
-        rank = kill.rank % (self.savers if phase == "save" else self.workers)
-        if kill.phase == phase and step >= kill.step and self.rank == rank:
-            marker(self.folder, waiting[0]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_worker_start(self, launch: Launch) -> None:
         self.rank, self.workers = launch.rank, launch.world_size
@@ -115,7 +111,6 @@ def run_worker(folder: Path, argv: list[str]) -> None:
     FaultInjector(folder)
     with Worker() as worker:
         config = build(dict(word.split("=", 1) for word in argv))
-
         worker.watch_stop_file(config)
 
         from mingpt.training.trainer import Trainer

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +34,7 @@ from mingpt.config.cli import parse
 from mingpt.distributed import Launch, ProcessExit, write_stderr
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.snapshot.lookup import possible_places
-from mingpt.tools.doctor.facts import Facts, Findings, Folders, identity
+from mingpt.tools.doctor.facts import Facts, Findings, Folders, find_faults, identity, make_table
 from mingpt.tools.doctor.network import (
     Exchange,
     Listener,
@@ -47,7 +46,6 @@ from mingpt.tools.doctor.network import (
     measure_all_reduce,
     networks,
 )
-from mingpt.tools.doctor.verdict import find_faults, make_table
 from mingpt.training.claim import LEASE_S, Claim, Holder
 
 # The order of a check-up: meet, compare clocks, connect to each other, tell what was found, judge. Every wait
@@ -139,18 +137,18 @@ class Checkup:
 
     def run(self) -> None:
         """Returns if the cluster is healthy. Raises NonRetryableError after saying what is not; UserError."""
-        examine = self.examine_with_others if self.launch.is_distributed else self.examine_alone
         try:
-            faults = examine()
+            if self.launch.is_distributed:
+                faults = self.examine_with_others()
+            elif self.config_error:
+                raise UserError(self.config_error)
+            else:
+                faults = report([self.take_findings()])
         finally:
-            self.clean_up()
+            if self.folders:  # what was tried; it is left where a disk hangs
+                try_within(CLEAN_UP_S, self.folders.clean_up)
         if faults:
             raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
-
-    def examine_alone(self) -> int:
-        if self.config_error:
-            raise UserError(self.config_error)
-        return report([Facts(**self.take_findings())])
 
     def examine_with_others(self) -> int:
         """The number of faults. Collective."""
@@ -158,7 +156,7 @@ class Checkup:
         self.process_exit.join(rendezvous, LIMIT_S)
         exchange = Exchange(rendezvous.process_group_store, rank, self.launch.world_size)
         exchange.put("hello", identity(self.launch))
-        found: dict[str, Any] = {"clock_s": exchange.clock_offset_s(), "config_error": self.config_error}
+        found: Facts = {"clock_s": exchange.clock_offset_s(), "config_error": self.config_error}
         if rank == 0:
             exchange.serve_clock()
         found |= try_links(exchange, rendezvous.generation)
@@ -189,42 +187,34 @@ class Checkup:
             raise UserError(verdict["user_error"])
         return int(verdict["faults"])
 
-    def take_findings(self) -> dict[str, Any]:
+    def take_findings(self) -> Facts:
         return self.findings.take(max(self.deadline, time.monotonic() + LEAST_FINDINGS_S))
 
     def visible(self) -> list[str]:
         """The probes in the folder of snapshots; none where a disk hangs, which would hang this too."""
         return self.folders.visible() if self.folders and not self.findings.thread.is_alive() else []
 
-    def clean_up(self) -> None:
-        """Remove what was tried; left where a disk hangs."""
-        if self.folders:
-            try_within(CLEAN_UP_S, self.folders.clean_up)
-
     def meet(self) -> Rendezvous:
         """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
         launch = self.launch
         assert launch.master_addr is not None
         where = f"the workers' store at {launch.master_addr}:{launch.master_port} (MASTER_ADDR, MASTER_PORT)"
-        hosts = None
         if launch.agent_hosts_store:  # it is there before the workers are
             is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
             if not is_good:
                 raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}")
-            hosts = HostNames(launch)
         try:
             return Rendezvous(launch, MEET_S)
         except PeersMissing as error:
             is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
             if launch.rank and not is_good:
                 raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}") from None
-            came = f" (there are workers on {hosts.list()})" if hosts else ""
             raise NonRetryableError(
-                f"{error}{came}: look at the terminal of their node, and there at python -m mingpt doctor "
+                f"{error}: look at the terminal of their node, and there at python -m mingpt doctor "
                 f"--endpoint {launch.master_addr}:{launch.master_port}"
             ) from None
 
-    def judge(self, exchange: Exchange, facts: dict[int, Any], is_measured: bool) -> dict[str, Any]:
+    def judge(self, exchange: Exchange, facts: Mapping[int, Facts], is_measured: bool) -> dict[str, Any]:
         """On rank 0: gather what all have found, print table and faults."""
         hello = exchange.get_all("hello", WAIT_S)
         sees = exchange.get_all("sees", WAIT_S)
@@ -234,37 +224,17 @@ class Checkup:
             there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
             rate, error = rates.get(rank, (None, "no answer" if is_measured else None))
             more = {"sees": sees.get(rank, []), "all_reduce_mb_s": rate, "all_reduce_error": error}
-            workers.append(Facts.from_json({"unreachable": {}} | there | more))
-        errors = {worker.config_error for worker in workers}
+            workers.append(there | more)
+        errors = {worker.get("config_error") for worker in workers}
         if len(errors) == 1 and self.config_error:
             return {"faults": 1, "user_error": self.config_error}
         return {"faults": report(workers), "user_error": None}
 
 
-class HostNames:
-    """The host names of the workers that have reached the agent's store, in this or an earlier generation."""
-
-    def __init__(self, launch: Launch) -> None:
-        from torch.distributed import TCPStore
-
-        assert launch.master_addr is not None
-        limit = timedelta(seconds=MEET_S)
-        self.launch = launch
-        self.store = TCPStore(
-            launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=limit
-        )
-        self.store.set(f"doctor_host/{launch.rank}", platform.node())
-
-    def list(self) -> str:
-        keys = [f"doctor_host/{rank}" for rank in range(self.launch.world_size)]
-        there = [key for key in keys if self.store.check([key])]
-        return ", ".join(dict.fromkeys(self.store.get(key).decode() for key in there))
-
-
-def try_links(exchange: Exchange, word: str) -> dict[str, Any]:
+def try_links(exchange: Exchange, word: str) -> Facts:
     """Listen where gloo would, and connect to all others. Collective."""
     interfaces = networks()
-    found: dict[str, Any] = {"networks": interfaces, "ports": ephemeral_ports()}
+    found: Facts = {"networks": interfaces, "ports": ephemeral_ports()}
     try:
         address = gloo_address(interfaces)
         listener = Listener(address, word)
@@ -279,11 +249,11 @@ def try_links(exchange: Exchange, word: str) -> dict[str, Any]:
         for rank, (address, port) in addresses.items()
         if address and rank != exchange.rank
     }
-    found["unreachable"] = find_unreachable(targets)
+    found["unreachable"] = list(find_unreachable(targets).items())
     return found
 
 
-def all_connected(facts: Mapping[int, dict[str, Any]]) -> bool:
+def all_connected(facts: Mapping[int, Facts]) -> bool:
     """Whether a process group can be made."""
     kinds = {there.get("device_type") for there in facts.values()}
     return len(kinds) == 1 and all(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import BadJson, parse_json
-from mingpt.base.system import run_within
+from mingpt.base.system import ipv4_addresses, run_within
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -44,9 +44,7 @@ ALL_REDUCE_FLOATS, ALL_REDUCE_ROUNDS, WARM_UPS = 1 << 20, 5, 2
 def networks() -> dict[str, str]:
     """{interface: "10.0.0.2/24"} of those that have an IPv4 address. Empty where the system does not say."""
     found: dict[str, str] = {}
-    with contextlib.suppress(ImportError, OSError):  # no Linux
-        from mingpt.base.system import ipv4_addresses
-
+    with contextlib.suppress(OSError):  # no Linux
         for name, address in ipv4_addresses():
             found.setdefault(name, address.with_prefixlen)
     return found
@@ -152,19 +150,14 @@ def check_endpoint(where: str) -> tuple[bool, list[str]]:
     """Whether agents can meet at one of HOST:PORT[,HOST:PORT...], and a line on each. Raises UserError."""
     is_good, lines = False, []
     for one in where.split(","):
-        host, port = parse_endpoint(one)
-        works, line = describe_endpoint(host, port)
+        host, _, port = one.strip().rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {one!r}")
+        works, line = describe_endpoint(host, int(port))
         is_good = is_good or works
         lines.append(f"{one}: {line}")
     return is_good, lines
-
-
-def parse_endpoint(where: str) -> tuple[str, int]:
-    host, _, port = where.strip().rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {where!r}")
-    return host, int(port)
 
 
 def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
@@ -172,8 +165,7 @@ def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        reason = error.strerror or error
-        return False, f"the name does not resolve on {socket.gethostname()} ({reason}): give an address"
+        return False, f"{why_not(error)} on {socket.gethostname()}: give an address"
     addresses = ", ".join(dict.fromkeys(str(entry[4][0]) for entry in found))
     target = host if addresses == host else f"{host} is {addresses};"
     try:
@@ -181,7 +173,7 @@ def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
             own = connection.getsockname()[0]
             heard = ask(connection, STORE_PING)
     except OSError as error:
-        return False, f"{target} {error}: {advice(str(error), port)}{loopback_remark(addresses, host)}"
+        return False, f"{target} {error}: {advice(str(error), port)}"
     seen = f"{target} reached from {own}; "
     if heard == STORE_PONG:
         return True, f"{seen}a store of torch answers"
@@ -226,12 +218,6 @@ def advice(reason: str, port: int) -> str:
     if "no answer" in reason:
         return f"the host is down, or a firewall drops what is sent to TCP port {port}: open it from here"
     return "look at the address and at the routes of this host"
-
-
-def loopback_remark(addresses: str, host: str) -> str:
-    if host in ("localhost", addresses) or not addresses.startswith(("127.", "::1")):
-        return ""
-    return f"; {host} resolves to {addresses} here, which is this host itself: correct /etc/hosts"
 
 
 class Exchange:

@@ -1,4 +1,4 @@
-"""What a run costs before it is started: memory, bytes sent, time; which strategy fits, or what to change.
+"""What a run costs before it is started: memory and bytes sent; which strategy fits, or what to change.
 
 Figures follow from the configuration by formulas that tests and benchmarks compare with what is measured.
 """

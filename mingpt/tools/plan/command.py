@@ -1,28 +1,27 @@
-"""What does a run need, and what fits: memory per worker, bytes sent, disk and time, by strategy.
+"""What does a run need, and what fits: memory per worker, bytes sent and disk, by strategy.
 
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
-                          [--gpu NAME] [--measure]
 
 Nothing is trained and no large tensor allocated. With --gpu_memory, or trainer.device=cuda, workers are GPUs;
-else they share this machine's memory. --gpu names one whose rate is known, for the time per step; --measure
-takes the rates of this machine's CPU instead, in a few seconds. Exit code 0, also where nothing fits; 2 for a
-mistake.
+else they share this machine's memory. Exit code 0, also where nothing fits; 2 for a mistake.
 """
 
-import argparse
 import dataclasses
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
-from mingpt.config import Config
+from mingpt.config import Config, check_workers
 from mingpt.config.cli import parse
+from mingpt.distributed.device import resolve_dtype
 from mingpt.model import choose_compile
-from mingpt.tools.plan.costs import Memory, Rates, bytes_sent, estimate, host_snapshots, step_seconds
-from mingpt.tools.plan.workload import Workload
+from mingpt.tools.plan.costs import bytes_sent, estimate, host_snapshots
+from mingpt.tools.plan.workload import Workload, measure_data
 
 MAX_WORKERS = 1 << 16
 
@@ -66,16 +65,16 @@ def advise(work: Workload, limit_bytes: int) -> str:
         if fits(one, limit_bytes):
             return f"{spell(label)} fits"
     label, smallest = strategies(work)[-1]
+    present = work.config.trainer.micro_batch_size
     ways = []
-    if work.config.trainer.micro_batch_size > 1:
-        size = largest_micro_batch(smallest, limit_bytes)
-        if size:
-            ways.append(f"trainer.micro_batch_size={size}")
+    size = largest_micro_batch(smallest, limit_bytes)
+    if size:
+        ways.append(f"trainer.micro_batch_size={size}")
     workers = fewest_workers(smallest, limit_bytes)
     if workers:
         ways.append(f"{workers:,} workers")
         if workers > work.micro_batches:
-            ways[-1] += f" with a trainer.batch_size of at least {workers * micro_batch_size(work):,}"
+            ways[-1] += f" with a trainer.batch_size of at least {workers * present:,}"
     if not ways:
         return (
             "no strategy fits, and neither smaller micro-batches nor more workers help: train a smaller "
@@ -89,17 +88,13 @@ def spell(label: str) -> str:
     return " ".join(f"trainer.{word}" for word in label.split())
 
 
-def micro_batch_size(work: Workload) -> int:
-    return work.config.trainer.micro_batch_size
-
-
 def fits(work: Workload, limit_bytes: int) -> bool:
     return estimate(work).peak_bytes <= limit_bytes
 
 
 def largest_micro_batch(work: Workload, limit_bytes: int) -> int | None:
     """The largest smaller micro_batch_size, a divisor of the present one, with which the job fits."""
-    present = micro_batch_size(work)
+    present = work.config.trainer.micro_batch_size
     for size in range(present - 1, 0, -1):
         if present % size == 0 and fits(work.with_trainer(micro_batch_size=size), limit_bytes):
             return size
@@ -108,9 +103,9 @@ def largest_micro_batch(work: Workload, limit_bytes: int) -> int | None:
 
 def fewest_workers(work: Workload, limit_bytes: int) -> int | None:
     """More workers, in steps of a factor of two, with which the job fits; None if no number does."""
-    workers = 2 * work.workers
+    trainer, workers = work.config.trainer, 2 * work.workers
     while workers <= MAX_WORKERS:
-        batch_size = max(work.config.trainer.batch_size, workers * micro_batch_size(work))
+        batch_size = max(trainer.batch_size, workers * trainer.micro_batch_size)
         larger = dataclasses.replace(work.with_trainer(batch_size=batch_size), workers=workers)
         if fits(larger, limit_bytes):
             return workers
@@ -118,24 +113,32 @@ def fewest_workers(work: Workload, limit_bytes: int) -> int | None:
     return None
 
 
-def render(work: Workload, limit_bytes: int, limit_source: str, rates: Rates | None) -> list[str]:
+def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
     """The lines. `limit_source` says what the limit is of."""
     planned = [(label, one, estimate(one)) for label, one in strategies(work)]
     unit = "GB" if max(memory.peak_bytes for _, _, memory in planned) >= 10e9 else "MB"
-    rows = [header(rates)]
+    rows = [["", *COLUMNS, "total", "sent exact", "sent fast", "fits"]]
     for label, one, memory in planned:
-        sizes = [*cells(memory), memory.peak_bytes, *traffic(one)]
-        fitting = "yes" if fits(one, limit_bytes) else "no"
-        rows.append([label, *(in_unit(size, unit) for size in sizes), *seconds(one, rates), fitting])
-    return [
+        terms = memory.terms()
+        sizes = [sum(terms.get(name, 0) for name in names) for names in COLUMNS.values()]
+        sent = [bytes_sent(one.with_trainer(reduction=reduction)) for reduction in ("exact", "fast")]
+        sizes += [memory.peak_bytes, *sent]
+        fitting = "yes" if memory.peak_bytes <= limit_bytes else "no"
+        rows.append([label, *(in_unit(size, unit) for size in sizes), fitting])
+    lines = [
         *describe(work),
         "",
         f"memory of a worker at its peak, in {unit}; {limit_source} {in_unit(limit_bytes, unit)}",
         *align(rows),
         "",
-        *notes(work, unit, rates),
-        advise(work, limit_bytes),
+        f"sent: {unit} that a worker sends per step under trainer.reduction=exact or fast",
     ]
+    if not work.on_cpu:
+        lines.append(
+            f"a GPU's memory: a sum of tensors and 1 GB of context, not measured; beside it worker 0 needs "
+            f"{spelled(host_snapshots(work))} of the host's memory for snapshots, less where sharded"
+        )
+    return [*lines, advise(work, limit_bytes)]
 
 
 def describe(work: Workload) -> list[str]:
@@ -164,44 +167,6 @@ def describe(work: Workload) -> list[str]:
     ]
 
 
-def header(rates: Rates | None) -> list[str]:
-    last = ["step_s", "fits"] if rates else ["fits"]
-    return ["", *COLUMNS, "total", "sent exact", "sent fast", *last]
-
-
-def cells(memory: Memory) -> list[int]:
-    """Bytes by column."""
-    terms = memory.terms()
-    return [sum(terms.get(name, 0) for name in names) for names in COLUMNS.values()]
-
-
-def traffic(work: Workload) -> list[int]:
-    """Bytes that a worker sends per step, by reduction."""
-    return [bytes_sent(work.with_trainer(reduction=name)) for name in ("exact", "fast")]
-
-
-def seconds(work: Workload, rates: Rates | None) -> list[str]:
-    return [f"{step_seconds(work, rates):.3g}"] if rates else []
-
-
-def notes(work: Workload, unit: str, rates: Rates | None) -> list[str]:
-    """What the figures mean and what they rest on."""
-    lines = [f"sent: {unit} that a worker sends per step under trainer.reduction=exact or fast"]
-    if rates:
-        known = [f"products at {rates.flops_per_s / 1e9:,.0f} GFLOP/s"]
-        if rates.copied_bytes_per_s:
-            known.append(f"memory at {rates.copied_bytes_per_s / 1e9:,.1f} GB/s")
-        if rates.sent_bytes_per_s:
-            known.append(f"messages at {rates.sent_bytes_per_s / 1e9:,.2f} GB/s")
-        lines.append(f"step_s: seconds, {', '.join(known)}; nothing overlapped, nothing but these counted")
-    if not work.on_cpu:
-        lines.append(
-            f"a GPU's memory: a sum of tensors and 1 GB of context, not measured; beside it worker 0 needs "
-            f"{spelled(host_snapshots(work))} of the host's memory for snapshots, less where sharded"
-        )
-    return lines
-
-
 def in_unit(size: float, unit: str) -> str:
     return f"{size / 1e9:,.2f}" if unit == "GB" else f"{size / 1e6:,.0f}"
 
@@ -224,16 +189,6 @@ def align(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def make_parser() -> CommandParser:
-    usage = "%(prog)s [CONFIG.yaml] [section.key=value ...] [options]"
-    parser = CommandParser("python -m mingpt plan", __doc__, usage)
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="of the job (default 1)")
-    parser.add_argument("--gpu_memory", metavar="SIZE", help="of each worker's GPU, such as 80GB")
-    parser.add_argument("--gpu", metavar="NAME", help="such as H100, for the time per step")
-    parser.add_argument("--measure", action="store_true", help="the rates of this machine's CPU")
-    return parser
-
-
 def parse_size(text: str) -> int:
     """Bytes of "80GB", "79.6 GiB" or a plain number. Raises UserError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
@@ -244,59 +199,42 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * UNITS[unit])
 
 
-def machine_bytes() -> int:
-    """Of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def plan(config: Config, arguments: argparse.Namespace) -> list[str]:
-    """The lines to print. Raises UserError."""
-    from mingpt.config import check_workers
-    from mingpt.tools.plan.costs import known_rates, measure_rates
-    from mingpt.tools.plan.workload import Workload, measure_data
-
-    if arguments.workers < 1:
-        raise UserError(f"--workers must be at least 1, not {arguments.workers}")
-    check_workers(config, arguments.workers)
-    limit, source, on_cpu = memory_limit(config, arguments)
-    vocab_size, train_tokens = measure_data(config)
-    dtype = planned_dtype(config, on_cpu)
-    work = Workload(config, vocab_size, arguments.workers, on_cpu, dtype, train_tokens)
-    rates = known_rates(arguments.gpu) if arguments.gpu else None
-    if arguments.gpu and rates is None:
-        raise UserError(f"the rate of a GPU {arguments.gpu!r} is not known: leave --gpu out, or see --help")
-    if arguments.measure:
-        if not on_cpu:
-            raise UserError("--measure measures this machine's CPU, and the workers are GPUs: use --gpu NAME")
-        rates = measure_rates(work)
-    return render(work, limit, source, rates)
-
-
-def memory_limit(config: Config, arguments: argparse.Namespace) -> tuple[int, str, bool]:
+def memory_limit(config: Config, workers: int, gpu_memory: str | None) -> tuple[int, str, bool]:
     """Bytes for a worker, in words where from, and whether it is a CPU's. Raises UserError."""
     device = config.trainer.device
-    if arguments.gpu_memory is not None:
+    if gpu_memory is not None:
         if device == "cpu":
             raise UserError("--gpu_memory contradicts trainer.device=cpu: leave one of them out")
-        return parse_size(arguments.gpu_memory), "a GPU has", False
-    if device == "cuda" or arguments.gpu:
+        return parse_size(gpu_memory), "a GPU has", False
+    if device == "cuda":
         raise UserError("how much memory does a GPU have? Give --gpu_memory, such as --gpu_memory 80GB")
-    share = machine_bytes() // arguments.workers
-    return share, f"this machine's among {arguments.workers:,}:", True
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole // workers, f"this machine's among {workers:,}:", True
 
 
 def planned_dtype(config: Config, on_cpu: bool) -> str:
     """What trainer.dtype=auto becomes: bfloat16 on a GPU, and on a CPU that has it."""
-    import torch
-
-    from mingpt.distributed.device import resolve_dtype
-
     if not on_cpu and config.trainer.dtype == "auto":
         return "bfloat16"
     return str(resolve_dtype(config.trainer.dtype, torch.device("cpu"))).removeprefix("torch.")
 
 
+def plan(config: Config, workers: int, gpu_memory: str | None) -> list[str]:
+    """The lines to print. Raises UserError."""
+    if workers < 1:
+        raise UserError(f"--workers must be at least 1, not {workers}")
+    check_workers(config, workers)
+    limit, source, on_cpu = memory_limit(config, workers, gpu_memory)
+    vocab_size, train_tokens = measure_data(config)
+    work = Workload(config, vocab_size, workers, on_cpu, planned_dtype(config, on_cpu), train_tokens)
+    return render(work, limit, source)
+
+
 def main(arguments: Sequence[str]) -> int:
-    options, settings = make_parser().parse_known_args(arguments)
-    write_lines(plan(parse(settings), options))
+    usage = "%(prog)s [CONFIG.yaml] [section.key=value ...] [options]"
+    parser = CommandParser("python -m mingpt plan", __doc__, usage)
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="of the job (default 1)")
+    parser.add_argument("--gpu_memory", metavar="SIZE", help="of each worker's GPU, such as 80GB")
+    options, settings = parser.parse_known_args(arguments)
+    write_lines(plan(parse(settings), options.workers, options.gpu_memory))
     return 0

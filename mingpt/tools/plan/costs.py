@@ -1,30 +1,19 @@
-"""What a worker needs by strategy: memory, bytes sent in a step, and an estimate of the time per step.
+"""What a worker needs by strategy: memory, and bytes sent in a step.
 
 Memory is what a worker holds throughout, and what each phase of a step adds, in bytes. The terms of a micro-
 batch are the tensors of mingpt/model, one by one; a test counts those that are alive. N is the tokens of a
 micro-batch, C = n_embd, V = vocab_size, e the bytes of an element in the type of the products. The residual
 stream is float32. B is the parameters in float32, W the workers. Figures are those of the first worker, which
 holds most: the largest share of what is sharded, and the staging buffer from which snapshots are written.
-
-Time follows from rates: known ones of a GPU, or those measured here by `--measure`.
 """
 
 import math
-import multiprocessing
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from mingpt.distributed.device import keeps_freed_memory
 from mingpt.model import cpu_ops, gpt, loss
 from mingpt.parallel.ddp import BUCKET_BYTES
-from mingpt.report.metrics import PEAK_FLOPS
 from mingpt.tools.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
 from mingpt.training.evaluate import MIN_BATCH_TOKENS
 
@@ -33,12 +22,6 @@ from mingpt.training.evaluate import MIN_BATCH_TOKENS
 PROCESS_BYTES = {"ddp": 345_000_000, "fsdp": 380_000_000}
 BUFFER_BYTES = {"ddp": 150_000_000, "fsdp": 40_000_000}
 CUDA_CONTEXT_BYTES = 1_000_000_000  # not measured here
-GPU_UTILIZATION = 0.35  # of the peak; nanoGPT reaches 33 % on an H100, llm.c 40 %
-OPTIMIZER_PASSES = 3  # over weights, gradients and state: reading, writing, the norm
-COPY_BYTES = 64 << 20
-REDUCE_BYTES = 32 << 20
-REPEATS = 5
-TIMEOUT_S = 60.0
 
 
 def kept(work: Workload) -> int:
@@ -198,24 +181,29 @@ def process(work: Workload) -> int:
     return PROCESS_BYTES[parallel] + min(BUFFER_BYTES[parallel], 3 * FLOAT_BYTES * work.parameters)
 
 
-def share(work: Workload, is_sharded: bool) -> float:
-    return work.first_share if is_sharded else 1.0
-
-
 def are_updates_sharded(work: Workload) -> bool:
     trainer = work.config.trainer
     return trainer.parallel == "fsdp" or (trainer.shard_optimizer and work.workers > 1)
 
 
+def held_bytes(work: Workload, elements: int, is_sharded: bool) -> int:
+    """What the first worker holds of so many float32 elements."""
+    return math.ceil(FLOAT_BYTES * elements * (work.first_share if is_sharded else 1.0))
+
+
 def weights(work: Workload) -> int:
     """B, or B / W under fsdp."""
-    is_sharded = work.config.trainer.parallel == "fsdp"
-    return math.ceil(FLOAT_BYTES * work.parameters * share(work, is_sharded))
+    return held_bytes(work, work.parameters, work.config.trainer.parallel == "fsdp")
 
 
 def optimizer(work: Workload) -> int:
     """2 B under adamw, B for matrices under muon; / W where updates are sharded."""
-    return math.ceil(FLOAT_BYTES * work.optimizer_elements * share(work, are_updates_sharded(work)))
+    return held_bytes(work, work.optimizer_elements, are_updates_sharded(work))
+
+
+def gradient(work: Workload) -> int:
+    """That of the parameters that the worker updates, summed over all workers."""
+    return held_bytes(work, work.parameters, are_updates_sharded(work))
 
 
 def host_snapshots(work: Workload) -> int:
@@ -225,11 +213,6 @@ def host_snapshots(work: Workload) -> int:
     """
     copies = 3 if work.config.snapshot.memory_every else 1
     return copies * (weights(work) + optimizer(work))
-
-
-def gradient(work: Workload) -> int:
-    """That of the parameters that the worker updates, summed over all workers."""
-    return math.ceil(FLOAT_BYTES * work.parameters * share(work, are_updates_sharded(work)))
 
 
 def update_work(work: Workload) -> int:
@@ -274,13 +257,11 @@ def in_flight(work: Workload) -> int:
 
 def gathered(work: Workload) -> int:
     """Weights that a worker has whole at a time under fsdp: the root's, and those of two blocks."""
-    if work.config.trainer.parallel != "fsdp" or work.workers == 1:
+    trainer = work.config.trainer
+    if trainer.parallel != "fsdp" or work.workers == 1:
         return 0
-    if not work.config.trainer.fsdp_reshard:
-        return gathered_bytes(work) * work.parameters
-    return gathered_bytes(work) * (
-        work.root_parameters + min(2, work.config.model.n_layer) * work.block_parameters
-    )
+    blocks = min(2, work.config.model.n_layer) if trainer.fsdp_reshard else work.config.model.n_layer
+    return gathered_bytes(work) * (work.root_parameters + blocks * work.block_parameters)
 
 
 def gathered_bytes(work: Workload) -> int:
@@ -347,98 +328,3 @@ def muon_bytes(work: Workload) -> int:
     """
     whole = BFLOAT_BYTES * work.muon_elements
     return 2 * whole // work.workers if are_updates_sharded(work) else whole
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Of one worker. None where a rate is not known: its part is left out."""
-
-    flops_per_s: float
-    copied_bytes_per_s: float | None = None
-    sent_bytes_per_s: float | None = None
-
-
-def known_rates(gpu: str) -> Rates | None:
-    """Those of a GPU, by a part of its name; None for one that is not known."""
-    peaks = [peak for name, peak in PEAK_FLOPS.items() if name.lower() in gpu.lower()]
-    return Rates(GPU_UTILIZATION * peaks[0]) if peaks else None
-
-
-def step_seconds(work: Workload, rates: Rates) -> float:
-    """Computing, updating and sending, one after the other: what overlaps takes less."""
-    flops = work.flops_per_step * (4 / 3 if work.config.trainer.recompute == "block" else 1)
-    seconds = flops / work.workers / rates.flops_per_s
-    if rates.copied_bytes_per_s:
-        updated = weights(work) + gradient(work) + FLOAT_BYTES * work.optimizer_elements * work.first_share
-        seconds += OPTIMIZER_PASSES * updated / rates.copied_bytes_per_s
-    if rates.sent_bytes_per_s:
-        seconds += bytes_sent(work) / rates.sent_bytes_per_s
-    return seconds
-
-
-def measure_rates(work: Workload) -> Rates:
-    """On this machine's CPU, with trainer.threads threads; a few seconds."""
-    torch.set_num_threads(work.config.trainer.threads)
-    return Rates(measure_products(work), measure_copies(), measure_all_reduce() if work.workers > 1 else None)
-
-
-def best_seconds(run: Callable[[], object]) -> float:
-    """Of several runs, after one that is not counted."""
-    run()
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def measure_products(work: Workload) -> float:
-    """FLOP/s of the MLP's two products and their four gradients, the largest of a block."""
-    width = work.config.model.n_embd
-    dtype = getattr(torch, work.dtype)
-    x = torch.randn(work.tokens_per_micro_batch, width, dtype=dtype)
-    up, down = torch.randn(4 * width, width, dtype=dtype), torch.randn(width, 4 * width, dtype=dtype)
-
-    def products() -> None:
-        wide = x @ up.T
-        narrow = wide @ down.T
-        grad_wide = narrow @ down
-        _ = narrow.T @ wide, grad_wide @ up, grad_wide.T @ x
-
-    return 12.0 * x.numel() * 4 * width / best_seconds(products)
-
-
-def measure_copies() -> float:
-    """Bytes per second of a copy from memory to memory."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    return COPY_BYTES / best_seconds(lambda: target.copy_(source))
-
-
-def measure_all_reduce() -> float:
-    """Bytes that each of two processes on this machine sends per second in gloo's all-reduce."""
-    with tempfile.TemporaryDirectory() as name:
-        spawn = multiprocessing.get_context("spawn")
-        receiver, sender = spawn.Pipe(duplex=False)
-        peers = [spawn.Process(target=all_reduce, args=(rank, name, sender)) for rank in range(2)]
-        for peer in peers:
-            peer.start()
-        is_there = receiver.poll(TIMEOUT_S)
-        seconds: float = receiver.recv() if is_there else float("nan")
-        for peer in peers:
-            peer.join(TIMEOUT_S)
-    return REDUCE_BYTES / seconds
-
-
-def all_reduce(rank: int, folder: str, sender: "multiprocessing.connection.Connection") -> None:
-    """What each of the two does; a ring's all-reduce of n bytes between two sends n from each."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), 2)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    values = torch.zeros(REDUCE_BYTES // FLOAT_BYTES)
-    seconds = best_seconds(lambda: dist.all_reduce(values))
-    if rank == 0:
-        sender.send(seconds)
-    dist.destroy_process_group()

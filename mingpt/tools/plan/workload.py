@@ -14,21 +14,19 @@ from mingpt.base.errors import UserError
 from mingpt.config import Config
 from mingpt.data import (
     TOKENIZERS,
-    ShardData,
     Tokenizer,
     is_shards,
     local_path,
     open_shards,
     read_bytes,
     read_named_tokenizer,
-    train_tokenizer,
 )
 from mingpt.data.json_tokenizer import parse_tokenizer_json
-from mingpt.data.windows import TextData, vocabulary_size
+from mingpt.data.windows import TextData, train_tokenizer, vocabulary_size
 from mingpt.model import flops_per_token, parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.parallel import split_rows
-from mingpt.parallel.tree import PartialSums, cover, push
+from mingpt.parallel.tree import cover
 
 FLOAT_BYTES = 4
 BFLOAT_BYTES = 2
@@ -48,10 +46,7 @@ class Workload:
     def with_trainer(self, **settings: Any) -> "Workload":
         """The same job with other settings of the trainer section."""
         trainer = dataclasses.replace(self.config.trainer, **settings)
-        return self.with_config(dataclasses.replace(self.config, trainer=trainer))
-
-    def with_config(self, config: Config) -> "Workload":
-        return dataclasses.replace(self, config=config)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, trainer=trainer))
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -84,14 +79,18 @@ class Workload:
         )
 
     @functools.cached_property
-    def muon_elements(self) -> int:
-        """Of the matrices that Muon updates."""
-        states = state_shapes(self.shapes, self.config.optimizer)
-        return sum(math.prod(shape) for name, shape in states.items() if name.endswith("momentum_buffer"))
+    def optimizer_shapes(self) -> dict[str, tuple[int, ...]]:
+        return state_shapes(self.shapes, self.config.optimizer)
 
     @functools.cached_property
     def optimizer_elements(self) -> int:
-        return sum(map(math.prod, state_shapes(self.shapes, self.config.optimizer).values()))
+        return sum(map(math.prod, self.optimizer_shapes.values()))
+
+    @functools.cached_property
+    def muon_elements(self) -> int:
+        """Of the matrices that Muon updates."""
+        states = self.optimizer_shapes.items()
+        return sum(math.prod(shape) for name, shape in states if name.endswith("momentum_buffer"))
 
     @property
     def state_bytes(self) -> int:
@@ -113,13 +112,13 @@ class Workload:
         return BFLOAT_BYTES if self.dtype == "bfloat16" else FLOAT_BYTES
 
     @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.config.trainer.micro_batch_size * self.config.data.block_size
+
+    @property
     def micro_batches(self) -> int:
         """Of a step, of all workers."""
         return self.config.trainer.batch_size // self.config.trainer.micro_batch_size
-
-    @property
-    def tokens_per_micro_batch(self) -> int:
-        return self.config.trainer.micro_batch_size * self.config.data.block_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -147,12 +146,8 @@ class Workload:
             return 0
         if self.config.trainer.parallel == "fsdp":  # of all micro-batches before a round
             return max(start.bit_count() for start in range(0, count, self.workers))
-        most = 0
-        stack: PartialSums[None] = []
-        for number in max((self.neighbours(rank) for rank in range(self.workers)), key=len):
-            most = max(most, len(stack))
-            push(stack, 0, number, None, count, lambda *_: None)
-        return most
+        longest = max((self.neighbours(rank) for rank in range(self.workers)), key=len)
+        return max(len(cover(range(longest.start, number), count)) for number in longest)
 
     @property
     def flops_per_step(self) -> float:
@@ -179,56 +174,48 @@ def measure_data(config: Config) -> DataSize:
 
     With data.vocab_size given, data that cannot be read is no error.
     """
-    data, given = config.data, config.data.vocab_size
+    given = config.data.vocab_size
     try:
-        if is_shards(data.path):
-            return measure_shards(config)
-        if given is not None and local_path(data.path) is None:
-            return DataSize(given, None)  # nothing is downloaded for a count
-        return measure_text(config)
+        return read_size(config)
     except UserError as error:
         if given is not None:
             return DataSize(given, None)
         raise UserError(f"{error}; data.vocab_size=N plans without the data") from None
 
 
-def measure_shards(config: Config) -> DataSize:
-    """Headers and sizes of the files are read, no token."""
-    data = open_shards(config.data.path, config.data.val_fraction)
-    return DataSize(rows(config, named_tokenizer(config, data.folder), data), len(data.train))
-
-
-def measure_text(config: Config) -> DataSize:
-    """The text is read, and encoded if it has a tokenizer.json."""
-    data = TextData(read_bytes(config.data), config.data)
-    path = local_path(config.data.path)
-    tokenizer = named_tokenizer(config, Path(path).parent if path else None)
-    characters = int(len(data.text) * (1 - config.data.val_fraction))
-    if tokenizer is None:
-        return DataSize(rows(config, train_tokenizer(data, config.data), None), characters)
-    return DataSize(rows(config, tokenizer, None), len(tokenizer.encode(data.text[:characters])))
+def read_size(config: Config) -> DataSize:
+    """Of shards, headers and sizes of files are read; a text is read, and encoded."""
+    data, path = config.data, local_path(config.data.path)
+    if is_shards(data.path):
+        shards = open_shards(data.path, data.val_fraction)
+        tokenizer = named_tokenizer(config, shards.folder)
+        return DataSize(vocabulary_size(data, tokenizer, shards.meta), len(shards.train))
+    if path is None and data.vocab_size is not None:
+        return DataSize(data.vocab_size, None)  # nothing is downloaded for a count
+    text = TextData(read_bytes(data), data)
+    tokenizer = named_tokenizer(config, Path(path).parent if path else None) or train_tokenizer(text, data)
+    train_text = text.text[: int(len(text.text) * (1 - data.val_fraction))]
+    return DataSize(vocabulary_size(data, tokenizer, None), len(tokenizer.encode(train_text)))
 
 
 def named_tokenizer(config: Config, folder: Path | None) -> Tokenizer | None:
-    """That of data.tokenizer, or the tokenizer.json in the folder of the data. Raises UserError."""
+    """That of data.tokenizer, or the tokenizer.json in the folder of the data.
+
+    Raises UserError, also where it is that of other weights, which are not read here.
+    """
     name = config.data.tokenizer
+    if name in TOKENIZERS:
+        return None
     if name == "auto":
+        if config.snapshot.init_from and config.data.vocab_size is None:
+            raise UserError(
+                "with snapshot.init_from the vocabulary is that of these weights, which a plan does not read"
+            )
         beside = folder / "tokenizer.json" if folder else None
         if beside is None or not beside.is_file():
             return None
         name = str(beside)
-    elif name in TOKENIZERS:
-        return None
     try:
         return parse_tokenizer_json(read_named_tokenizer(name))
     except ValueError as error:
         raise UserError(f"data.tokenizer {name} cannot be used: {error}") from None
-
-
-def rows(config: Config, tokenizer: Tokenizer | None, data: ShardData | None) -> int:
-    """Of the embedding. Raises UserError where they are those of other weights, which are not read here."""
-    if config.snapshot.init_from and config.data.vocab_size is None and config.data.tokenizer == "auto":
-        raise UserError(
-            "with snapshot.init_from the vocabulary is that of these weights, which a plan does not read"
-        )
-    return vocabulary_size(config.data, tokenizer, data.meta if data else None)

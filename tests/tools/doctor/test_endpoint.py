@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from mingpt.base.errors import UserError
-from mingpt.launch.elastic.boards import Operation, Server
+from mingpt.launch.elastic.boards import Server
 from mingpt.launch.elastic.node import Node
-from mingpt.tools.doctor import check_endpoint
+from mingpt.tools.doctor.network import check_endpoint
 from mingpt.tools.jobs import free_port
 
 
@@ -44,28 +44,18 @@ def test_a_store_of_torch_is_recognised() -> None:
     assert store.get("key") == b"value"  # and it is not disturbed
 
 
-def start_server(operations: dict[str, Operation]) -> int:
-    """The port of a server as agents have one."""
-    server = Server("127.0.0.1", 0, operations)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server.port
-
-
 def test_an_agent_is_recognised() -> None:
-    port = start_server(Node("node1", "127.0.0.1", 1).operations())
-    is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
+    server = Server("127.0.0.1", 0, Node("node1", "127.0.0.1", 1).operations())
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{server.port}")
     assert is_good and "an agent of mingpt.launch.elastic answers" in line
 
 
-def test_what_refuses_a_ping_in_json_is_no_agent() -> None:
-    is_good, (line,) = check_endpoint(f"127.0.0.1:{start_server({})}")
-    assert not is_good and "another program has port" in line and "KeyError" in line
-
-
-def test_another_program_is_told_by_what_it_says() -> None:
-    with stranger(b"HTTP/1.1 400 Bad Request\r\n") as port:
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n", b'{"error": "KeyError"}\n'])
+def test_another_program_is_told_by_what_it_says(says: bytes) -> None:
+    with stranger(says) as port:
         is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
-    assert not is_good and "another program has port" in line and "HTTP/1.1 400" in line
+    assert not is_good and "another program has port" in line and says[:8].decode() in line
 
 
 def test_refused_is_told_from_unresolved_and_one_good_host_of_a_list_is_enough() -> None:

@@ -1,16 +1,12 @@
 """`python -m mingpt plan`: one screen, and one sentence for each mistake."""
 
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mingpt.base.command import run_command
-from mingpt.config.cli import parse
-from mingpt.tools.plan.command import machine_bytes, main, parse_size
-from mingpt.tools.plan.costs import known_rates, measure_rates
-from mingpt.tools.plan.workload import Workload
+from mingpt.tools.plan.command import main, parse_size
 
 TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32", "trainer.device=cpu"]
 
@@ -35,13 +31,11 @@ def test_a_plan_is_one_screen_with_a_row_for_each_strategy(
     assert "in MB; this machine's among 2:" in said
 
 
-def test_a_gpus_memory_decides_and_a_known_one_gives_a_time(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpus_memory_decides(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"data.path={text}", "model.n_layer=48", "model.n_embd=1600", "model.n_head=25"]
-    assert main([*words, "--workers", "8", "--gpu_memory", "12GB", "--gpu", "H100"]) == 0
+    assert main([*words, "--workers", "8", "--gpu_memory", "12GB"]) == 0
     said = capsys.readouterr().out
-    assert "step_s" in said and "346,150 GFLOP/s" in said and "not measured" in said
+    assert "not measured" in said
     ddp = next(line for line in said.splitlines() if line.startswith("parallel=ddp "))
     assert ddp.split()[-1] == "no" and " fits" in said.splitlines()[-1]
     assert "bfloat16 on 8 workers, GPU" in said
@@ -74,14 +68,8 @@ def test_shards_give_their_number_of_tokens_and_a_given_vocabulary_needs_no_data
         ),
         (["--gpu_memory", "80GB"], "--gpu_memory contradicts trainer.device=cpu"),
         (["trainer.device=cuda"], "how much memory does a GPU have? Give --gpu_memory"),
-        (
-            ["trainer.device=auto", "--gpu_memory", "1GB", "--gpu", "X1"],
-            "the rate of a GPU 'X1' is not known",
-        ),
-        (
-            ["trainer.device=auto", "--gpu_memory", "1GB", "--measure"],
-            "--measure measures this machine's CPU",
-        ),
+        (["--gpu=H100"], "unknown setting 'gpu'"),
+        (["--measure"], "--measure needs a value"),
         (["data.path=nowhere.txt"], "data.path nowhere.txt does not exist"),
         (["snapshot.init_from=gpt2"], "with snapshot.init_from the vocabulary is that of these weights"),
         (["trainer.paralel=ddp"], "unknown setting 'trainer.paralel'; did you mean 'trainer.parallel'?"),
@@ -98,20 +86,3 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
 def test_sizes_are_read_as_people_write_them() -> None:
     assert parse_size("80GB") == parse_size("80 gb") == parse_size("80G") == 80 * 10**9
     assert parse_size("1.5GiB") == 3 * 2**29 and parse_size("512") == 512
-    assert machine_bytes() > 2**28
-
-
-def test_the_rate_of_a_gpu_is_known_by_a_part_of_its_name() -> None:
-    rates = known_rates("NVIDIA H100 80GB HBM3")
-    assert rates and rates == known_rates("h100")
-    assert known_rates("abacus") is None
-
-
-@pytest.mark.slow
-def test_rates_are_measured_here_between_two_processes() -> None:
-    work = Workload(parse(TINY), 50, workers=2, on_cpu=True, dtype="float32")
-    rates = measure_rates(work)
-    assert rates.flops_per_s > 1e7
-    assert rates.copied_bytes_per_s and rates.copied_bytes_per_s > 1e8
-    assert rates.sent_bytes_per_s and rates.sent_bytes_per_s > 1e6
-    assert multiprocessing.active_children() == []

@@ -1,7 +1,5 @@
 """Memory, bytes sent and advice for known configurations."""
 
-from typing import Any
-
 import pytest
 
 from mingpt.config.cli import parse
@@ -123,11 +121,3 @@ def test_where_none_fits_it_says_what_to_change() -> None:
     many = advise(workload(), estimate(strategies(workload(workers=16))[-1][1]).peak_bytes - 1)
     assert many.endswith("workers with a trainer.batch_size of at least 32") or "neither" in many
     assert "neither smaller micro-batches nor more workers help" in advise(workload(), 10**6)
-
-
-def test_settings_of_the_configuration_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = workload("trainer.recompute=block")
-    plain: dict[str, Any] = dict(strategies(workload()))
-    for label, one in strategies(work):
-        assert one.config.trainer.recompute == "block"
-        assert estimate(one).peak_bytes <= estimate(plain[label]).peak_bytes
