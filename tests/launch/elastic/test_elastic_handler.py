@@ -6,16 +6,22 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import wait_until
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.utils.store import barrier
 
+from mingpt.base.errors import UserError
 from mingpt.distributed import launch
 from mingpt.launch.elastic import handler as handler_module
 from mingpt.launch.elastic import node as node_module
 from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
-from mingpt.launch.elastic.handler import ElasticRendezvous
+from mingpt.launch.elastic.handler import ElasticRendezvous, RoundStore, assigned_ranks
 from mingpt.launch.elastic.node import Node
 
 HERE, PEER = "127.0.0.1", "127.0.0.2"
@@ -27,8 +33,8 @@ def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     monkeypatch.setenv("MINGPT_JOB", "")
     monkeypatch.setenv("MINGPT_ROUND", "")
 
-    def make(endpoint: str = f"{tmp_path}/meet", nodes: int = 2) -> ElasticRendezvous:
-        return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", nodes, nodes, HERE))
+    def make(endpoint: str = f"{tmp_path}/meet") -> ElasticRendezvous:
+        return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", 2, 2, HERE, nproc="1"))
 
     return make
 
@@ -114,3 +120,49 @@ def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
             return False
 
     wait_until(answers)
+
+
+@pytest.mark.parametrize("act", [Node.note_done, Node.wait_for_round])
+def test_the_barrier_at_the_end_holds_until_a_peer_has_come_or_left(
+    act: Callable[[Node], None], new_handler: Callable[..., ElasticRendezvous], tmp_path: Path
+) -> None:
+    handler, peer = new_handler(), Peer(tmp_path / "meet", lambda: True)
+    store = handler.next_rendezvous().store
+    waiting = threading.Thread(target=barrier, args=(store, 2, "end"), daemon=True)
+    waiting.start()
+    waiting.join(1.5)  # several pings
+    assert waiting.is_alive()
+    act(peer.node)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_the_barrier_has_the_time_limit_that_torchrun_sets() -> None:
+    came: list[bool] = []
+    store = RoundStore({}, lambda: came.append(True), lambda: False)
+    with pytest.raises(DistStoreError, match="not all nodes have come"):
+        barrier(store, 2, "end", barrier_timeout=0.2)
+    assert came == [True]
+
+
+def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_WORKER_IDENTICAL", raising=False)
+    counts = (2, 1, 3)
+    store = RoundStore(assigned_ranks(counts), lambda: None, lambda: False)
+    ranks = []
+    for group_rank, count in enumerate(counts):
+        spec: Any = SimpleNamespace(role="default", local_world_size=count)
+        assign: Any = vars(SimpleElasticAgent)["_assign_worker_ranks"]
+        workers = assign(None, store, group_rank, len(counts), spec)
+        ranks += [worker.global_rank for worker in workers]
+        assert {worker.world_size for worker in workers} == {6}
+        assert [worker.role_rank for worker in workers] == [worker.global_rank for worker in workers]
+        assert {worker.role_world_size for worker in workers} == {6}
+    assert ranks == list(range(6))
+
+
+def test_torchrun_without_the_script_is_told_to_use_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="start it by launch"):
+        ElasticRendezvous(RendezvousParameters("mingpt", f"{tmp_path}/meet", "job", 1, 1, HERE))
