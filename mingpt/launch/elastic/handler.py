@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from mingpt.base.errors import UserError
+from mingpt.distributed.launch import JOB, ROUND
 from mingpt.launch.elastic import decisions
 from mingpt.launch.elastic.boards import (
     Board,
@@ -51,7 +52,6 @@ from mingpt.launch.elastic.boards import (
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
 
-JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"  # mingpt/distributed/launch.py has the same names
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
 LINGER_S = 2.0  # for others to read that the job is finished

@@ -17,8 +17,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.utils.store import barrier
 
 from mingpt.base.errors import UserError
-from mingpt.distributed import launch
-from mingpt.launch.elastic import handler as handler_module
 from mingpt.launch.elastic import node as node_module
 from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
 from mingpt.launch.elastic.handler import ElasticRendezvous, RoundStore, assigned_ranks
@@ -37,11 +35,6 @@ def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", 2, 2, HERE, nproc="1"))
 
     return make
-
-
-def test_workers_read_the_variables_that_the_handler_sets() -> None:
-    """Two rooms that do not import each other name them."""
-    assert (handler_module.JOB, handler_module.ROUND) == (launch.JOB, launch.ROUND)
 
 
 class Peer:
