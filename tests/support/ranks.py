@@ -43,9 +43,6 @@ class ThreadContext(DistributedContext):
         received: Any = self.all_gather_object(value)[source]
         return received  # type: ignore[no-any-return]
 
-    def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        return self.broadcast_object(content, source) or b""
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self.all_gather_object(tensor.clone())[source])
 

@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from mingpt.base.errors import UserError
+from mingpt.distributed.exit import write_stderr
 from mingpt.distributed.launch import JOB, ROUND
 from mingpt.launch.elastic import decisions
 from mingpt.launch.elastic.boards import (
@@ -153,11 +154,7 @@ class ElasticRendezvous(RendezvousHandler):
         atexit.register(self._leave)
 
     def _say(self, text: str) -> None:
-        try:
-            sys.stderr.write(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
-            sys.stderr.flush()
-        except OSError:
-            discard_stderr()
+        write_stderr(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
 
     def get_backend(self) -> str:
         return "mingpt"
@@ -314,30 +311,22 @@ def count_workers(nproc: str | None) -> int:
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
     """The port that the list gives this node, or 0."""
     for endpoint in endpoints:
-        if endpoint.host == address:
-            return endpoint.port
-    for endpoint in endpoints:
         try:
-            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            found = {info[4][0] for info in socket.getaddrinfo(endpoint.host, endpoint.port)}
         except OSError:  # of a node that has not started, or our own before its cluster has named it
-            if endpoint.host.split(".")[0] == platform.node().split(".")[0]:
-                return endpoint.port
-            continue
-        if address in {str(info[4][0]) for info in found}:
+            found = {address} if short_name(endpoint.host) == short_name(platform.node()) else set()
+        if address in found:
             return endpoint.port
     return 0
+
+
+def short_name(host: str) -> str:
+    return host.split(".")[0]
 
 
 def flush_stderr() -> None:
     """Before Python does, which ends with code 120 if nobody reads what torchrun has logged."""
     try:
         sys.stderr.flush()
-    except OSError:
-        discard_stderr()
-
-
-def discard_stderr() -> None:
-    """Whoever reads it may be gone, as srun is with the first node. What follows goes to /dev/null."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
+    except OSError:  # whoever read it is gone, as srun is with the first node
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

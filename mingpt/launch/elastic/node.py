@@ -90,7 +90,9 @@ class Node:
     def _follow(self, board: Board) -> None:
         while True:
             with self._lock:
-                mine = self._next_entry()
+                reach = self._reach(time.monotonic())
+                mine = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
+                self._entry = mine
             try:
                 entries = board.exchange(mine)
                 trouble = ""
@@ -105,11 +107,6 @@ class Node:
                     self._changed.wait(
                         max(POLL_S[mine.state], min(MAX_POLL_S, POLL_PER_AGENT_S * len(entries)))
                     )
-
-    def _next_entry(self) -> Entry:
-        reach = self._reach(time.monotonic())
-        self._entry = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
-        return self._entry
 
     def _reach(self, now: float) -> tuple[str, ...]:
         return tuple(sorted(id for id, peer in self._peers.items() if now - peer.answered_at < REACH_S))

@@ -42,7 +42,7 @@ class Peer:
 
     def __init__(self, folder: Path, accepts: Callable[[], bool]) -> None:
         self.node, self.proposals, self.gos, self._accepts = Node("peer", PEER, 1), 0, 0, accepts
-        own = self.node.operations()
+        own: Any = self.node.operations()
 
         def propose(message: Message) -> Message:
             self.proposals += 1

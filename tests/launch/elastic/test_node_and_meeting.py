@@ -107,7 +107,11 @@ def test_a_board_that_fails_is_named_with_its_reason() -> None:
 
 
 def test_a_board_that_hangs_keeps_no_agent_from_ending() -> None:
-    node = started(FakeBoard("board", lambda n: time.sleep(20) or []))
+    def hang(n: int) -> list[Entry]:
+        time.sleep(20)
+        return []
+
+    node = started(FakeBoard("board", hang))
     began = time.monotonic()
     node.end(LEFT, within_s=0.3)
     node.remove(within_s=0.3)
@@ -128,7 +132,7 @@ def test_a_job_is_finished_only_for_whom_saw_it_running(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("job", "is_finished"), [("job", True), ("earlier", False), ("", False)])
 def test_news_of_the_own_jobs_end_count_without_signs_of_life(job: str, is_finished: bool) -> None:
-    left_by = FakeBoard("b", lambda n: [other("ended", counter=9, state=FINISHED, job=job)])
+    left_by: Any = FakeBoard("b", lambda n: [other("ended", counter=9, state=FINISHED, job=job)])
     node = Node("host", HERE, 1)
     node.wait_for_round()
     assert node.promise(proposal(node.id)) and node.enter(proposal(node.id))

@@ -177,16 +177,3 @@ def test_boards_keep_the_news_that_a_job_is_finished(
         time.sleep(0.3)  # that time itself
         board.exchange(entry("b", 2))
         assert sorted(found.id for found in board.exchange(entry("b", 3))) == ["a", "b"]
-
-
-def test_news_that_a_job_is_finished_is_removed_in_the_end(
-    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(boards, "FORGET_FINISHED_S", 0.2)
-    finished = dataclasses.replace(entry("a"), state=FINISHED)
-    for board in (HostBoard(HERE, port, "removed"), FolderBoard(tmp_path, "job")):
-        board.exchange(finished)
-        board.exchange(entry("b", 1))
-        time.sleep(0.3)  # that time itself
-        board.exchange(entry("b", 2))
-        assert [found.id for found in board.exchange(entry("b", 3))] == ["b"]
