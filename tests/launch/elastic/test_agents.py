@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Start, wait_until
 
-from mingpt.tools.jobs import Job, children, descendants
+from mingpt.tools.jobs import Job, children
 
 WORKER = """
 import os, sys, time
@@ -183,36 +183,3 @@ def test_a_job_grows_and_shrinks(new_agents: Callable[..., Agents]) -> None:
     agents.end_workers(2, 3)
     agents.await_round(4, 2, 3)
     agents.finish()
-
-
-@pytest.mark.slow
-def test_a_frozen_agent_is_left_out_and_taken_in_once_thawed(new_agents: Callable[..., Agents]) -> None:
-    agents = new_agents(nnodes="2:3")
-    agents.start(1, 2, 3)
-    agents.await_round(1, 1, 2, 3)
-    frozen = [agents.jobs[1].pid, *descendants(agents.jobs[1].pid)]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    agents.end_workers(2, 3)
-    agents.await_round(2, 2, 3)
-    for pid in frozen:
-        os.kill(pid, signal.SIGCONT)
-    agents.await_round(3, 1, 2, 3)
-    agents.finish()
-
-
-@pytest.mark.slow
-def test_an_agent_that_was_frozen_while_the_job_ended_ends_once_thawed(
-    new_agents: Callable[..., Agents],
-) -> None:
-    agents = new_agents(nnodes="2:2")
-    agents.start(1, 2)
-    agents.await_round(1, 1, 2)
-    frozen = agents.jobs.pop(2)
-    os.kill(frozen.pid, signal.SIGSTOP)
-    for pid in children(frozen.pid):
-        os.kill(pid, signal.SIGKILL)
-    agents.finish()
-    os.kill(frozen.pid, signal.SIGCONT)
-    assert frozen.wait(20) == 0
-    assert "the job is finished" in frozen.err()

@@ -17,7 +17,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.utils.store import barrier
 
 from mingpt.base.errors import UserError
-from mingpt.launch.elastic import node as node_module
 from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
 from mingpt.launch.elastic.handler import ElasticRendezvous, RoundStore, assigned_ranks
 from mingpt.launch.elastic.node import Node
@@ -41,18 +40,14 @@ class Peer:
     """An agent that answers proposals as `accepts` says, and counts them."""
 
     def __init__(self, folder: Path, accepts: Callable[[], bool]) -> None:
-        self.node, self.proposals, self.gos, self._accepts = Node("peer", PEER, 1), 0, 0, accepts
-        own: Any = self.node.operations()
+        self.node, self.proposals = Node("peer", PEER, 1), 0
+        operations: Any = self.node.operations()
 
         def propose(message: Message) -> Message:
             self.proposals += 1
-            return {"ok": False} if not self._accepts() else dict(own["propose"](message))
+            return operations["propose"](message) if accepts() else {"ok": False}
 
-        def go(message: Message) -> Message:
-            self.gos += 1
-            return dict(own["go"](message))
-
-        server = Server(PEER, 0, own | {"propose": propose, "go": go})
+        server = Server(PEER, 0, operations | {"propose": propose})
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.node.start(server.port, [FolderBoard(folder, "job")])
 
@@ -72,27 +67,6 @@ def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
     thread.join(10)
     assert not thread.is_alive() and peer.node.entered_round() is not None
     assert capsys.readouterr().err.count("peer (127.0.0.2) did not accept the round; retrying") == 1
-
-
-def test_no_round_begins_once_the_leaders_own_promise_has_run_out(
-    new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_module, "PROMISE_S", 0.3)
-    slow = threading.Event()
-
-    def accept_late() -> bool:
-        if not slow.is_set():
-            time.sleep(0.5)  # as a leader that is frozen for a moment
-        return True
-
-    handler, peer = new_handler(), Peer(tmp_path / "meet", accept_late)
-    thread = threading.Thread(target=handler.next_rendezvous, daemon=True)
-    thread.start()
-    wait_until(lambda: peer.proposals > 2)
-    assert peer.gos == 0 and peer.node.entered_round() is None
-    slow.set()
-    thread.join(10)
-    assert not thread.is_alive() and peer.gos == 1 and peer.node.entered_round() is not None
 
 
 def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
