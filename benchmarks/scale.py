@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def agents_by_formula() -> Iterator[str]:
             id=ids[0], host="node-0000", address="10.0.0.1", port=29400, nproc=8, counter=10**5,
             state=RUNNING, reach=ids, members=ids, round=ids[0], number=1, job=ids[0],
         )  # fmt: skip
-        size = len(json.dumps(entry.to_json()))
+        size = len(json.dumps(asdict(entry)))
         polls = 1 / max(0.5, min(1.0, 0.01 * nodes))
         lines.append([nodes, f"{size / 1e3:.1f}", f"{nodes * size * polls / 1e3:,.0f}", 2 * (nodes - 1)])
     head = ["nodes", "KB of an entry", "KB/s that an agent reads of a board", "pings of an agent per second"]
