@@ -145,11 +145,8 @@ def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Han
 
 def handled_signals() -> list[str]:
     """Signals that stop the job; SIGHUP is left alone under nohup, which ignores it."""
-    return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_ignored(signal.SIGHUP)]
-
-
-def is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
+    is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_under_nohup]
 
 
 def read_status(path: Path) -> int:

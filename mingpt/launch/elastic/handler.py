@@ -80,8 +80,8 @@ class RoundStore:
     """What torchrun's agent uses of a torch Store, without a server that could be lost or cut off.
 
     It shares two things with other agents. The workers' ranks are `known` to all, and only read. And at the
-    end of the job there is a barrier: `add` says that this agent has come, and `wait` returns once
-    `is_passed()`.
+    end of the job there is a barrier: `add` says that this agent has come, and `wait`, or `get` of any other
+    key, returns once `is_passed()`.
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class RoundStore:
         """Does nothing, as `set`."""
 
     def get(self, key: str) -> bytes:
-        return self._known[key].encode()
+        if key not in self._known:
+            self.wait([key])
+        return self._known.get(key, "").encode()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
