@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -68,7 +69,7 @@ def receive(receiver: Connection, deadline: float) -> Any:
     if not is_there:
         raise TimeoutError("a rank has not ended in time")
     try:
-        return receiver.recv()
+        return pickle.loads(receiver.recv_bytes())
     except EOFError:
         return None
 
@@ -100,5 +101,6 @@ def run_rank(
     except Exception as error:
         traceback.print_exc()
         result = error
-    sender.send(result)
+    # As bytes: of tensors, `send` would have torch share the memory, which ends with this process.
+    sender.send_bytes(pickle.dumps(result))
     os._exit(0)
