@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT, all_gone, wait_until
 from support.nodes import Cluster, Node, why_no_cluster
 from support.nodes_job import listens
-from support.switch import state_of
 
 from mingpt.tools.jobs import clean_environment
 
@@ -37,24 +36,6 @@ while True:
         except TimeoutError:
             pass
 """
-ACCEPT = """
-import socket
-server = socket.create_server(("", 5000))
-print("up", flush=True)
-server.accept()[0].recv(1)
-"""
-RECEIVE = """
-import socket, sys
-connection = socket.create_connection((sys.argv[1], 5000))
-print("connected", flush=True)
-connection.recv(1)
-"""
-COUNT = """
-import itertools, sys, time
-for number in itertools.count():
-    print(number, flush=True)
-    time.sleep(0.02)
-"""
 
 
 def listen(node: Node, *ports: int) -> None:
@@ -65,10 +46,6 @@ def listen(node: Node, *ports: int) -> None:
 def connect(node: Node, to: Node, port: int = 5000) -> str:
     """What becomes of a connection: "connected", or the error's name."""
     return node.run(sys.executable, "-c", CONNECT, to.address, str(port))
-
-
-def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def test_nodes_have_addresses_names_and_processes_of_their_own(cluster: MakeCluster) -> None:
@@ -83,25 +60,6 @@ def test_nodes_have_addresses_names_and_processes_of_their_own(cluster: MakeClus
     job = second.start(["sleep", "60"])
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait(5) == -signal.SIGTERM
-
-
-def test_two_clusters_do_not_meet(cluster: MakeCluster) -> None:
-    here, there = cluster(1, shared=False), cluster(1, shared=False)
-    listen(here.nodes[0], 5000)
-    assert connect(here.nodes[0], here.nodes[0]) == "connected"
-    assert connect(there.nodes[0], here.nodes[0]) != "connected"
-
-
-def test_disk_and_memory_of_a_node_are_its_own_and_the_repository_is_read_only(cluster: MakeCluster) -> None:
-    made = cluster(2, shared=False)
-    first, second = made.nodes
-    for place in ("/dev/shm", str(made.disk)):
-        first.run("touch", f"{place}/mine")
-        assert "mine" in first.run("ls", place) and "mine" not in second.run("ls", place)
-    assert (first.disk / "mine").exists() and not Path("/dev/shm/mine").exists()
-    for place in (str(ROOT), sys.prefix):
-        with pytest.raises(subprocess.CalledProcessError):
-            first.run("touch", f"{place}/written")
 
 
 def test_a_killed_node_returns_with_its_disk_or_an_empty_one_and_with_empty_memory(
@@ -126,24 +84,6 @@ def test_a_killed_node_returns_with_its_disk_or_an_empty_one_and_with_empty_memo
     assert "mine" not in first.run("ls", str(made.disk))
 
 
-@pytest.mark.parametrize("loses_power", [False, True])
-def test_a_killed_node_closes_its_connections_and_one_without_power_says_nothing(
-    loses_power: bool, cluster: MakeCluster
-) -> None:
-    first, second = cluster(2, shared=False).nodes
-    server = first.start([sys.executable, "-c", ACCEPT])
-    server.wait_until(lambda: "up" in server.out())
-    client = second.start([sys.executable, "-c", RECEIVE, first.address])
-    client.wait_until(lambda: "connected" in client.out())
-    if loses_power:
-        first.lose_power()
-        time.sleep(1)
-        assert client.is_running()
-    else:
-        first.kill()
-        assert client.wait(5) >= 0
-
-
 def test_a_node_cut_off_from_the_network_times_out_until_it_is_healed(cluster: MakeCluster) -> None:
     first, second, third = cluster(3, shared=False).nodes
     for node in (first, second, third):
@@ -160,13 +100,12 @@ def test_a_port_is_blocked_in_one_direction_from_one_node(cluster: MakeCluster) 
     first, second, third = cluster(3, shared=False).nodes
     listen(first, 5000, 5001, 5010)
     listen(second, 5000)
-    first.block("5001-5009", from_node=second)
-    first.block(5000, from_node=second)
+    first.block("5000-5009", from_node=second)
     assert connect(second, first) == connect(second, first, 5001) == "TimeoutError"
     assert connect(second, first, 5010) == "connected"
-    assert connect(first, second) == connect(third, first) == connect(third, first, 5001) == "connected"
+    assert connect(first, second) == connect(third, first) == "connected"
     first.heal()
-    assert connect(second, first) == connect(second, first, 5001) == "connected"
+    assert connect(second, first) == "connected"
 
 
 def test_all_nodes_see_the_shared_folder_and_its_locks(cluster: MakeCluster) -> None:
@@ -208,37 +147,18 @@ def test_storage_that_is_cut_hangs_or_fails_and_heals(cluster: MakeCluster) -> N
 
 
 def test_a_frozen_node_does_nothing_until_it_is_thawed(cluster: MakeCluster) -> None:
-    made = cluster(1)
-    (node,) = made.nodes
-    path = made.shared / "file"
-    job = node.start(["sh", "-c", f"echo >> {path}; {sys.executable} -c '{COUNT}'; exit 3"])
-    job.wait_until(lambda: "5\n" in job.out())
+    (node,) = cluster(1, shared=False).nodes
+    job = node.start(["sh", "-c", "while true; do echo again; sleep 0.02; done"])
+    job.wait_until(job.out)
     node.freeze()
     before = job.out()
     time.sleep(0.5)
     assert job.out() == before
     node.thaw()
-    job.wait_until(lambda: len(job.out()) > len(before) + 10, 5)
+    job.wait_until(lambda: len(job.out()) > len(before))
     node.freeze()
     node.kill()
     assert job.wait(5) == -signal.SIGKILL
-
-
-def test_a_node_that_waits_for_storage_can_be_frozen(cluster: MakeCluster) -> None:
-    made = cluster(1)
-    (node,) = made.nodes
-    path = made.shared / "file"
-    path.write_text("here\n")
-    node.cut_storage()
-    reader = node.start(["sh", "-c", f"cat {path}; cat {path}"])
-    wait_until(lambda: any(name_of(pid) == "cat" and state_of(pid) == "S" for pid in node.pids()), 5)
-    node.freeze()
-    assert "D" in [state_of(pid) for pid in node.pids()]  # the signal waits until the storage answers
-    node.heal()
-    time.sleep(0.5)
-    assert reader.is_running() and reader.out() != "here\nhere\n"
-    node.thaw()
-    assert reader.wait(5) == 0 and reader.out() == "here\nhere\n"
 
 
 @pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
@@ -263,12 +183,3 @@ time.sleep(1000)
     program.wait()
     program.stdout.close()
     wait_until(lambda: all_gone(pids), 5)
-
-
-def test_a_machine_that_cannot_run_the_bed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: 1000)
-        assert why_no_cluster() == "the test bed for several nodes needs Linux and root"
-    if os.geteuid() == 0:
-        monkeypatch.setenv("PATH", "/nonexistent")
-        assert "needs ip, nft, bindfs, " in str(why_no_cluster())

@@ -43,66 +43,6 @@ BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeo
 log = logging.getLogger(__name__)
 
 
-def exchange_heartbeat(context: "DistributedContext", is_busy: bool) -> bool:
-    """Whether any rank is busy. Raises StopRequested on all ranks if any has a request that is not deferred.
-
-    One that is deferred becomes `context.agreed_stop`.
-    """
-    states = context.all_gather_object((is_busy, context.stop_signal.reason))
-    received = [name for name in REASONS if any(reason == name for _, reason in states)]
-    if received and context.agreed_stop is None:
-        context.agreed_stop = received[0]
-    if context.agreed_stop and not context.stop_signal.deferred:
-        raise StopRequested(context.agreed_stop)
-    return any(busy for busy, _ in states)
-
-
-def run_with_heartbeat(context: "DistributedContext", work: Callable[[], T]) -> T:
-    """See DistributedContext.run_with_heartbeat."""
-
-    def run() -> T:
-        import torch
-
-        torch.set_num_threads(context.threads)  # both are set per thread
-        if context.device.type == "cuda":
-            torch.cuda.set_device(context.device)
-        return work()
-
-    outcome, thread = start(run)
-    thread.join(HEARTBEAT_S / 50)  # most often that is enough
-    is_busy = True
-    while is_busy:
-        if outcome.done() and not isinstance(outcome.exception(), UserError | None):
-            outcome.result()  # other ranks may wait for this one in their work, so they have to lose a peer
-        is_busy = exchange_heartbeat(context, thread.is_alive())
-        thread.join(HEARTBEAT_S)
-    return context.raise_on_all_ranks(outcome.result)
-
-
-def heartbeat_while(context: "DistributedContext", work: Callable[[], T]) -> T:
-    """See DistributedContext.heartbeat_while."""
-    done = threading.Event()
-
-    def exchange_heartbeats() -> None:
-        try:
-            is_busy = True
-            while is_busy:
-                is_waiting = not done.wait(HEARTBEAT_S)
-                is_busy = exchange_heartbeat(context, is_waiting)
-        except StopRequested as request:
-            context.stop_signal.exit_before_training(request.reason)
-        except BaseException as error:
-            context.exit.exit_with_error(error)
-
-    thread = threading.Thread(target=exchange_heartbeats, daemon=True)
-    thread.start()
-    try:
-        return work()
-    finally:
-        done.set()
-        thread.join()
-
-
 class StepStatus(NamedTuple):
     """What all ranks know after a step."""
 
@@ -142,7 +82,7 @@ class DistributedContext:
                 world_size=self.world_size,
                 timeout=timedelta(seconds=config.timeout_s),
             )
-            exchange_heartbeat(self, is_busy=False)  # a request may have come during the imports
+            self.exchange_heartbeat(is_busy=False)  # a request may have come during the imports
             told = (self.rendezvous.repeated_failure, self.rendezvous.previous_generation)
             self.repeated_failure, self.previous_generation = self.broadcast_object(told, 0)
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
@@ -360,20 +300,71 @@ class DistributedContext:
                 raise UserError(message_there)
         return result  # type: ignore[return-value]
 
+    def exchange_heartbeat(self, is_busy: bool) -> bool:
+        """Whether any rank is busy. Raises StopRequested on all ranks if any has a request not deferred.
+
+        One that is deferred becomes `agreed_stop`.
+        """
+        states = self.all_gather_object((is_busy, self.stop_signal.reason))
+        received = [name for name in REASONS if any(reason == name for _, reason in states)]
+        if received and self.agreed_stop is None:
+            self.agreed_stop = received[0]
+        if self.agreed_stop and not self.stop_signal.deferred:
+            raise StopRequested(self.agreed_stop)
+        return any(busy for busy, _ in states)
+
     def run_with_heartbeat(self, work: Callable[[], T]) -> T:
         """`raise_on_all_ranks` in a thread, while ranks exchange heartbeats, so timeouts do not fire.
 
         For work that takes long, or that only some ranks have. Raises StopRequested, and leaves the work
         alone, if a request to stop comes before the run has begun; later it becomes `agreed_stop`.
         """
-        return work() if self.world_size == 1 else run_with_heartbeat(self, work)
+        if self.world_size == 1:
+            return work()
+        outcome, thread = start(lambda: self._work_in_thread(work))
+        thread.join(HEARTBEAT_S / 50)  # most often that is enough
+        is_busy = True
+        while is_busy:
+            if outcome.done() and not isinstance(outcome.exception(), UserError | None):
+                outcome.result()  # other ranks may wait for this one in their work, so they must lose a peer
+            is_busy = self.exchange_heartbeat(thread.is_alive())
+            thread.join(HEARTBEAT_S)
+        return self.raise_on_all_ranks(outcome.result)
+
+    def _work_in_thread(self, work: Callable[[], T]) -> T:
+        import torch
+
+        torch.set_num_threads(self.threads)  # both are set per thread
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        return work()
 
     def heartbeat_while(self, work: Callable[[], T]) -> T:
         """Run `work` in the calling thread, as a compiler needs it, while another one exchanges heartbeats.
 
         A peer that is lost meanwhile ends this process; so does a request to stop before the run has begun.
         """
-        return work() if self.world_size == 1 else heartbeat_while(self, work)
+        if self.world_size == 1:
+            return work()
+        done = threading.Event()
+        thread = threading.Thread(target=self._heartbeat_until, args=(done,), daemon=True)
+        thread.start()
+        try:
+            return work()
+        finally:
+            done.set()
+            thread.join()
+
+    def _heartbeat_until(self, done: threading.Event) -> None:
+        try:
+            is_busy = True
+            while is_busy:
+                is_waiting = not done.wait(HEARTBEAT_S)
+                is_busy = self.exchange_heartbeat(is_waiting)
+        except StopRequested as request:
+            self.stop_signal.exit_before_training(request.reason)
+        except BaseException as error:
+            self.exit.exit_with_error(error)
 
     def should_stop(self) -> bool:
         """Whether work that can be cut is to be: all ranks know of a request to stop. Not collective."""

@@ -49,34 +49,21 @@ def parent_pid(pid: int) -> int | None:
         return None
 
 
-def open_pidfd(pid: int, agent_pid: int | None) -> int | None:
-    """A pidfd of a child of the agent, which never refers to a later process; None if it is none."""
-    if agent_pid is None or pid == os.getpid() or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return None  # it has gone, or this kernel does not allow it: then the agent kills it
-    if parent_pid(pid) == agent_pid:  # asked after opening, so it is this very process's parent
-        return pidfd
-    os.close(pidfd)
-    return None
-
-
 def find_local_peers(agent_pid: int | None) -> dict[int, int]:
-    """{rank: pidfd} of the agent's other children that have a rank."""
+    """{rank: pidfd} of the agent's other children that have a rank. A pidfd never means a later process."""
     found: dict[int, int] = {}
-    if agent_pid is None:
+    if agent_pid is None or not hasattr(os, "pidfd_open"):
         return found
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
-        if parent_pid(pid) != agent_pid:
+        if pid == os.getpid() or parent_pid(pid) != agent_pid:
             continue
-        pidfd = open_pidfd(pid, agent_pid)
-        if pidfd is None:
-            continue
-        rank = rank_of(pid)
-        if rank is None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue  # it has gone, or this kernel does not allow it: then the agent kills it
+        rank, parent = rank_of(pid), parent_pid(pid)  # asked after opening, so they are this very process's
+        if rank is None or parent != agent_pid:
             os.close(pidfd)
         else:
             found[rank] = pidfd
@@ -209,7 +196,7 @@ class Rendezvous:
         self.generation = self._offer_nonce() if launch.rank else self._answer_nonces()
         self.process_group_store = PrefixStore(self.generation, self._store)
         self.previous_generation = self._replace_generation() if launch.rank == 0 else None
-        self.local_peer_pidfds = self._open_local_peers()
+        self.local_peer_pidfds = find_local_peers(launch.agent_pid)
 
     def _connect(self, is_host: bool) -> Any:
         from torch.distributed import DistError, TCPStore
@@ -238,7 +225,7 @@ class Rendezvous:
         store.set(f"hello/{self.launch.rank}", nonce)
         self._wait_for(f"answer/{nonce}", lambda: [0])
         name = str(store.get(f"answer/{nonce}").decode())
-        store.set(member_key(name, self.launch.rank), self._location())
+        store.set(member_key(name, self.launch.rank), "")
         # Nobody goes on before all have come: who waits here can tell who is missing.
         self._wait_for(f"{name}/complete", lambda: self._waited_for(name))
         return name
@@ -246,7 +233,7 @@ class Rendezvous:
     def _answer_nonces(self) -> str:
         """On rank 0: answer every offer until all ranks have confirmed the generation's name."""
         store, name = self._store, uuid.uuid4().hex
-        store.set(member_key(name, 0), self._location())
+        store.set(member_key(name, 0), "")
         answered: dict[int, bytes] = {}
         missing = self._missing(name)
         while missing:
@@ -265,9 +252,6 @@ class Rendezvous:
             time.sleep(POLL_S if missing else 0)
         store.set(f"{name}/complete", "")
         return name
-
-    def _location(self) -> str:
-        return json.dumps([self.launch.node_rank, os.getpid()])
 
     def _missing(self, name: str) -> list[int]:
         """Ranks that have not confirmed the generation's name."""
@@ -340,21 +324,6 @@ class Rendezvous:
         ends = [*ends, end.to_json()][-MAX_REPEATS:]
         self._store.set("ends", json.dumps(ends))
         return [GenerationEnd.from_json(entry) for entry in ends]
-
-    def _open_local_peers(self) -> dict[int, int]:
-        """{rank: pidfd} of our agent's other workers."""
-        found: dict[int, int] = {}
-        if self.launch.agent_pid is None:
-            return found
-        ranks = range(self.launch.world_size)
-        places = self._store.multi_get([member_key(self.generation, rank) for rank in ranks])
-        for rank, place in enumerate(places):
-            node_rank, pid = json.loads(place)
-            if node_rank == self.launch.node_rank:
-                pidfd = open_pidfd(pid, self.launch.agent_pid)
-                if pidfd is not None:
-                    found[rank] = pidfd
-        return found
 
     def record_exit_reason(self, why: str, step: int, rank: int | None = None, agreed: bool = False) -> None:
         """Tell the next generation why this or another rank exits after `step`; the first reason counts."""

@@ -43,39 +43,21 @@ def start_workers(config: Config, launch: Launch, command: Sequence[str], stop_s
 
 def choose_workers(config: Config, launch: Launch) -> int:
     """How many workers `trainer.workers` means on this machine. Raises UserError if they are too many."""
-    if may_use_gpus(config):
-        import torch
-
-        if torch.cuda.is_available():
-            return limit_workers(config, torch.cuda.device_count())
-        if torch.backends.mps.is_available():
-            return 1
-    return workers_without_gpus(config, launch)
-
-
-def may_use_gpus(config: Config) -> bool:
-    """Whether the number of workers is that of the GPUs, where there are some."""
-    trainer = config.trainer
-    return trainer.workers == "auto" and trainer.device in ("auto", "cuda") and not is_memory_store(config)
-
-
-def workers_without_gpus(config: Config, launch: Launch) -> int:
     trainer = config.trainer
     if trainer.workers != "auto":
         check_workers(config, trainer.workers)
         return trainer.workers
-    if trainer.device == "mps" or is_memory_store(config):
-        return 1
-    return limit_workers(config, usable_cores() // launch.threads(trainer))
+    if trainer.device == "mps" or (config.snapshot.path or "").startswith("memory://"):
+        return 1  # Apple's GPU, and snapshots in the memory of a process, are for one
+    available = usable_cores() // launch.threads(trainer)
+    if trainer.device != "cpu":
+        import torch
 
-
-def is_memory_store(config: Config) -> bool:
-    """Whether snapshots go to the memory of one process."""
-    return (config.snapshot.path or "").startswith("memory://")
-
-
-def limit_workers(config: Config, available: int) -> int:
-    return max(1, min(available, MAX_WORKERS, config.trainer.batch_size // config.trainer.micro_batch_size))
+        if torch.cuda.is_available():
+            available = torch.cuda.device_count()
+        elif torch.backends.mps.is_available():
+            return 1
+    return max(1, min(available, MAX_WORKERS, trainer.batch_size // trainer.micro_batch_size))
 
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
@@ -163,11 +145,8 @@ def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Han
 
 def handled_signals() -> list[str]:
     """Signals that stop the job; SIGHUP is left alone under nohup, which ignores it."""
-    return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_ignored(signal.SIGHUP)]
-
-
-def is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
+    is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_under_nohup]
 
 
 def read_status(path: Path) -> int:

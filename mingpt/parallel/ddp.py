@@ -137,9 +137,6 @@ class DDPReduction(WholeWeights):
             self.forward = self.ddp
             self.loss_scale *= self.world_size  # DDP takes the mean over the ranks
 
-    def start_step(self) -> None:
-        pass  # gradients were freed after the last step
-
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
         is_last = number == self.my_micro_batches[-1]

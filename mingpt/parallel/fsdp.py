@@ -74,9 +74,6 @@ class FSDPReduction(Strategy):
     def held_weights(self) -> dict[str, Tensor]:
         return self.pieces()
 
-    def start_step(self) -> None:
-        pass  # gradients were freed after the last step
-
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
         if number // self.world_size == self.rounds - 1:

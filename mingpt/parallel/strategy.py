@@ -6,6 +6,7 @@ torch.nn.utils.clip_grad_norm_ takes it of sharded gradients, depends on the num
 """
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,9 +32,7 @@ def split_rows(rows: int, workers: int) -> list[range]:
 
 def numel_by_rank(shape: Sequence[int], workers: int) -> list[int]:
     """Elements of each rank's rows of a tensor of this shape, which has at least one dimension."""
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
+    columns = math.prod(shape[1:])
     return [len(rows) * columns for rows in split_rows(shape[0], workers)]
 
 
@@ -153,9 +152,8 @@ class Strategy(ABC):
     def held_weights(self) -> dict[str, Tensor]:
         """Of each parameter, all that this rank holds: the parameters' own memory."""
 
-    @abstractmethod
-    def start_step(self) -> None:
-        """Before the first micro-batch."""
+    def start_step(self) -> None:  # noqa: B027 - most strategies have nothing to do
+        """Before the first micro-batch. Gradients were freed after the last step."""
 
     @abstractmethod
     def micro_batch(self, number: int) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mingpt.base.errors import UserError
-from mingpt.distributed import context
+from mingpt.distributed import DistributedContext, context
 
 
 def make_context(is_other_busy: threading.Event) -> Any:
@@ -15,14 +15,11 @@ def make_context(is_other_busy: threading.Event) -> Any:
     def all_gather_object(value: Any) -> list[Any]:
         return [value, (not is_other_busy.is_set(), None) if isinstance(value, tuple) else None]
 
-    return SimpleNamespace(
-        all_gather_object=all_gather_object,
-        raise_on_all_ranks=lambda work: work(),
-        stop_signal=SimpleNamespace(reason=None, deferred=True),
-        agreed_stop=None,
-        threads=1,
-        device=torch.device("cpu"),
-    )
+    made: Any = DistributedContext.__new__(DistributedContext)
+    made.world_size, made.threads, made.device, made.agreed_stop = 2, 1, torch.device("cpu"), None
+    made.all_gather_object, made.raise_on_all_ranks = all_gather_object, lambda work: work()
+    made.stop_signal = SimpleNamespace(reason=None, deferred=True)
+    return made
 
 
 def fail(error: Exception) -> None:
@@ -33,7 +30,7 @@ def test_an_error_that_others_do_not_know_of_is_raised_though_they_are_busy() ->
     """They may wait for this rank in their work, which therefore has to lose a peer."""
     other_is_done = threading.Event()
     with pytest.raises(OSError, match="a disk"):
-        context.run_with_heartbeat(make_context(other_is_done), lambda: fail(OSError("a disk")))
+        make_context(other_is_done).run_with_heartbeat(lambda: fail(OSError("a disk")))
     assert not other_is_done.is_set()
 
 
@@ -42,5 +39,5 @@ def test_an_error_of_the_users_waits_until_all_ranks_are_done(monkeypatch: pytes
     other_is_done = threading.Event()
     threading.Timer(0.3, other_is_done.set).start()
     with pytest.raises(UserError, match="a token"):
-        context.run_with_heartbeat(make_context(other_is_done), lambda: fail(UserError("a token")))
+        make_context(other_is_done).run_with_heartbeat(lambda: fail(UserError("a token")))
     assert other_is_done.is_set()

@@ -79,21 +79,12 @@ def output(folder: Path) -> str:
     return "\n".join(line for line in lines if not line.startswith("step "))
 
 
-def test_a_job_on_one_node_finishes(
-    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize("script", ["one_node.sbatch", "several_nodes.sbatch"])
+def test_a_job_finishes_with_the_bits_of_one_process(
+    script: str, cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    job = submit(cluster, "one_node.sbatch", tmp_path, text, "--cpus-per-task=2")
-    state = cluster.wait_for_state(job, "COMPLETED", "FAILED")
-    assert state == "COMPLETED" and final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS), (
-        output(tmp_path)
-    )
-
-
-@pytest.mark.slow
-def test_several_nodes_finish_with_the_bits_of_one(
-    cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    job = submit(cluster, "several_nodes.sbatch", tmp_path, text)
+    options = ["--cpus-per-task=2"] if script == "one_node.sbatch" else []
+    job = submit(cluster, script, tmp_path, text, *options)
     state = cluster.wait_for_state(job, "COMPLETED", "FAILED")
     assert state == "COMPLETED" and final_hash(tmp_path / "run", STEPS) == final_hash(undisturbed, STEPS), (
         output(tmp_path)

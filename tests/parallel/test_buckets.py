@@ -18,21 +18,6 @@ def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
     assert buckets == [[5, 4, 3], [2, 1], [0]]
 
 
-def test_a_large_weight_takes_small_ones_with_it_and_none_is_alone_but_the_last() -> None:
-    """As in GPT-2 XL, whose weights of 41 MB alternate with biases of a few KB."""
-    large, small = 10_240_000, 1600
-    buckets = sizes_of([large, small] * 20)
-    assert len(buckets) <= 21
-    for bucket in buckets[:-1]:
-        size = sum(4 * (small if number % 2 else large) for number in bucket)
-        assert BUCKET_BYTES <= size < BUCKET_BYTES + 4 * large
-
-
-def test_buckets_of_small_weights_hold_many() -> None:
-    (bucket,) = sizes_of([100] * 1000)
-    assert bucket == list(range(999, -1, -1))
-
-
 def test_what_is_on_the_meta_device_gets_memory_and_what_is_shared_stays_so() -> None:
     with torch.device("meta"):
         model = GPT(ModelConfig(arch="gpt2", n_layer=1, n_head=1, n_embd=8), vocab_size=5, block_size=4)

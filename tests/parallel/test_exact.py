@@ -3,7 +3,6 @@ import torch
 from support.single_process import SingleProcess
 from torch import Tensor, nn
 
-from mingpt.base import events
 from mingpt.parallel import ExactReduction, StrategySetup
 
 LEAVES = 6
@@ -71,25 +70,6 @@ def test_gradients_that_the_next_backward_pass_overwrites_are_copied(grads_are_s
     memory = [torch.empty_like(parameter) for parameter in strategy.parameters]
     reduce_step(strategy, gradients, memory)
     assert equals(strategy, sum_of_tree(gradients)) == grads_are_static
-
-
-def test_the_partial_sums_are_those_of_a_binary_counter() -> None:
-    held: list[list[tuple[int, int]]] = []
-
-    def note(micro_batch: int, sums: list[tuple[int, int, list[Tensor]]]) -> None:
-        held.append([(level, index) for level, index, _ in sums])
-
-    events.subscribe("partial_sums", note)
-    strategy = make_strategy()
-    reduce_step(strategy, make_gradients(strategy.parameters))
-    assert held == [
-        [(0, 0)],
-        [(1, 0)],
-        [(1, 0), (0, 2)],
-        [(2, 0)],
-        [(2, 0), (0, 4)],
-        [(3, 0)],
-    ]
 
 
 @pytest.mark.parametrize(("max_norm", "clipped"), [(0.5, 0.5), (1000.0, None), (0.0, None)])

@@ -101,7 +101,6 @@ def test_partial_sums_keep_no_more_memory_than_they_have(results: Results, ranks
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_ranks_end_what_they_do_together_if_one_is_to(results: Results, ranks: int) -> None:
-    """Asked in a thread."""
     assert {outcome.any_of_one for outcome in of_ranks(results, "fsdp gpt2 float32", ranks)} == {
         (True, False)
     }

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mingpt.optim import Exchange
 from mingpt.parallel import split_rows
+from support.ranks import run_in_threads
 
 R = TypeVar("R")
 TIMEOUT_S = 30
@@ -55,25 +56,20 @@ class FakeWorkers:
 
     def run(self, work: Callable[[Exchange], R]) -> list[R]:
         """What `work` returns for each rank. Raises what one of them raised."""
-        results: list[R | None] = [None] * self.workers
-        errors: list[BaseException] = []
 
-        def run_rank(rank: int) -> None:
+        def run_rank(rank: int) -> R:
             try:
-                results[rank] = work(self.exchange(rank))
-            except BaseException as error:
-                errors.append(error)
+                return work(self.exchange(rank))
+            except Exception:
                 self.barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        results: list[Any] = run_in_threads(self.workers, run_rank)
+        errors = [result for result in results if isinstance(result, Exception)]
         errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
         if errors:
             raise errors[0]
-        return results  # type: ignore[return-value]
+        return results
 
 
 def piece(tensor: Tensor, exchange: Exchange) -> Tensor:

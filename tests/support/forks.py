@@ -1,13 +1,13 @@
 """Several ranks as forks of this process, which exchange tensors by gloo: one import of torch for all."""
 
+import multiprocessing
 import os
 import pickle
-import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -45,23 +45,33 @@ def fork_ranks(
 
     Raises TimeoutError if a rank does not end.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder, pids = Path(name), []
+    forks, deadline = multiprocessing.get_context("fork"), time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory() as folder:
+        processes, receivers = [], []
         for rank in range(world_size):
-            pid = os.fork()
-            if not pid:
-                run_rank(folder, rank, world_size, work)
-            pids.append(pid)
+            receiver, sender = forks.Pipe(duplex=False)
+            process = forks.Process(target=run_rank, args=(sender, folder, rank, world_size, work))
+            process.start()
+            sender.close()  # else its end would not be noticed
+            processes.append(process)
+            receivers.append(receiver)
         try:
-            wait_for_all(pids, timeout_s)
+            return [receive(receiver, deadline) for receiver in receivers]
         finally:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                except (ProcessLookupError, ChildProcessError):
-                    pass  # it has ended by itself
-        return [read_result(folder / str(rank)) for rank in range(world_size)]
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def receive(receiver: Connection, deadline: float) -> Any:
+    """What a rank sends; None if it dies."""
+    is_there = receiver.poll(max(0.0, deadline - time.monotonic()))
+    if not is_there:
+        raise TimeoutError("a rank has not ended in time")
+    try:
+        return pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        return None
 
 
 def results_of(
@@ -77,43 +87,20 @@ def results_of(
     return values
 
 
-def wait_for_all(pids: list[int], timeout_s: float) -> None:
-    """Until all have ended. Raises TimeoutError."""
-    deadline, running = time.monotonic() + timeout_s, set(pids)
-    while running:
-        running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(running)} of {len(pids)} ranks have not ended after {timeout_s} s")
-        time.sleep(0.005)
-
-
-def read_result(path: Path) -> Any:
-    return pickle.loads(path.read_bytes()) if path.exists() else None
-
-
-def run_rank(folder: Path, rank: int, world_size: int, work: Callable[[DistributedContext], Any]) -> None:
+def run_rank(
+    sender: Connection, folder: str, rank: int, world_size: int, work: Callable[[DistributedContext], Any]
+) -> None:
     """In a fork, to the end of its process."""
-    code = 1
     try:
         torch.set_num_threads(1)
         if world_size > 1:
             torch.distributed.init_process_group(
                 "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
             )
-        result = outcome(work, ForkedContext(rank, world_size))
-        path = folder / f"{rank}.new"
-        path.write_bytes(pickle.dumps(result))
-        path.rename(folder / str(rank))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def outcome(work: Callable[[DistributedContext], T], context: DistributedContext) -> T | Exception:
-    try:
-        return work(context)
+        result = work(ForkedContext(rank, world_size))
     except Exception as error:
         traceback.print_exc()
-        return error
+        result = error
+    # As bytes: of tensors, `send` would have torch share the memory, which ends with this process.
+    sender.send_bytes(pickle.dumps(result))
+    os._exit(0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mingpt.distributed.rendezvous import rank_of
 from mingpt.tools.jobs import ROOT, read_history, tensor_hash
 from support.nodes import Cluster, Node, NodeJob
 
@@ -164,9 +165,9 @@ class NodesJob:
     def rank(self, node: Node) -> int | None:
         """Of the node's worker, as its environment has it."""
         for pid in self.running[node].workers():
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if entry.startswith(b"RANK="):
-                    return int(entry[5:])
+            rank = rank_of(pid)
+            if rank is not None:
+                return rank
         return None
 
     def exit_codes(self) -> dict[str, int | None]:

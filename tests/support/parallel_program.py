@@ -12,7 +12,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,16 +188,8 @@ def train(case: Case, context: DistributedContext) -> Outcome:
     model.eval()
     with torch.no_grad(), autocast(case):
         outcome.eval_loss = float(model(*make_batch(1000))[1])
-    outcome.any_of_one = any_in_a_thread(strategy, context.rank == 0), strategy.any(False)
+    outcome.any_of_one = strategy.any(context.rank == 0), strategy.any(False)
     return outcome
-
-
-def any_in_a_thread(strategy: Strategy, flag: bool) -> bool:
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(strategy.any(flag)))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def train_all(cases: dict[str, Case], context: DistributedContext) -> dict[str, Outcome]:

@@ -43,9 +43,6 @@ class ThreadContext(DistributedContext):
         received: Any = self.all_gather_object(value)[source]
         return received  # type: ignore[no-any-return]
 
-    def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        return self.broadcast_object(content, source) or b""
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self.all_gather_object(tensor.clone())[source])
 
@@ -64,15 +61,23 @@ def run_ranks(
 ) -> list[T | Exception]:
     """What `work` returns, or raises, on each rank."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
-    results: list[Any] = [None] * world_size
+    return run_in_threads(
+        world_size,
+        lambda rank: work(ThreadContext(rank, world_size, barrier, board, round, one_node)),
+    )
 
-    def run(rank: int) -> None:
+
+def run_in_threads(count: int, work: Callable[[int], T]) -> list[T | Exception]:
+    """What `work` returns, or raises, for each number."""
+    results: list[Any] = [None] * count
+
+    def run(number: int) -> None:
         try:
-            results[rank] = work(ThreadContext(rank, world_size, barrier, board, round, one_node))
+            results[number] = work(number)
         except Exception as error:
-            results[rank] = error
+            results[number] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

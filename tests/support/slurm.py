@@ -130,24 +130,17 @@ class SlurmCluster:
         for pid in self.pids_with({f"SLURM_CONF={self.conf}"}):
             kill(pid)
 
-    def run(self, *command: str, check: bool = True) -> str:
+    def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
         """The output of a Slurm command. Raises RuntimeError with its error."""
-        done = subprocess.run(
-            list(command), env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
+        env = self.environment | dict(environment or {})
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout
 
     def submit(self, *words: str, **environment: str) -> int:
         """Start a batch job in the root of the repository; returns its id."""
-        command = ["sbatch", "--parsable", *words]
-        done = subprocess.run(
-            command, env=self.environment | environment, cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
-        return int(done.stdout)
+        return int(self.run("sbatch", "--parsable", *words, environment=environment))
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says."""

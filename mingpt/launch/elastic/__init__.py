@@ -13,13 +13,9 @@ by the handler alone.
 from collections.abc import Callable
 from typing import Any
 
-from mingpt.launch.elastic.boards import request
-
-__all__ = ["rendezvous_backend", "request"]
-
 
 def rendezvous_backend() -> Callable[[Any], Any]:
     """The entry point of torchrun's group `torchrun.handlers`: what makes a handler of its parameters."""
-    from mingpt.launch.elastic.handler import create_handler
+    from mingpt.launch.elastic.handler import ElasticRendezvous
 
-    return create_handler
+    return ElasticRendezvous

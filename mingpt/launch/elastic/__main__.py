@@ -8,18 +8,15 @@ from collections.abc import Sequence
 
 from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
-from mingpt.launch.elastic.boards import parse_rdzv, serve
+from mingpt.launch.elastic.boards import parse_endpoints, serve
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt.launch.elastic", __doc__)
     parser.add_argument("--serve", required=True, metavar="HOST:PORT", help="an address of this host")
     text = parser.parse_args(arguments).serve
-    try:
-        endpoints = parse_rdzv(text)
-    except ValueError:
-        endpoints = []
-    if not isinstance(endpoints, list) or len(endpoints) != 1:
+    endpoints = parse_endpoints(text)
+    if len(endpoints) != 1:
         raise UserError(f"--serve is one HOST:PORT, such as 10.0.0.9:29400; got {text!r}")
     (endpoint,) = endpoints
     try:

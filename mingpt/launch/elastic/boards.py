@@ -15,11 +15,12 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
+from mingpt.base.errors import UserError
 from mingpt.base.files import BadJson, check_json, parse_json, write_atomic
 from mingpt.launch.elastic.decisions import FINISHED, Entry
 
@@ -98,51 +99,33 @@ def is_ipv6(address: str) -> bool:
         return False
 
 
-class Board(Protocol):
-    name: str  # as it is called in messages
-
-    def exchange(self, mine: Entry) -> list[Entry]:
-        """Post `mine` and return all entries. Raises OSError; may hang where storage does."""
-
-    def remove(self, mine: Entry) -> None:
-        """Raises OSError."""
-
-
 class FolderBoard:
     """A file for each agent, replaced by rename: needs no locks, does not grow, and works on NFS."""
 
     def __init__(self, path: Path, rdzv_id: str) -> None:
         self.name = str(path)
         self._folder = path / quote(rdzv_id, safe="")
-        self._unchanged: dict[str, tuple[bytes, float]] = {}
 
     def exchange(self, mine: Entry) -> list[Entry]:
+        """Post `mine` and return all entries. Raises OSError; may hang where storage does."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file, partial = self._folder / f"{mine.id}.json", self._folder / f"{mine.id}.partial"
-        write_atomic(file, json.dumps(mine.to_json()), partial, sync="nothing")
-        found, paths = [], list(self._folder.glob("*.json"))
-        for path in paths:
+        own, partial = self._folder / f"{mine.id}.json", self._folder / f"{mine.id}.partial"
+        write_atomic(own, json.dumps(asdict(mine)), partial, sync="nothing")
+        now = own.stat().st_mtime  # by the clock of the storage, which the other files have, too
+        found = []
+        for path in self._folder.glob("*.json"):
             try:
-                content = path.read_bytes()
-                self._clean(path, content)
+                entries = parse_entries([path.read_bytes()])
+                is_finished = [entry.state for entry in entries] == [FINISHED]
+                if now - path.stat().st_mtime > (FORGET_FINISHED_S if is_finished else FORGET_S):
+                    path.unlink(missing_ok=True)
             except OSError:
                 continue  # its agent has just ended, or this one file cannot be read now
-            found += parse_entries([content])
-        listed = {path.name for path in paths}
-        self._unchanged = {name: value for name, value in self._unchanged.items() if name in listed}
+            found += entries
         return found
 
-    def _clean(self, path: Path, content: bytes) -> None:
-        """Remove what an agent left that was killed, and, after a longer time, that a job is finished."""
-        before, since = self._unchanged.get(path.name, (b"", 0.0))
-        if before != content:
-            self._unchanged[path.name] = (content, time.monotonic())
-            return
-        is_finished = [entry.state for entry in parse_entries([content])] == [FINISHED]
-        if time.monotonic() - since > (FORGET_FINISHED_S if is_finished else FORGET_S):
-            path.unlink(missing_ok=True)
-
     def remove(self, mine: Entry) -> None:
+        """Raises OSError."""
         (self._folder / f"{mine.id}.json").unlink(missing_ok=True)
 
 
@@ -154,14 +137,15 @@ class HostBoard:
         self._host, self._port, self._rdzv_id = host, port, rdzv_id
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        message = {"op": "post", "rdzv_id": self._rdzv_id, "entry": mine.to_json()}
-        answer = request(self._host, self._port, message, POST_TIMEOUT_S)
-        entries = answer.get("entries")
+        """Post `mine` and return all entries. Raises OSError."""
+        message = {"op": "post", "rdzv_id": self._rdzv_id, "entry": asdict(mine)}
+        entries = request(self._host, self._port, message, POST_TIMEOUT_S).get("entries")
         if not isinstance(entries, list):
             raise OSError(f"{self.name} has no board")
         return parse_entries(entries)
 
     def remove(self, mine: Entry) -> None:
+        """Raises OSError."""
         message = {"op": "remove", "rdzv_id": self._rdzv_id, "id": mine.id}
         request(self._host, self._port, message, POST_TIMEOUT_S)
 
@@ -171,10 +155,13 @@ def parse_entries(contents: Iterable[Any]) -> list[Entry]:
     found = []
     for content in contents:
         try:
-            found.append(Entry.from_json(parse_json(content) if isinstance(content, bytes) else content))
-        except ValueError:
+            found.append(check_json(parse_json(content) if isinstance(content, bytes) else content, Entry))
+        except BadJson:
             continue
     return found
+
+
+Board = FolderBoard | HostBoard  # `name` is what messages call it
 
 
 @dataclass(frozen=True)
@@ -238,18 +225,24 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
 
-def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """A folder, or HOST:PORT[,HOST:PORT...]. Raises ValueError, in one sentence."""
+def parse_endpoints(text: str) -> list[Endpoint]:
+    """HOST:PORT[,HOST:PORT...]; empty if the text is anything else."""
     endpoints = []
     for part in text.split(","):
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s\[\]]+)):(\d{1,5})", part.strip())
         if not match or not 0 < int(match[3]) < 65536:
-            break
+            return []
         endpoints.append(Endpoint(match[1] or match[2], int(match[3])))
-    else:
+    return endpoints
+
+
+def parse_rdzv(text: str) -> Path | list[Endpoint]:
+    """A folder, or HOST:PORT[,HOST:PORT...]. Raises UserError."""
+    endpoints = parse_endpoints(text)
+    if endpoints:
         return endpoints
     if "/" not in text or "\n" in text:
-        raise ValueError(
+        raise UserError(
             "--rdzv is HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
             f" as ./rendezvous; got {text!r}"
         )

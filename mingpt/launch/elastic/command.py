@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mingpt.base.command import run_command
+from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
 from mingpt.base.system import ipv4_addresses
 from mingpt.launch.elastic.boards import parse_rdzv
@@ -37,23 +37,9 @@ def list_addresses() -> dict[str, str]:
     return found
 
 
-def find_interface(address: str, addresses: dict[str, str]) -> str | None:
-    """The interface that has `address`, or None; all of 127.0.0.0/8 belongs to the loopback interface."""
-    if address in addresses:
-        return addresses[address]
-    if ipaddress.ip_address(address).is_loopback:
-        return addresses.get("127.0.0.1")
-    return None
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; usage: {USAGE}")
-
-
-def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the words after `--`. Raises UserError."""
-    parser = Parser("launch/elastic.sh", usage=USAGE, allow_abbrev=False)
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Raises UserError."""
+    parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
     parser.add_argument(
         "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
     )
@@ -63,12 +49,8 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--local_addr", required=True, metavar="A", help="this node's address for its peers")
     parser.add_argument("--rdzv_id", default="mingpt", metavar="ID", help="one for each job; default: mingpt")
-    words = list(words)
-    split = words.index("--") if "--" in words else len(words)
-    options, command = parser.parse_args(words[:split]), words[split + 1 :]
-    if not command:
-        raise UserError(f"there is no program after --, such as -- train.py; usage: {USAGE}")
-    return options, command
+    parser.add_argument("program", nargs="+", help="after --: a program, such as train.py, and its arguments")
+    return parser.parse_args(words)
 
 
 def check_nnodes(text: str) -> str:
@@ -99,7 +81,9 @@ def check_local_addr(text: str) -> tuple[str, str]:
         address = str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         raise UserError(f"--local_addr {text} does not resolve; this host has {known}") from None
-    interface = find_interface(address, addresses)
+    # All of 127.0.0.0/8 belongs to the loopback interface.
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    interface = addresses.get("127.0.0.1" if is_loopback else address)
     if interface is None:
         raise UserError(f"--local_addr {text} is on no interface of this host, which has {known}")
     return address, interface
@@ -117,12 +101,8 @@ def make_folder(path: Path) -> None:
 
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(what to add to the environment, the command). Raises UserError."""
-    options, program = parse(words)
-    nnodes, nproc = check_nnodes(options.nnodes), check_nproc(options.nproc)
-    try:
-        rdzv = parse_rdzv(options.rdzv)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    options = parse(words)
+    nnodes, nproc, rdzv = check_nnodes(options.nnodes), check_nproc(options.nproc), parse_rdzv(options.rdzv)
     if not options.rdzv_id:
         raise UserError("--rdzv_id is a name for this job; got an empty one")
     if isinstance(rdzv, Path):
@@ -144,7 +124,7 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         f"--rdzv_id={options.rdzv_id}",
         f"--rdzv_conf=nproc={nproc}",
         f"--local_addr={address}",
-        *program,
+        *options.program,
     ]
     return variables, command
 

@@ -5,14 +5,12 @@ No clock, no network, no torch: what is seen goes in, what to do comes out.
 
 import ipaddress
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pydantic
 from pydantic import StrictInt
-
-from mingpt.base.files import BadJson, check_json
 
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 JOIN_HOLD_S = 1.0  # of what has to last before anybody is disturbed
@@ -39,17 +37,6 @@ class Entry:
     job: str = ""
     nproc: StrictInt = 0  # workers on this node; 0: not known
 
-    @classmethod
-    def from_json(cls, content: Any) -> "Entry":
-        """Raises ValueError if it is not an entry."""
-        try:
-            return check_json(content, cls)
-        except BadJson as error:
-            raise ValueError(f"not an entry: {error}") from error
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def key(self) -> tuple[int, int, str, str]:
         """Order of the ranks: by address, as a number where it is one."""
@@ -62,37 +49,35 @@ class Entry:
         return f"{self.host} ({self.address})"
 
 
-class Liveness:
-    """Who is alive: whose counter changed within `dead_s`, by the reader's clock.
+@dataclass(frozen=True)
+class Round:
+    """What its leader proposes. `members` are in the order of their ranks, the leader first."""
 
-    A first sight is no change, so a file that an earlier job left never counts.
+    id: str
+    number: StrictInt  # in the job, from 1
+    job: str
+    members: tuple[Entry, ...]
+    store_port: StrictInt  # of the workers' store, on the leader's node
+
+
+@dataclass
+class Pulse:
+    """Signs of life of one agent on one board: it is alive if its counter changed lately.
+
+    Times are those of the reader's clock. A first sight is no change, so a file that an earlier job left
+    never counts.
     """
 
-    def __init__(self, dead_s: float) -> None:
-        self.dead_s = dead_s
-        self._seen: dict[str, tuple[int, float, bool]] = {}  # id: counter, since when, has it ever changed
+    counter: int
+    since: float  # when the counter changed, or was first seen
+    has_changed: bool = False
 
-    def observe(self, entries: Iterable[Entry], now: float) -> None:
-        for entry in entries:
-            if entry.id not in self._seen:
-                self._seen[entry.id] = (entry.counter, now, False)
-            elif entry.counter > self._seen[entry.id][0]:
-                self._seen[entry.id] = (entry.counter, now, True)
+    def observe(self, counter: int, now: float) -> None:
+        if counter > self.counter:
+            self.counter, self.since, self.has_changed = counter, now, True
 
-    def keep(self, ids: Collection[str]) -> None:
-        """Forget all others."""
-        self._seen = {id: seen for id, seen in self._seen.items() if id in ids}
-
-    def is_alive(self, id: str, now: float) -> bool:
-        _, since, has_changed = self._seen.get(id, (0, now, False))
-        return has_changed and now - since < self.dead_s
-
-    def was_alive(self, id: str) -> bool:
-        return id in self._seen and self._seen[id][2]
-
-    def silent_for(self, id: str, now: float) -> float:
-        """Seconds since its counter changed, or since it was first seen; infinite if it never was."""
-        return now - self._seen[id][1] if id in self._seen else math.inf
+    def is_alive(self, now: float, dead_s: float) -> bool:
+        return self.has_changed and now - self.since < dead_s
 
 
 def is_linked(one: Entry, other: Entry) -> bool:
@@ -191,13 +176,11 @@ class JoinBackoff:
         self._members: dict[str, tuple[str, str, float]] = {}  # id: host, address, when it joined
         self._losses: dict[tuple[str, str], int] = {}
 
-    def start_round(self, members: Iterable[Mapping[str, Any]], now: float) -> None:
+    def start_round(self, members: Iterable[Entry], now: float) -> None:
         """Members of the first round have joined nobody."""
         joined = now if self._members else -math.inf
         before = self._members
-        self._members = {
-            one["id"]: before.get(one["id"], (one["host"], one["address"], joined)) for one in members
-        }
+        self._members = {one.id: before.get(one.id, (one.host, one.address, joined)) for one in members}
         for id in before.keys() - self._members.keys():
             host, address, since = before[id]
             losses = self._losses.pop((host, address), 0)

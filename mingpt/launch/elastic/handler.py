@@ -4,8 +4,8 @@ A round is what its leader, the agent with the smallest address, proposes to age
 and that all accept. Its members' ranks follow their addresses. The leader's agent hosts the workers' store.
 Workers find the job's token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
 
-The agents of a round share a few keys, `RoundStore`, in the memory of its leader. Workers do not see them:
-they get a torch TCPStore that the leader's agent hosts.
+Workers share a torch TCPStore that the leader's agent hosts. The agents themselves share no store, since it
+would die with its host: all of them know all ranks, and at the end they ask each other who has come.
 """
 
 import atexit
@@ -20,7 +20,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistStoreError, TCPStore
@@ -31,6 +33,9 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from mingpt.base.errors import UserError
+from mingpt.distributed.exit import write_stderr
+from mingpt.distributed.launch import JOB, ROUND
 from mingpt.launch.elastic import decisions
 from mingpt.launch.elastic.boards import (
     Board,
@@ -45,13 +50,9 @@ from mingpt.launch.elastic.boards import (
     request,
     serve_once_free,
 )
-from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry
+from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
 
-STORE_POLL_S = 0.05
-REQUEST_TIMEOUT_S = 2.0
-KEPT_ROUNDS = 2
-JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"  # mingpt/distributed/launch.py has the same names
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
 LINGER_S = 2.0  # for others to read that the job is finished
@@ -61,47 +62,11 @@ POLL_S = 0.05
 RETRY_S = (0.1, 0.3)  # after a proposal that failed, at random: two leaders may be in each other's way
 
 
-class KeyMemory:
-    """The leader's side: the operations `set`, `get` and `add`, for each round apart."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rounds: dict[str, dict[str, str]] = {}
-
-    def operations(self) -> dict[str, Callable[[Message], Message]]:
-        return {"set": self._set, "get": self._get, "add": self._add}
-
-    def _keys(self, message: Message) -> dict[str, str]:
-        keys = self._rounds.setdefault(str(message["round"]), {})
-        while len(self._rounds) > KEPT_ROUNDS:
-            del self._rounds[next(iter(self._rounds))]
-        return keys
-
-    def _set(self, message: Message) -> Message:
-        with self._lock:
-            self._keys(message)[str(message["key"])] = str(message["value"])
-        return {}
-
-    def _get(self, message: Message) -> Message:
-        with self._lock:
-            keys = self._keys(message)
-            return {"values": [keys.get(str(key)) for key in message["keys"]]}
-
-    def _add(self, message: Message) -> Message:
-        with self._lock:
-            keys, key, token = self._keys(message), str(message["key"]), f"add/{message['token']}"
-            if token not in keys:  # else the answer was lost and the request repeated
-                keys[key] = keys[token] = str(int(keys.get(key, "0")) + int(message["amount"]))
-            return {"value": int(keys[token])}
-
-
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
-    """What torchrun's agents would ask each other for ranks, if it is known how many workers each node has.
+    """The keys by which torchrun's agents would tell each other the ranks of their workers.
 
-    `nprocs` is in the order of the nodes' ranks; 0, not known, gives {}. Workers have one role.
+    `nprocs` is how many workers each node has, in the order of the nodes' ranks. Workers have one role.
     """
-    if 0 in nprocs:
-        return {}
     found, total = {}, sum(nprocs)
     for rank, nproc in enumerate(nprocs):
         base = sum(nprocs[:rank])
@@ -112,82 +77,51 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
 
 
 class RoundStore:
-    """What torchrun's agent uses of a torch Store, so that a cut network cannot hang it.
+    """What torchrun's agent uses of a torch Store, without a server that could be lost or cut off.
 
-    Once `is_over()`, because a member has left or died, nothing waits any more: `wait` and `add` return, and
-    `get` raises DistStoreError. Keys in `known` are never asked for or changed: ranks are assigned where
-    torchrun catches no error.
+    It shares two things with other agents. The workers' ranks are `known` to all, and only read. And at the
+    end of the job there is a barrier: `add` says that this agent has come, and `wait`, or `get` of any other
+    key, returns once `is_passed()`.
     """
 
     def __init__(
-        self, address: str, port: int, round: str, is_over: Callable[[], bool], known: Mapping[str, str] = {}
+        self, known: Mapping[str, str], come: Callable[[], None], is_passed: Callable[[], bool]
     ) -> None:
         self.timeout = timedelta(seconds=60)
-        self._known = known
-        self._address, self._port, self._round, self._is_over = address, port, round, is_over
+        self._known, self._come, self._is_passed = known, come, is_passed
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        if key in self._known:
-            return
-        text = value.decode("latin-1") if isinstance(value, bytes) else value
-        self._ask({"op": "set", "key": key, "value": text})
-
-    def add(self, key: str, amount: int) -> int:
-        return int(
-            self._ask({"op": "add", "key": key, "amount": amount, "token": uuid.uuid4().hex}).get("value", 0)
-        )
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        values = self._await(keys)
-        if None in values:
-            raise DistStoreError(f"a node was lost while the agents shared {', '.join(keys)}")
-        return [str(value).encode("latin-1") for value in values]
+        """Does nothing: whoever reads the key knows its value."""
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        """Does nothing, as `set`."""
+
+    def get(self, key: str) -> bytes:
+        if key not in self._known:
+            self.wait([key])
+        return self._known.get(key, "").encode()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        self._come()
+        return 0  # nobody counts
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await(keys, timeout)
-
-    def _await(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[Any]:
-        """Values once all are there, or what there is once the round is over. Raises DistStoreError."""
+        """Raises DistStoreError after the timeout."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
-        while True:
-            values = self._values(keys)
-            if None not in values or self._is_over():
-                return values
+        while not self._is_passed():
             if time.monotonic() > deadline:
-                raise DistStoreError(f"nobody has set {', '.join(keys)} in time")
-            time.sleep(STORE_POLL_S)
-
-    def _values(self, keys: Sequence[str]) -> list[Any]:
-        if all(key in self._known for key in keys):
-            return [self._known[key] for key in keys]
-        return list(self._ask({"op": "get", "keys": list(keys)}).get("values", [None] * len(keys)))
-
-    def _ask(self, message: Message) -> Message:
-        """The leader's answer; {} once the round is over. Raises DistStoreError after the timeout."""
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            try:
-                return request(self._address, self._port, message | {"round": self._round}, REQUEST_TIMEOUT_S)
-            except OSError as error:
-                if self._is_over():
-                    return {}
-                if time.monotonic() > deadline:
-                    raise DistStoreError(f"{self._address}:{self._port} does not answer: {error}") from error
-            time.sleep(STORE_POLL_S)
+                raise DistStoreError("not all nodes have come to the end of the job in time")
+            time.sleep(POLL_S)
 
 
 class ElasticRendezvous(RendezvousHandler):
-    """Raises ValueError, in one sentence, if the endpoint is neither a folder nor a list of HOST:PORT."""
+    """Raises UserError if the endpoint is neither a folder nor a list of HOST:PORT."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
@@ -195,14 +129,13 @@ class ElasticRendezvous(RendezvousHandler):
         rdzv = parse_rdzv(params.endpoint)
         endpoints = rdzv if isinstance(rdzv, list) else []
         self._node = Node(platform.node(), self._address, count_workers(params.get("nproc")))
-        self._round: Message | None = None
         self._tcp_store: TCPStore | None = None
         self._store_port = 0
         self._backoff = decisions.JoinBackoff()
         self._restart: decisions.Restart | None = None
         self._restart_since = 0.0
         self._has_ended = False
-        operations = self._node.operations() | BoardMemory().operations() | KeyMemory().operations()
+        operations = self._node.operations() | BoardMemory().operations()
         port = own_port(endpoints, self._address)
         try:
             server = Server(self._address, port, operations)
@@ -216,18 +149,14 @@ class ElasticRendezvous(RendezvousHandler):
             threading.Thread(target=serve_once_free, args=arguments, daemon=True).start()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         boards: list[Board] = [HostBoard(end.host, end.port, self._run_id) for end in endpoints]
-        if not isinstance(rdzv, list):
+        if isinstance(rdzv, Path):
             boards = [FolderBoard(rdzv, self._run_id)]
         self._node.start(server.port, boards)
         atexit.register(flush_stderr)
         atexit.register(self._leave)
 
     def _say(self, text: str) -> None:
-        try:
-            sys.stderr.write(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
-            sys.stderr.flush()
-        except OSError:
-            discard_stderr()
+        write_stderr(f"[rendezvous] {platform.node()} ({self._address}): {text}\n")
 
     def get_backend(self) -> str:
         return "mingpt"
@@ -269,28 +198,20 @@ class ElasticRendezvous(RendezvousHandler):
     def _propose(self, group: Sequence[Entry]) -> str:
         """Start a round if all accept; else why not: somebody is cut off, or promised to another leader."""
         job, number = decisions.job_of(group)
-        round: Message = {
-            "id": uuid.uuid4().hex,
-            "number": number + 1,
-            "job": job or uuid.uuid4().hex,
-            "members": [
-                {name: getattr(entry, name) for name in ("id", "host", "address", "port", "nproc")}
-                for entry in group
-            ],
-            "store_port": self._host_store(),
-        }
+        members = tuple(replace(entry, members=(), reach=()) for entry in group)  # these lists are long
+        round = Round(uuid.uuid4().hex, number + 1, job or uuid.uuid4().hex, members, self._host_store())
         has_promised = self._node.promise(round)
         if not has_promised:
             return "this agent has accepted another proposal"
-        answers = self._ask_all(group[1:], {"op": "propose", "round": round})
+        answers = self._ask_all(group[1:], {"op": "propose", "round": asdict(round)})
         refusals = [str(entry) for entry, is_ok in zip(group[1:], answers, strict=True) if not is_ok]
         if refusals:
-            self._node.release(round["id"])
+            self._node.release(round)
             return f"{', '.join(refusals)} did not accept the round"
         has_entered = self._node.enter(round)
         if not has_entered:
             return "the answers to a proposal took too long"
-        self._ask_all(group[1:], {"op": "go", "round": round})
+        self._ask_all(group[1:], {"op": "go", "round": asdict(round)})
         return ""  # whoever has not heard it waits on, which the others see
 
     def _ask_all(self, others: Sequence[Entry], message: Message) -> list[bool]:
@@ -321,26 +242,22 @@ class ElasticRendezvous(RendezvousHandler):
             )
         return self._store_port
 
-    def _start(self, round: Message) -> RendezvousInfo:
-        members = round["members"]
-        self._round, leader = round, members[0]
-        self._backoff.start_round(members, time.monotonic())
-        os.environ[JOB], os.environ[ROUND] = round["job"], str(round["number"])
+    def _start(self, round: Round) -> RendezvousInfo:
+        self._backoff.start_round(round.members, time.monotonic())
+        os.environ[JOB], os.environ[ROUND] = round.job, str(round.number)
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # the store knows the ranks of unequal nodes
-        names = ", ".join(f"{member['host']} ({member['address']})" for member in members)
-        self._say(f"round {round['number']}: {names}")
-        known = assigned_ranks([member["nproc"] for member in members])
-        store: Any = RoundStore(leader["address"], leader["port"], round["id"], self._is_round_over, known)
-        rank = [member["id"] for member in members].index(self._node.id)
-        return RendezvousInfo(
-            store, rank, len(members), RendezvousStoreInfo(leader["address"], round["store_port"])
-        )
+        self._say(f"round {round.number}: {decisions.list_nodes(round.members)}")
+        known = assigned_ranks([member.nproc for member in round.members])
+        store: Any = RoundStore(known, self._node.note_done, self._is_passed)
+        rank = [member.id for member in round.members].index(self._node.id)
+        bootstrap = RendezvousStoreInfo(round.members[0].address, round.store_port)
+        return RendezvousInfo(store, rank, len(round.members), bootstrap)
 
-    def _is_round_over(self) -> bool:
-        """Whether a member of the round will not do its part any more."""
+    def _is_passed(self) -> bool:
+        """Whether all have come to the end of the round, or a member will not do its part any more."""
         view = self._node.view()
-        assert self._round is not None
-        return decisions.has_lost_member(view.me, view.alive, view.gone)
+        are_here = set(view.me.members) <= view.done | {view.me.id}
+        return are_here or decisions.has_lost_member(view.me, view.alive, view.gone)
 
     def num_nodes_waiting(self) -> int:
         """1 if the round has to end, else 0."""
@@ -384,44 +301,34 @@ class ElasticRendezvous(RendezvousHandler):
         self._node.remove(EXIT_S)
 
 
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    return ElasticRendezvous(params)
-
-
 def count_workers(nproc: str | None) -> int:
-    """As torchrun reads --nproc_per_node; 0 if it is not known."""
+    """As torchrun reads --nproc_per_node. Raises UserError if launch/elastic.sh has not said it."""
     from torch.distributed.run import determine_local_world_size
 
-    return determine_local_world_size(nproc) if nproc else 0
+    if not nproc:
+        raise UserError("--rdzv_backend=mingpt needs --rdzv_conf=nproc=N: start it by launch/elastic.sh")
+    return determine_local_world_size(nproc)
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
     """The port that the list gives this node, or 0."""
     for endpoint in endpoints:
-        if endpoint.host == address:
-            return endpoint.port
-    for endpoint in endpoints:
         try:
-            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            found = {info[4][0] for info in socket.getaddrinfo(endpoint.host, endpoint.port)}
         except OSError:  # of a node that has not started, or our own before its cluster has named it
-            if endpoint.host.split(".")[0] == platform.node().split(".")[0]:
-                return endpoint.port
-            continue
-        if address in {str(info[4][0]) for info in found}:
+            found = {address} if short_name(endpoint.host) == short_name(platform.node()) else set()
+        if address in found:
             return endpoint.port
     return 0
+
+
+def short_name(host: str) -> str:
+    return host.split(".")[0]
 
 
 def flush_stderr() -> None:
     """Before Python does, which ends with code 120 if nobody reads what torchrun has logged."""
     try:
         sys.stderr.flush()
-    except OSError:
-        discard_stderr()
-
-
-def discard_stderr() -> None:
-    """Whoever reads it may be gone, as srun is with the first node. What follows goes to /dev/null."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
+    except OSError:  # whoever read it is gone, as srun is with the first node
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

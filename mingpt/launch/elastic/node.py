@@ -6,17 +6,18 @@ lead it.
 """
 
 import dataclasses
+import math
 import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
+from mingpt.base.files import check_json
 from mingpt.base.system import try_within
 from mingpt.launch.elastic import decisions
-from mingpt.launch.elastic.boards import FORGET_S, Board, Message, request
-from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Liveness
+from mingpt.launch.elastic.boards import FORGET_S, Board, Message, Operation, request
+from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Pulse, Round
 
 DEAD_S = 4.0  # without a new post
 FRESH_S = 2.0  # a view that is older decides nothing
@@ -38,9 +39,22 @@ class View:
     me: Entry
     alive: tuple[Entry, ...]  # me included
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
+    done: frozenset[str]  # ids of agents that have come to the end of the round that `me` is in
     finished: bool  # an agent of this job, or one that was seen running, has finished it; no earlier job
     is_fresh: bool
     troubles: tuple[str, ...]  # what does not answer, or why it cannot be used
+
+
+@dataclass
+class Peer:
+    """Another agent, as this one sees it."""
+
+    entry: Entry
+    # By a board's name: two boards may hold an entry at different ages, which is no sign of life.
+    pulses: dict[str, Pulse] = field(default_factory=dict)
+    answered_at: float = -math.inf
+    has_ended: bool = False  # its port refuses connections, or is another agent's
+    done: object = None  # the id of the last round to whose end it has come
 
 
 class Node:
@@ -49,21 +63,17 @@ class Node:
     def __init__(self, host: str, address: str, nproc: int) -> None:
         self._lock = threading.Lock()
         self._entry = Entry(id=uuid.uuid4().hex[:ID_LENGTH], host=host, address=address, port=0, nproc=nproc)
-        self._entries: dict[str, Entry] = {}
-        # By a board's name: two boards may hold an entry at different ages, which is no sign of life.
-        self._liveness: dict[str, Liveness] = {}
-        self._read_at: dict[str, float] = {}  # by a board's name, as are these
+        self._peers: dict[str, Peer] = {}  # by id
+        self._read_at: dict[str, float] = {}  # by a board's name, as is `_trouble`
         self._trouble: dict[str, str] = {}
-        self._answered: dict[str, float] = {}  # by an agent's id
-        self._gone: set[str] = set()
-        self._seen_running: set[str] = set()
-        self._pinging: set[str] = set()
+        self._seen_running: set[str] = set()  # ids
         self._changed = threading.Condition(self._lock)
         self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, until when
-        self._round: dict[str, Any] | None = None
+        self._round: Round | None = None
+        self._done = ""  # the id of the last round to whose end this agent has come
         self._posted: dict[str, str] = {}  # the state that a board has seen
 
-    def operations(self) -> dict[str, Any]:
+    def operations(self) -> dict[str, Operation]:
         return {"ping": self._on_ping, "propose": self._on_propose, "go": self._on_go}
 
     def start(self, port: int, boards: Sequence[Board]) -> None:
@@ -80,7 +90,9 @@ class Node:
     def _follow(self, board: Board) -> None:
         while True:
             with self._lock:
-                mine = self._next_entry()
+                reach = self._reach(time.monotonic())
+                mine = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
+                self._entry = mine
             try:
                 entries = board.exchange(mine)
                 trouble = ""
@@ -90,99 +102,87 @@ class Node:
                 self._trouble[board.name] = trouble
                 if not trouble:
                     self._posted[board.name] = mine.state
-                    self._take_in(board, entries)
+                    self._take_in(board.name, entries)
                 if self._entry.state == mine.state:
                     self._changed.wait(
                         max(POLL_S[mine.state], min(MAX_POLL_S, POLL_PER_AGENT_S * len(entries)))
                     )
 
-    def _next_entry(self) -> Entry:
-        reach = self._reach(time.monotonic())
-        self._entry = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
-        return self._entry
-
     def _reach(self, now: float) -> tuple[str, ...]:
-        return tuple(sorted(id for id, at in self._answered.items() if now - at < REACH_S))
+        return tuple(sorted(id for id, peer in self._peers.items() if now - peer.answered_at < REACH_S))
 
-    def _take_in(self, board: Board, entries: Sequence[Entry]) -> None:
-        now = time.monotonic()
-        self._read_at[board.name] = now
-        liveness = self._liveness.setdefault(board.name, Liveness(DEAD_S))
-        liveness.observe(entries, now)
+    def _take_in(self, board: str, entries: Sequence[Entry]) -> None:
+        now = self._read_at[board] = time.monotonic()
         for entry in entries:
-            known = self._entries.get(entry.id)
-            if entry.id != self.id and (known is None or entry.counter > known.counter):
-                self._entries[entry.id] = entry
-            if entry.state == RUNNING and liveness.is_alive(entry.id, now):
+            if entry.id == self.id:
+                continue
+            peer = self._peers.get(entry.id)
+            if peer is None:
+                peer = self._peers[entry.id] = Peer(entry)
+                threading.Thread(target=self._ping, args=(peer,), daemon=True).start()
+            if entry.counter > peer.entry.counter:
+                peer.entry = entry
+            pulse = peer.pulses.setdefault(board, Pulse(entry.counter, now))
+            pulse.observe(entry.counter, now)
+            if entry.state == RUNNING and pulse.is_alive(now, DEAD_S):
                 self._seen_running.add(entry.id)
-        for id, entry in list(self._entries.items()):
-            if all(liveness.silent_for(id, now) > FORGET_S for liveness in self._liveness.values()):
-                del self._entries[id]
-                self._gone.discard(id)
-                self._answered.pop(id, None)
-            elif id not in self._pinging:
-                self._pinging.add(id)
-                threading.Thread(target=self._ping, args=(entry,), daemon=True).start()
-        liveness.keep(self._entries.keys() | {entry.id for entry in entries})
+        self._peers = {
+            id: peer
+            for id, peer in self._peers.items()
+            if any(now - pulse.since <= FORGET_S for pulse in peer.pulses.values())
+        }
 
-    def _ping(self, entry: Entry) -> None:
+    def _ping(self, peer: Peer) -> None:
         """Note whether an agent answers, until it is forgotten."""
-        while True:
-            is_gone, started = False, time.monotonic()
+        while self._peers.get(peer.entry.id) is peer:
+            entry, answered_at, has_ended, done = peer.entry, peer.answered_at, False, peer.done
+            began = time.monotonic()
             try:
                 answer = request(entry.address, entry.port, {"op": "ping"}, PING_TIMEOUT_S)
-                is_gone = answer.get("id") != entry.id
+                has_ended = answer.get("id") != entry.id
+                answered_at, done = began, answer.get("done")
             except ConnectionRefusedError:
-                is_gone = True
+                has_ended = True
             except OSError:
                 pass  # silent: it is out of reach once REACH_S are over
-            else:
-                if not is_gone:
-                    with self._lock:
-                        self._answered[entry.id] = started
             with self._lock:
-                (self._gone.add if is_gone else self._gone.discard)(entry.id)
-                if is_gone:
-                    self._answered.pop(entry.id, None)
-                if entry.id not in self._entries:
-                    self._pinging.discard(entry.id)
-                    return
+                peer.has_ended, peer.done = has_ended, done
+                peer.answered_at = -math.inf if has_ended else answered_at
             time.sleep(PING_S)
 
     def view(self) -> View:
         with self._lock:
             now = time.monotonic()
             fresh = {name: at for name, at in self._read_at.items() if now - at < FRESH_S}
-            alive = [
-                entry
-                for entry in self._entries.values()
-                if any(self._liveness[name].is_alive(entry.id, at) for name, at in fresh.items())
-            ]
-            ended = {entry.id for entry in alive if entry.state in (FINISHED, LEFT)}
-            reach = self._reach(now)
-            known = [
-                id for id in self._entries if any(live.was_alive(id) for live in self._liveness.values())
-            ]
-            # Whoever still answers is not gone: its storage may hang. And who sees no board knows nothing.
-            lapsed = set(known) - {entry.id for entry in alive} - set(reach) if fresh else set()
-            troubles = [
-                f"{entry.address}:{entry.port} does not answer"
-                for entry in alive
-                if entry.id not in ended | self._gone | set(reach)
-            ]
-            troubles += [
+            me = dataclasses.replace(self._entry, reach=self._reach(now))
+            alive, gone, troubles = [me], set(), set()
+            for id, peer in self._peers.items():
+                entry, pulses = peer.entry, peer.pulses
+                is_alive = any(
+                    name in pulses and pulses[name].is_alive(at, DEAD_S) for name, at in fresh.items()
+                )
+                was_alive = any(pulse.has_changed for pulse in pulses.values())
+                # Whoever still answers is not gone: its storage may hang. Who sees no board knows nothing.
+                is_lost = bool(fresh) and was_alive and not is_alive and id not in me.reach
+                if peer.has_ended or is_lost or (is_alive and entry.state in (FINISHED, LEFT)):
+                    gone.add(id)
+                elif is_alive:
+                    alive.append(entry)
+                    if id not in me.reach:
+                        troubles.add(f"{entry.address}:{entry.port} does not answer")
+            troubles |= {
                 self._trouble.get(board.name) or f"{board.name} does not answer"
                 for board in self._boards
                 if board.name not in fresh
-            ]
-            me = dataclasses.replace(self._entry, reach=reach)
+            }
             return View(
                 me=me,
-                alive=(me, *(entry for entry in alive if entry.id not in ended | self._gone)),
-                gone=frozenset(self._gone | ended | lapsed),
-                finished=any(self._is_end_of_job(entry) for entry in self._entries.values()),
+                alive=tuple(alive),
+                gone=frozenset(gone),
+                done=frozenset(id for id, peer in self._peers.items() if peer.done == me.round),
+                finished=any(self._is_end_of_job(peer.entry) for peer in self._peers.values()),
                 is_fresh=bool(fresh),
-                troubles=tuple(sorted(set(troubles))),
+                troubles=tuple(sorted(troubles)),
             )
 
     def _is_end_of_job(self, entry: Entry) -> bool:
@@ -220,49 +220,50 @@ class Node:
         self._entry = dataclasses.replace(self._entry, state=state)
         self._changed.notify_all()
 
-    def entered_round(self) -> dict[str, Any] | None:
+    def entered_round(self) -> Round | None:
         """The round that this agent has been taken into since `wait_for_round`, if any."""
         with self._lock:
             return self._round
 
+    def note_done(self) -> None:
+        """This agent has come to the end of its round: its peers hear it from the next ping on."""
+        self._done = self._entry.round
+
     def _on_ping(self, message: Message) -> Message:
-        return {"id": self._entry.id, "host": self._entry.host, "state": self._entry.state}
+        return {"id": self._entry.id, "done": self._done}
 
     def _on_propose(self, message: Message) -> Message:
-        return {"ok": self.promise(message["round"])}
+        return {"ok": self.promise(check_json(message["round"], Round))}
 
-    def promise(self, round: dict[str, Any]) -> bool:
+    def promise(self, round: Round) -> bool:
         """Whether this agent waits, and has promised itself to no other leader."""
-        leader = round["members"][0]["id"]
+        leader = round.members[0].id
         with self._lock:
             promised_to, _, until = self._promise
             is_free = promised_to in ("", leader) or time.monotonic() > until
             if self._entry.state != WAITING or self._round is not None or not is_free:
                 return False
-            self._promise = (leader, round["id"], time.monotonic() + PROMISE_S)
+            self._promise = (leader, round.id, time.monotonic() + PROMISE_S)
             return True
 
-    def release(self, round: str) -> None:
+    def release(self, round: Round) -> None:
         """Take back the promise to the leader of this round, which is this agent itself."""
         with self._lock:
-            if self._promise[1] == round:
+            if self._promise[1] == round.id:
                 self._promise = ("", "", 0.0)
 
     def _on_go(self, message: Message) -> Message:
-        return {"ok": self.enter(message["round"])}
+        return {"ok": self.enter(check_json(message["round"], Round))}
 
-    def enter(self, round: dict[str, Any]) -> bool:
+    def enter(self, round: Round) -> bool:
         """Take part in a round, if this agent has promised to and it is not too late."""
         with self._changed:
             _, promised, until = self._promise
-            if self._entry.state != WAITING or promised != round["id"] or time.monotonic() > until:
+            if self._entry.state != WAITING or promised != round.id or time.monotonic() > until:
                 return False
+            members = tuple(member.id for member in round.members)
             self._entry = dataclasses.replace(
-                self._entry,
-                round=round["id"],
-                number=round["number"],
-                members=tuple(member["id"] for member in round["members"]),
-                job=round["job"],
+                self._entry, round=round.id, number=round.number, members=members, job=round.job
             )
             self._round, self._promise = round, ("", "", 0.0)
             self._set_state(RUNNING)

@@ -1,19 +1,17 @@
 """Real torchrun agents, each with an address of its own on this machine; their workers do nothing."""
 
-import errno
 import json
 import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Start, wait_until
 
-from mingpt.tools.jobs import Job, children, descendants
+from mingpt.tools.jobs import Job, children
 
 WORKER = """
 import os, sys, time
@@ -185,84 +183,3 @@ def test_a_job_grows_and_shrinks(new_agents: Callable[..., Agents]) -> None:
     agents.end_workers(2, 3)
     agents.await_round(4, 2, 3)
     agents.finish()
-
-
-@pytest.mark.slow
-def test_a_frozen_agent_is_left_out_and_taken_in_once_thawed(new_agents: Callable[..., Agents]) -> None:
-    agents = new_agents(nnodes="2:3")
-    agents.start(1, 2, 3)
-    agents.await_round(1, 1, 2, 3)
-    frozen = [agents.jobs[1].pid, *descendants(agents.jobs[1].pid)]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    agents.end_workers(2, 3)
-    agents.await_round(2, 2, 3)
-    for pid in frozen:
-        os.kill(pid, signal.SIGCONT)
-    agents.await_round(3, 1, 2, 3)
-    agents.finish()
-
-
-@pytest.mark.slow
-def test_an_agent_that_was_frozen_while_the_job_ended_ends_once_thawed(
-    new_agents: Callable[..., Agents],
-) -> None:
-    agents = new_agents(nnodes="2:2")
-    agents.start(1, 2)
-    agents.await_round(1, 1, 2)
-    frozen = agents.jobs.pop(2)
-    os.kill(frozen.pid, signal.SIGSTOP)
-    for pid in children(frozen.pid):
-        os.kill(pid, signal.SIGKILL)
-    agents.finish()
-    os.kill(frozen.pid, signal.SIGCONT)
-    assert frozen.wait(20) == 0
-    assert "the job is finished" in frozen.err()
-
-
-@pytest.mark.slow
-def test_a_spare_agent_waits_and_ends_with_the_job(new_agents: Callable[..., Agents]) -> None:
-    agents = new_agents(nnodes="1:2")
-    agents.start(2, 3)
-    agents.await_round(1, 2, 3)
-    agents.start(1)
-    spare = agents.jobs[1]
-    spare.wait_until(lambda: "waiting to join" in spare.err())
-    agents.jobs.pop(3).kill()
-    agents.end_workers(2)
-    agents.await_round(2, 1, 2)
-    agents.start(3)
-    other = agents.jobs[3]
-    other.wait_until(lambda: "waiting to join" in other.err())
-    agents.finish()
-    assert "the job is finished" in other.err()
-
-
-def wait_until_read(pipe: Path) -> int:
-    """A descriptor that keeps whoever reads the pipe waiting, once somebody does."""
-    found: list[int] = []
-
-    def is_read() -> bool:
-        try:
-            found.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # nobody reads it yet
-                raise
-        return bool(found)
-
-    wait_until(is_read)
-    return found[0]
-
-
-def test_storage_that_hangs_does_not_keep_an_agent_from_obeying(new_agents: Callable[..., Agents]) -> None:
-    agents = new_agents(nnodes="1:1")
-    agents.start(1)
-    agents.await_round(1, 1)
-    pipe = agents.folder / "meet" / "mingpt" / "hangs.json"  # and so does whoever reads it
-    os.mkfifo(pipe)
-    held = wait_until_read(pipe)
-    began = time.monotonic()
-    agents.jobs[1].process.send_signal(signal.SIGTERM)
-    assert agents.jobs[1].wait(20) == 1
-    assert time.monotonic() - began < 8
-    os.close(held)

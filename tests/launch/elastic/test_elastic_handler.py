@@ -6,16 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import wait_until
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.utils.store import barrier
 
-from mingpt.distributed import launch
-from mingpt.launch.elastic import handler as handler_module
-from mingpt.launch.elastic import node as node_module
+from mingpt.base.errors import UserError
 from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
-from mingpt.launch.elastic.handler import ElasticRendezvous
+from mingpt.launch.elastic.handler import ElasticRendezvous, RoundStore, assigned_ranks
 from mingpt.launch.elastic.node import Node
 
 HERE, PEER = "127.0.0.1", "127.0.0.2"
@@ -27,33 +30,24 @@ def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     monkeypatch.setenv("MINGPT_JOB", "")
     monkeypatch.setenv("MINGPT_ROUND", "")
 
-    def make(endpoint: str = f"{tmp_path}/meet", nodes: int = 2) -> ElasticRendezvous:
-        return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", nodes, nodes, HERE))
+    def make(endpoint: str = f"{tmp_path}/meet") -> ElasticRendezvous:
+        return ElasticRendezvous(RendezvousParameters("mingpt", endpoint, "job", 2, 2, HERE, nproc="1"))
 
     return make
-
-
-def test_workers_read_the_variables_that_the_handler_sets() -> None:
-    """Two rooms that do not import each other name them."""
-    assert (handler_module.JOB, handler_module.ROUND) == (launch.JOB, launch.ROUND)
 
 
 class Peer:
     """An agent that answers proposals as `accepts` says, and counts them."""
 
     def __init__(self, folder: Path, accepts: Callable[[], bool]) -> None:
-        self.node, self.proposals, self.gos, self._accepts = Node("peer", PEER, 1), 0, 0, accepts
-        own = self.node.operations()
+        self.node, self.proposals = Node("peer", PEER, 1), 0
+        operations: Any = self.node.operations()
 
         def propose(message: Message) -> Message:
             self.proposals += 1
-            return {"ok": False} if not self._accepts() else dict(own["propose"](message))
+            return operations["propose"](message) if accepts() else {"ok": False}
 
-        def go(message: Message) -> Message:
-            self.gos += 1
-            return dict(own["go"](message))
-
-        server = Server(PEER, 0, own | {"propose": propose, "go": go})
+        server = Server(PEER, 0, operations | {"propose": propose})
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.node.start(server.port, [FolderBoard(folder, "job")])
 
@@ -75,27 +69,6 @@ def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
     assert capsys.readouterr().err.count("peer (127.0.0.2) did not accept the round; retrying") == 1
 
 
-def test_no_round_begins_once_the_leaders_own_promise_has_run_out(
-    new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_module, "PROMISE_S", 0.3)
-    slow = threading.Event()
-
-    def accept_late() -> bool:
-        if not slow.is_set():
-            time.sleep(0.5)  # as a leader that is frozen for a moment
-        return True
-
-    handler, peer = new_handler(), Peer(tmp_path / "meet", accept_late)
-    thread = threading.Thread(target=handler.next_rendezvous, daemon=True)
-    thread.start()
-    wait_until(lambda: peer.proposals > 2)
-    assert peer.gos == 0 and peer.node.entered_round() is None
-    slow.set()
-    thread.join(10)
-    assert not thread.is_alive() and peer.gos == 1 and peer.node.entered_round() is not None
-
-
 def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
     new_handler: Callable[..., ElasticRendezvous], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,3 +87,49 @@ def test_an_agent_whose_port_is_taken_hosts_its_board_once_it_is_free(
             return False
 
     wait_until(answers)
+
+
+@pytest.mark.parametrize("act", [Node.note_done, Node.wait_for_round])
+def test_the_barrier_at_the_end_holds_until_a_peer_has_come_or_left(
+    act: Callable[[Node], None], new_handler: Callable[..., ElasticRendezvous], tmp_path: Path
+) -> None:
+    handler, peer = new_handler(), Peer(tmp_path / "meet", lambda: True)
+    store = handler.next_rendezvous().store
+    waiting = threading.Thread(target=barrier, args=(store, 2, "end"), daemon=True)
+    waiting.start()
+    waiting.join(1.5)  # several pings
+    assert waiting.is_alive()
+    act(peer.node)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_the_barrier_has_the_time_limit_that_torchrun_sets() -> None:
+    came: list[bool] = []
+    store = RoundStore({}, lambda: came.append(True), lambda: False)
+    with pytest.raises(DistStoreError, match="not all nodes have come"):
+        barrier(store, 2, "end", barrier_timeout=0.2)
+    assert came == [True]
+
+
+def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_WORKER_IDENTICAL", raising=False)
+    counts = (2, 1, 3)
+    store = RoundStore(assigned_ranks(counts), lambda: None, lambda: False)
+    ranks = []
+    for group_rank, count in enumerate(counts):
+        spec: Any = SimpleNamespace(role="default", local_world_size=count)
+        assign: Any = vars(SimpleElasticAgent)["_assign_worker_ranks"]
+        workers = assign(None, store, group_rank, len(counts), spec)
+        ranks += [worker.global_rank for worker in workers]
+        assert {worker.world_size for worker in workers} == {6}
+        assert [worker.role_rank for worker in workers] == [worker.global_rank for worker in workers]
+        assert {worker.role_world_size for worker in workers} == {6}
+    assert ranks == list(range(6))
+
+
+def test_torchrun_without_the_script_is_told_to_use_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="start it by launch"):
+        ElasticRendezvous(RendezvousParameters("mingpt", f"{tmp_path}/meet", "job", 1, 1, HERE))

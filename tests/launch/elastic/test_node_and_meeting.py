@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from conftest import wait_until
 
-from mingpt.launch.elastic import node as meeting_module
 from mingpt.launch.elastic import node as node_module
-from mingpt.launch.elastic.decisions import FINISHED, RUNNING, Entry
+from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node, View
 
 HERE = "127.0.0.1"
@@ -31,7 +30,7 @@ class FakeBoard:
         return [mine, *self._entries(self.exchanges)]
 
     def remove(self, mine: Entry) -> None:
-        pass
+        self._entries(self.exchanges)
 
 
 def started(*boards: Any) -> Node:
@@ -107,6 +106,18 @@ def test_a_board_that_fails_is_named_with_its_reason() -> None:
     assert not node.view().is_fresh
 
 
+def test_a_board_that_hangs_keeps_no_agent_from_ending() -> None:
+    def hang(n: int) -> list[Entry]:
+        time.sleep(20)
+        return []
+
+    node = started(FakeBoard("board", hang))
+    began = time.monotonic()
+    node.end(LEFT, within_s=0.3)
+    node.remove(within_s=0.3)
+    assert time.monotonic() - began < 5
+
+
 def test_a_job_is_finished_only_for_whom_saw_it_running(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "request", lambda *_: {"id": "peer"})
     earlier = FakeBoard("b", lambda n: [other("peer", counter=n, state=FINISHED)])
@@ -121,7 +132,7 @@ def test_a_job_is_finished_only_for_whom_saw_it_running(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("job", "is_finished"), [("job", True), ("earlier", False), ("", False)])
 def test_news_of_the_own_jobs_end_count_without_signs_of_life(job: str, is_finished: bool) -> None:
-    left_by = FakeBoard("b", lambda n: [other("ended", counter=9, state=FINISHED, job=job)])
+    left_by: Any = FakeBoard("b", lambda n: [other("ended", counter=9, state=FINISHED, job=job)])
     node = Node("host", HERE, 1)
     node.wait_for_round()
     assert node.promise(proposal(node.id)) and node.enter(proposal(node.id))
@@ -131,8 +142,8 @@ def test_news_of_the_own_jobs_end_count_without_signs_of_life(job: str, is_finis
     assert node.view().finished is is_finished
 
 
-def proposal(leader: str, round: str = "r") -> dict[str, Any]:
-    return {"id": round, "number": 4, "job": "job", "members": [{"id": leader}, {"id": "x"}], "store_port": 1}
+def proposal(leader: str, round: str = "r") -> Round:
+    return Round(round, 4, "job", (other(leader), other("x")), store_port=1)
 
 
 def test_an_agent_promises_itself_to_one_leader_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +155,7 @@ def test_an_agent_promises_itself_to_one_leader_at_a_time(monkeypatch: pytest.Mo
     assert node.entered_round() is None
     assert node.enter(proposal("a", "r2"))
     entered = node.entered_round()
-    assert entered is not None and entered["id"] == "r2"
+    assert entered is not None and entered.id == "r2"
     assert not node.promise(proposal("a", "r4"))  # it runs
     node.wait_for_round()
     assert node.entered_round() is None and node.promise(proposal("b", "r5"))
@@ -161,7 +172,9 @@ def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def view(me: Entry, *others: Entry, gone: str = "", is_fresh: bool = True) -> View:
-    return View(me, (me, *others), frozenset(gone), finished=False, is_fresh=is_fresh, troubles=())
+    return View(
+        me, (me, *others), frozenset(gone), frozenset(), finished=False, is_fresh=is_fresh, troubles=()
+    )
 
 
 def entry(name: str, **fields: Any) -> Entry:
@@ -220,4 +233,3 @@ def test_a_person_is_told_once_when_it_changes_and_now_and_then() -> None:
     assert [line is not None for line in lines] == [False, True, False, False, True]
     line = meeting.line_to_say(view(a, b), 33.0)
     assert line is not None and line.startswith("waiting for 1 more node of at least 3")
-    assert meeting_module.SAY_EVERY_S == 30.0
