@@ -19,14 +19,13 @@ from mingpt.distributed.device import Environment
 from mingpt.report import GenerationStart, mark_ended, open_log, read_durable_step, read_job_start
 from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this_process
 from mingpt.training.audit import START
+from mingpt.training.claim import Claims, claim_places
 from mingpt.training.initial_weights import InitialWeights, open_weights
 from mingpt.training.run_data import load_corpus, load_data
 from mingpt.training.run_folder import (
-    Claims,
     RunFolder,
     agree_on_run_id,
     check_same_settings,
-    claim_places,
     open_run_folder,
     share_history,
 )
@@ -95,7 +94,10 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
     claims = claim_places(config, context, folder)
-    open_log(context.rank, folder.path if folder.is_kept else None, claims.may_write)
+    if folder.is_kept:
+        open_log(context.rank, folder.path, claims.run_dir.may_write)
+    else:
+        open_log(context.rank, None)
     raise_if_repeated(context, folder)
     data = load_data(config, context)
     found = find_snapshot(config, context, folder, claims, data)

@@ -26,8 +26,8 @@ from mingpt.optim import learning_rate
 from mingpt.report import RunLogger, StepStats, StepTimer, is_reported
 from mingpt.training.audit import Audit
 from mingpt.training.build import build_run
+from mingpt.training.claim import Claims
 from mingpt.training.evaluate import Evaluator, is_due, is_missing
-from mingpt.training.run_folder import Claims
 from mingpt.training.saving import Saving
 from mingpt.training.start import StartPoint, describe_start, find_start
 
@@ -81,8 +81,8 @@ class Trainer:
             start.corpus,
             generation,
             self.environment,
-            start.claims.check_run_dir,
-            start.claims.may_write,
+            start.claims.run_dir.check,
+            start.claims.run_dir.may_write,
             is_main=context.rank == 0,
         )
         context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
