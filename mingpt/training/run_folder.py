@@ -8,6 +8,7 @@ and a node that joins is given them.
 import errno
 import functools
 import logging
+import os
 import platform
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,12 +17,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
-from mingpt.base.files import write_atomic
-from mingpt.config import Config, differences, to_dict
+from mingpt.base.files import remove_quietly, write_atomic
+from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.report import load_history, read_records, read_run_id
 
 T = TypeVar("T")
+# Settings that change no result and must be the same on all workers.
+SAME_EVERYWHERE = (
+    "trainer.eval_only",
+    "trainer.parallel",
+    "trainer.shard_optimizer",
+    "trainer.fsdp_reshard",
+)
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it tells that there is a run
 log = logging.getLogger(__name__)
 
@@ -40,33 +48,14 @@ class RunFolder:
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
     """Raises UserError if the workers were started with settings that compute something else. Collective."""
-    path = config.snapshot.path
-    kind = "null" if path is None else ("a URL" if "://" in path else "a folder")
-    trainer = config.trainer
-    told = (
-        to_dict(config),
-        trainer.eval_only,
-        kind,
-        trainer.parallel,
-        trainer.shard_optimizer,
-        trainer.fsdp_reshard,
-        platform.node(),
-    )
-    (first, *first_rest, first_host), *others = context.all_gather_object(told)
-    for settings, *rest, host in others:
-        changed = differences(first, settings)
-        names = (
-            "trainer.eval_only",
-            "snapshot.path",
-            "trainer.parallel",
-            "trainer.shard_optimizer",
-            "trainer.fsdp_reshard",
-        )
-        changed += [
-            f"{name}: {one} -> {other}"
-            for name, one, other in zip(names, first_rest, rest, strict=True)
-            if one != other
-        ]
+    settings, path = to_dict(config), config.snapshot.path
+    same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
+    same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
+    told = context.all_gather_object((settings, same, platform.node()))
+    first_settings, first, first_host = told[0]
+    for settings, other, host in told:
+        changed = differences(first_settings, settings)
+        changed += [f"{name}: {first[name]} -> {other[name]}" for name in same if first[name] != other[name]]
         if changed:
             raise UserError(
                 f"the workers were started with different settings: those on {host} differ from those on "
@@ -152,14 +141,14 @@ def lowest_rank_there(path: Path, context: DistributedContext) -> int:
     if not context.launch.has_several_nodes:
         return 0
     is_first = context.launch.local_rank == 0
-    name = f"probe-{uuid.uuid4().hex}"
-    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(path / name))
-    probes = context.all_gather_object(name if is_written else None)
+    probe = path / f"probe-{uuid.uuid4().hex}"
+    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(probe))
+    probes = context.all_gather_object(probe.name if is_written else None)
     seen = context.run_with_heartbeat(
-        lambda: [rank for rank, probe in enumerate(probes) if probe and is_there(path / probe)]
+        lambda: [rank for rank, name in enumerate(probes) if name and os.path.exists(path / name)]
     )
     if is_written:
-        remove_probe(path / name)  # all have looked
+        remove_quietly(probe)  # all have looked
     return min(seen, default=0)
 
 
@@ -172,20 +161,6 @@ def write_probe(path: Path) -> bool:
         log.info("%s cannot be created (%s): taken for the folder that rank 0 sees", path, error.strerror)
         return False
     return True
-
-
-def is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False  # a folder that this rank cannot read is none that it shares
-
-
-def remove_probe(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log.info("%s could not be removed (%s)", path, error.strerror)
 
 
 class NodeRun(NamedTuple):
@@ -237,13 +212,6 @@ def describe_runs(found: Sequence[NodeRun], ids: Sequence[str], path: Path) -> s
     )
 
 
-class HistoryExtent(NamedTuple):
-    """How far the records in a run folder go."""
-
-    records: int  # up to the step from which the generation starts
-    generations: int
-
-
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Give every run folder the records of the run up to `step`. Collective.
 
@@ -252,7 +220,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     if folder.is_shared:
         return
     extent = context.run_with_heartbeat(
-        lambda: describe_history(folder.path, step) if folder.is_kept else None
+        lambda: measure_history(folder.path, step) if folder.is_kept else None
     )
     extents = context.all_gather_object(extent)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
@@ -268,8 +236,8 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
             is_complete = write_file(folder.path / name, content)
 
 
-def describe_history(path: Path, step: int) -> HistoryExtent | None:
-    """None if there is no history."""
+def measure_history(path: Path, step: int) -> tuple[int, int] | None:
+    """(records up to `step`, generations) in a run folder; None if there is no history."""
     history: dict[str, Any] | None = load_history(path)
     if history is None:
         return None
@@ -277,7 +245,7 @@ def describe_history(path: Path, step: int) -> HistoryExtent | None:
         records = {(record["step"], "val/loss" in record) for record in read_records(path / "metrics.jsonl")}
     except OSError:
         return None
-    return HistoryExtent(sum(at <= step for at, _ in records), len(history["generations"]))
+    return sum(at <= step for at, _ in records), len(history["generations"])
 
 
 def read_file(path: Path, reads: bool) -> bytes | None:

@@ -6,7 +6,6 @@ of it.
 """
 
 import logging
-import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
-from mingpt.report import GenerationStart, mark_ended, open_log, read_durable_step, read_job_start
+from mingpt.report import mark_ended, open_log, read_durable_step, read_job_start
 from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this_process
 from mingpt.training.audit import START
 from mingpt.training.claim import Claims, claim_places
@@ -101,7 +100,9 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     raise_if_repeated(context, folder)
     data = load_data(config, context)
     found = find_snapshot(config, context, folder, claims, data)
-    initial = None if found.snapshot else open_initial_weights(config.snapshot.init_from, context)
+    initial, weights = None, config.snapshot.init_from
+    if weights and not found.snapshot:
+        initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
     return StartPoint(
@@ -258,13 +259,6 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
     return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
 
 
-def open_initial_weights(where: str | None, context: DistributedContext) -> InitialWeights | None:
-    """Read the weights of snapshot.init_from on rank 0. Raises UserError. Collective."""
-    if not where:
-        return None
-    return context.run_with_heartbeat(lambda: open_weights(where) if context.rank == 0 else None)
-
-
 def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
     """Take the threads that the run began with, and tell what the bits depend on.
 
@@ -301,20 +295,3 @@ def device_type_of(software: dict[str, Any]) -> str:
     """The kind of device that a snapshot was computed on."""
     kind = software["device"].split()[0]  # schema 1 began without device_type
     return str(software.get("device_type") or (kind if kind in ("cpu", "mps") else "cuda"))
-
-
-def describe_start(start: StartPoint, context: DistributedContext) -> GenerationStart:
-    """What run.json tells of the beginning of this generation. Collective."""
-    hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
-    return GenerationStart(
-        start.run_id,
-        start.step,
-        context.world_size,
-        start.is_restart,
-        [host for _, host in sorted(set(hosts))],
-        context.previous_generation,
-        start.durable_step,
-        start.changes,
-        start.unwritten,
-        start.was_compiled,
-    )

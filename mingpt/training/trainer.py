@@ -10,8 +10,9 @@ import contextlib
 import itertools
 import logging
 import math
+import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,13 +24,12 @@ from mingpt.data import Corpus, ElasticSampler, mix
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
 from mingpt.optim import learning_rate
-from mingpt.report import RunLogger, StepStats, StepTimer, is_reported
+from mingpt.report import GenerationStart, RunLogger, StepStats, StepTimer, is_reported
 from mingpt.training.audit import Audit
 from mingpt.training.build import build_run
-from mingpt.training.claim import Claims
 from mingpt.training.evaluate import Evaluator, is_due, is_missing
 from mingpt.training.saving import Saving
-from mingpt.training.start import StartPoint, describe_start, find_start
+from mingpt.training.start import StartPoint, find_start
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,11 @@ class Trainer:
         if not config.trainer.eval_only:
             context.stop_signal.defer()
         self.run_logger = self.open_run_logger(start)
-        self.mark_started(start.claims)
+        # From here on run.json tells from which step the job began, and where this generation fails.
+        if context.rank == 0:
+            context.mark_started()
+        start.claims.mark_started()
+        context.exit.note_begun()
 
     def is_over(self, start: StartPoint) -> bool:
         """Whether the run stands at max_steps, and has been reported as finished. Collective.
@@ -73,13 +77,24 @@ class Trainer:
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
         """On the ranks that keep a run folder, unless there is nothing to report. Collective."""
         context = self.context
-        generation = describe_start(start, context)
+        hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
         if not start.folder.is_kept or self.nothing_left:
             return None
         logger = RunLogger(
             self.config,
             start.corpus,
-            generation,
+            GenerationStart(
+                start.run_id,
+                start.step,
+                context.world_size,
+                start.is_restart,
+                [host for _, host in sorted(set(hosts))],
+                context.previous_generation,
+                start.durable_step,
+                start.changes,
+                start.unwritten,
+                start.was_compiled,
+            ),
             self.environment,
             start.claims.run_dir.check,
             start.claims.run_dir.may_write,
@@ -87,13 +102,6 @@ class Trainer:
         )
         context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
         return logger
-
-    def mark_started(self, claims: Claims) -> None:
-        """From here on run.json tells from which step the job began, and where this generation fails."""
-        if self.context.rank == 0:
-            self.context.mark_started()
-        claims.mark_started()
-        self.context.exit.note_begun()
 
     def run(self) -> str | None:
         """Train up to max_steps, or until told to stop; then everything is durable, on all ranks.
@@ -242,7 +250,13 @@ class Trainer:
             starts = self.sampler.window_starts(windows_seen + number * micro_batch_size, micro_batch_size)
             where.append(f"micro-batch {number} (windows at {', '.join(map(str, starts))})")
         last_window = windows_seen + self.config.trainer.batch_size - 1
-        sentence = not_finite(self.state.step + 1, where, windows_seen, last_window)
+        what = f"gradient of windows {windows_seen} to {last_window}"
+        if where:
+            what = f"loss of {'; '.join(where)}"
+        sentence = (
+            f"step {self.state.step + 1}: the {what} is not finite; its update is dropped and the last "
+            "snapshot is kept"
+        )
         data_error = self.batches.find_error()
         if data_error:
             raise UserError(data_error)
@@ -316,12 +330,6 @@ def out_of_memory_explained() -> Iterator[None]:
                 "or train a smaller model"
             ) from error
         raise
-
-
-def not_finite(step: int, where: Sequence[str], first_window: int, last_window: int) -> str:
-    """The sentence on a loss, of these micro-batches, or a gradient that is not finite."""
-    what = f"loss of {'; '.join(where)}" if where else f"gradient of windows {first_window} to {last_window}"
-    return f"step {step}: the {what} is not finite; its update is dropped and the last snapshot is kept"
 
 
 class Batches:
