@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES
-from mingpt.config import Config
 from mingpt.data import Tokenizer, kind_of, load_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, parameter_shapes
@@ -244,11 +243,6 @@ class TrainState:
         rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
         return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
 
-    def advance(self, windows: int) -> None:
-        """A step over so many windows is complete."""
-        self.step += 1
-        self.windows_seen += windows
-
 
 @torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
@@ -279,11 +273,6 @@ class StoredState:
     dtypes: dict[str, torch.dtype]
     rows: list[Rows]  # which together are all tensors
     read: Read  # for this rank's of them
-
-    @functools.cached_property
-    def config(self) -> Config:
-        """The configuration of the run that wrote it."""
-        return read_config(self.manifest)
 
     def tensor(self, name: str, context: DistributedContext) -> Tensor:
         """A whole tensor. Collective."""

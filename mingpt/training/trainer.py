@@ -156,7 +156,8 @@ class Trainer:
         self.saving.note_written(newest_written, self.run_logger)
         self.raise_if_not_finite(grad_norm)
         self.audit.end_step(self.context)
-        state.advance(config.trainer.batch_size)
+        state.step += 1
+        state.windows_seen += config.trainer.batch_size
         self.context.exit.step = state.step
         events.emit("step_end", step=state.step)
         return grad_norm, stop
@@ -257,9 +258,9 @@ class Trainer:
             f"step {self.state.step + 1}: the {what} is not finite; its update is dropped and the last "
             "snapshot is kept"
         )
-        data_error = self.batches.find_error()
-        if data_error:
-            raise UserError(data_error)
+        for data_error in self.context.all_gather_object(self.batches.error):
+            if data_error is not None:
+                raise UserError(data_error)
         self.saving.saver.wait()  # all ranks write what is sharded
         if self.run_logger:
             self.run_logger.failed(self.state.step, sentence)
@@ -335,7 +336,7 @@ def out_of_memory_explained() -> Iterator[None]:
 class Batches:
     """The micro-batches of all steps up to max_steps, in order.
 
-    Data that cannot be used is an error of one rank, of which all ranks learn by `find_error`.
+    Data that cannot be used is the `error` of one rank, of which all learn when their losses are not finite.
     """
 
     def __init__(
@@ -378,8 +379,3 @@ class Batches:
         shape = self.config.trainer.micro_batch_size, self.config.data.block_size
         zeros = torch.zeros(shape, dtype=torch.long)
         return zeros, zeros, zeros.to(self.context.device), zeros.to(self.context.device)
-
-    def find_error(self) -> str | None:
-        """The first error of any rank. Collective."""
-        errors = self.context.all_gather_object(self.error)
-        return next((error for error in errors if error is not None), None)
