@@ -137,18 +137,6 @@ def test_an_error_that_is_none_of_the_disk_is_raised_as_it_is(
         saving.finish(logger)
 
 
-def test_records_that_are_not_written_travel_in_the_snapshot(saving: Saving) -> None:
-    logger: Any = RecordingLogger()
-    saving.save_to_disk(logger)
-    saving.wait()
-    logger.records = [{"step": step, "train/loss": 1.5} for step in (19, 20, 21)]
-    saving.state.step = 20
-    saving.save_to_disk(logger)
-    saving.finish(logger)
-    assert "unwritten" not in saving.store.read_manifest(10)
-    assert [record["step"] for record in saving.store.read_manifest(20)["unwritten"]] == [19, 20]
-
-
 def test_waiting_long_for_the_write_before_is_said_once(
     saving: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
