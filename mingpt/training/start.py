@@ -20,7 +20,7 @@ from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, this
 from mingpt.training.audit import START
 from mingpt.training.claim import Claims, claim_places
 from mingpt.training.initial_weights import InitialWeights, open_weights
-from mingpt.training.run_data import load_corpus, load_data
+from mingpt.training.run_data import first_difference, load_corpus, load_data
 from mingpt.training.run_folder import (
     RunFolder,
     agree_on_run_id,
@@ -247,15 +247,12 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
             f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
             f"trained on ({then['sha256'][:12]}...)"
         )
-    differing = (name for name in [*was, *now] if was.get(name) != now.get(name))
-    name = next(differing, None)
+    name = first_difference(was, now)
     what = f"{name} has changed"
     if name is None:
         what = "the files are the same, and not their order or the split"
-    elif name not in now:
-        what = f"{name} is missing"
-    elif name not in was:
-        what = f"{name} is new"
+    elif name not in now or name not in was:
+        what = f"{name} is {'missing' if name in was else 'new'}"
     return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
 
 
