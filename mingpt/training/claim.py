@@ -408,9 +408,13 @@ def places_of(config: Config, folder: RunFolder) -> list[Claim]:
 
 def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
     """Acquire all claims or none. Raises UserError."""
+
+    def on_wait(line: str) -> None:
+        write_stderr(f"{line}\n")  # to the terminal alone: log.txt belongs to the job that holds the folder
+
     for claim in claims:
         try:
-            claim.acquire(holder, on_wait=write_line)
+            claim.acquire(holder, on_wait)
         except DriverError as error:
             release_all(claims)
             if isinstance(error, UserError):
@@ -425,11 +429,6 @@ def release_all(claims: Sequence[Claim]) -> None:
     """The job ends here."""
     for claim in claims:
         claim.release()
-
-
-def write_line(line: str) -> None:
-    """To the terminal alone: log.txt belongs to the job that holds the folder."""
-    write_stderr(f"{line}\n")
 
 
 def watch_snapshots(

@@ -31,17 +31,6 @@ def test_the_chain_is_what_configuration_and_text_call_for() -> None:
         assert audit.steps == []
 
 
-def test_a_chain_goes_on_from_an_earlier_one() -> None:
-    windows = iter(ElasticSampler(DATASET, batch_size=8, micro_batch_size=1, seed=CONFIG.seed))
-    audit = Audit(START, 8)
-    for _ in range(4):
-        for micro_batch in range(8):
-            audit.add(micro_batch, *DATASET.__getitems__([next(windows)]))
-        audit.end_step(SingleProcess())
-        chain = audit.gather_chain(SingleProcess())
-    assert chain() == recompute(CONFIG, DATASET, 4)
-
-
 def test_digests_are_chained_in_time_where_snapshots_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt.training.audit.MAX_STEPS", 4)
     audit = audit_of(11)
