@@ -75,10 +75,18 @@ class Audit:
         return chain
 
 
-def make_sampler(config: Config, dataset: CharDataset) -> ElasticSampler:
-    trainer = config.trainer
+def make_sampler(
+    config: Config, dataset: CharDataset, num_replicas: int = 1, rank: int = 0, takes_turns: bool = False
+) -> ElasticSampler:
+    """The windows that are trained on, as one rank of several reads them, from the first one."""
     return ElasticSampler(
-        dataset, batch_size=trainer.batch_size, micro_batch_size=trainer.micro_batch_size, seed=config.seed
+        dataset,
+        batch_size=config.trainer.batch_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        seed=config.seed,
+        num_replicas=num_replicas,
+        rank=rank,
+        takes_turns=takes_turns,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler
+from mingpt.data import ElasticSampler
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment, autocast, enable_determinism
 from mingpt.model import (
@@ -24,6 +24,7 @@ from mingpt.model import (
 )
 from mingpt.optim import Exchange, Optimizer
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, split_rows
+from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
 from mingpt.training.state import TrainState, copy_rows, load_state
@@ -51,11 +52,18 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
         model = GPT(config.model, vocab_size=corpus.vocab_size, block_size=config.data.block_size)
     model.set_recompute(trainer.recompute == "block")
     strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
-    sampler = make_sampler(config, context, corpus, strategy_class.takes_turns)
+    sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
     sampler.seek(start.windows_seen)
     strategy = strategy_class(make_setup(config, context, model, sampler))
     model.init_buffers()
-    exchange = make_exchange(context, strategy)
+    exchange = Exchange(  # how the optimizer's part of a rank meets those of the others
+        context.rank,
+        context.world_size,
+        strategy.updates_are_sharded,
+        rows=functools.partial(split_rows, workers=context.world_size),
+        all_to_all=context.all_to_all,
+        all_gather=context.all_gather_parts,
+    )
     optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
     state = TrainState(model, optimizer, strategy, start.step, start.windows_seen)
     if start.snapshot:
@@ -77,21 +85,6 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
     )
 
 
-def make_sampler(
-    config: Config, context: DistributedContext, corpus: Corpus, takes_turns: bool
-) -> ElasticSampler:
-    """Of the windows that are trained on, at the first one."""
-    return ElasticSampler(
-        corpus.train,
-        batch_size=config.trainer.batch_size,
-        micro_batch_size=config.trainer.micro_batch_size,
-        seed=config.seed,
-        num_replicas=context.world_size,
-        rank=context.rank,
-        takes_turns=takes_turns,
-    )
-
-
 def make_setup(
     config: Config,
     context: DistributedContext,
@@ -110,18 +103,6 @@ def make_setup(
         param_dtype=torch.bfloat16 if trainer.fsdp_param_dtype else None,
         timeout_s=trainer.timeout_s,
         autocasts=functools.partial(autocast, context.device, context.dtype),
-    )
-
-
-def make_exchange(context: DistributedContext, strategy: Strategy) -> Exchange:
-    """How the optimizer's part of a rank meets those of the others."""
-    return Exchange(
-        context.rank,
-        context.world_size,
-        strategy.updates_are_sharded,
-        rows=functools.partial(split_rows, workers=context.world_size),
-        all_to_all=context.all_to_all,
-        all_gather=context.all_gather_parts,
     )
 
 

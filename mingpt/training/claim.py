@@ -5,18 +5,22 @@ jobs that try, one succeeds. The newest claim counts. It holds until it is relea
 agents lives on this machine, or for LEASE_S after it was last renewed. A later generation of the same job,
 which shares an agent with the one before, takes over at once, and so does a job that Slurm has requeued.
 Where a job falls into parts that do not reach each other, the part that claims the place goes on.
+
+The rank that writes to a place holds the claim to it for the whole job. Whether the place is still its own is
+one question, `Claim.check`, asked before each record and each manifest.
 """
 
 import contextlib
-import errno
+import functools
 import json
 import logging
 import os
 import re
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
@@ -24,11 +28,15 @@ import pydantic
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
 from mingpt.base.files import BadJson, DriverError, check_json, parse_json
-from mingpt.snapshot import Process, SnapshotStore
+from mingpt.config import Config
+from mingpt.distributed import DistributedContext, write_stderr
+from mingpt.snapshot import Process, SnapshotStore, this_process
 from mingpt.snapshot.store import NO_ROOM
+from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
 LEASE_S = 20.0  # after which another job takes over from one that shows no sign of life
 RENEW_S = 5.0  # between such signs
+RECHECK_S = 0.5  # between two looks at the claim to a run folder for what is no record
 SETTLE_S = 2.0  # until all writers of an object have written, where a driver has no conditional create
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6,})\.json")
@@ -48,7 +56,6 @@ class Holder:
     slurm_job: str | None = None
     slurm_restarts: pydantic.StrictInt = 0
     started: pydantic.StrictBool = False  # the job has passed the checks of its start
-    released: pydantic.StrictBool = False
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this very claim
 
     def to_json(self) -> str:
@@ -64,10 +71,6 @@ class Holder:
     def shares_agent(self, other: "Holder") -> bool:
         """Whether `other` is an earlier generation of this job: no agent takes part in two at once."""
         return bool({*self.agents} & {*other.agents})
-
-    def is_part_of(self, job: str) -> bool:
-        """Whether this is a part of the job with this token, one that the launcher gave."""
-        return bool(self.job) and self.job == job
 
     def succeeds(self, other: "Holder") -> bool:
         """Whether `other` is an earlier generation of this job, or the same job before it was requeued."""
@@ -90,25 +93,31 @@ def parse_holder(content: bytes) -> Holder:
 
 
 class Claim:
-    """The claim of one job to one place. Construct it, then `acquire`; `what` is the place in a sentence."""
+    """The claim of one job to one place; `what` is the place in a sentence.
 
-    def __init__(self, url: str, what: str, lease_s: float = LEASE_S) -> None:
+    It is this rank's own after `acquire`, and renewed in the background until `release`. Where another rank
+    of the job has acquired it, this one watches it: it then has the `number` and the `holder` of that.
+    """
+
+    def __init__(
+        self, url: str, what: str, lease_s: float = LEASE_S, number: int = 0, holder: Holder | None = None
+    ) -> None:
         self.store, self.what, self.lease_s = SnapshotStore(url), what, lease_s
-        self.number = 0  # of our own claim; 0 for none
-        self.holder: Holder | None = None
+        self.number, self.holder = number, holder  # of the job's claim; 0 and None without one
+        self.is_watched = number > 0
         self.was_started = False  # by an earlier generation of this job
         self.lock = threading.Lock()  # of renewing and releasing
+        self.released = threading.Event()
+        self.is_held, self.checked_at = True, float("-inf")
 
     def path(self, number: int) -> str:
         return self.store.path(f"claim-{number:06d}.json")
 
-    def numbers(self) -> list[int]:
-        """Of all claims there, newest first. Raises OSError, or whatever the driver does."""
-        matches = (FILE_NAME.fullmatch(name) for name in self.store.names())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
-
     def read_newest(self) -> tuple[int, Holder | None, object]:
-        """Number, holder, and something that changes whenever it is renewed; 0 and None for no claim."""
+        """Number, holder, and something that changes whenever it is renewed; 0 and None for no claim.
+
+        Raises OSError, or whatever the driver does.
+        """
         for number in self.numbers():
             path = self.path(number)
             try:
@@ -120,6 +129,47 @@ class Claim:
             return number, parse_holder(content), (number, content, mark)
         return 0, None, None
 
+    def numbers(self) -> list[int]:
+        """The numbers of all claims there, newest first. Raises OSError, or whatever the driver does."""
+        matches = (FILE_NAME.fullmatch(name) for name in self.store.names())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def check(self) -> None:
+        """Raise ClaimLost if the place is another job's by now, or a later generation's of this one.
+
+        On the machine of a rank that watches, a listing may be late: only a newer claim is a loss there. A
+        place that cannot be read now is not lost.
+        """
+        if self.holder is None:
+            return  # it has been released
+        try:
+            number, other, _ = self.read_newest()
+        except DriverError as error:
+            log.info("the claim to %s cannot be read (%s): going on", self.what, error)
+            return
+        is_same_job = other is not None and other.job == self.holder.job
+        is_late = self.is_watched and number < self.number
+        if is_late or (is_same_job and number == self.number):
+            return
+        if is_same_job:
+            raise LaterGeneration(f"the job goes on without this worker, which writes no more to {self.what}")
+        who = "its claim was removed" if other is None else f"{other.sentence()} has taken over"
+        raise SupersededError(f"{self.what} no longer belongs to this job, {who}: nothing more is written")
+
+    def holds(self) -> bool:
+        """Whether `check` passes."""
+        try:
+            self.check()
+        except ClaimLost:
+            return False
+        return True
+
+    def may_write(self) -> bool:
+        """Whether the place was this job's less than RECHECK_S ago: the process may have been frozen."""
+        if self.is_held and time.monotonic() - self.checked_at > RECHECK_S:
+            self.is_held, self.checked_at = self.holds(), time.monotonic()
+        return self.is_held
+
     def acquire(self, holder: Holder, on_wait: Callable[[str], None] = lambda line: None) -> None:
         """Claim the place, which takes up to the lease if a holder on another machine may be alive.
 
@@ -127,17 +177,14 @@ class Claim:
         """
         while not self.number:
             newest, other, mark = self.read_newest()
-            is_ours = other is not None and not other.released and holder.succeeds(other)
-            if other is not None and not other.released:
-                if is_ours:
-                    holder = replace(holder, job=holder.job or other.job, since=other.since)
-                    self.was_started = other.started and holder.shares_agent(other)
-                elif other.is_alive() and not holder.is_part_of(other.job):
-                    raise self.refusal(other)
-                elif other.is_alive() is not False:
-                    has_ended = self.wait_for_lease(newest, other, mark, holder, on_wait)
-                    if not has_ended:
-                        continue  # it is another's by now, perhaps
+            is_ours = other is not None and holder.succeeds(other)
+            if other is not None and is_ours:
+                holder = replace(holder, job=holder.job or other.job, since=other.since)
+                self.was_started = other.started and holder.shares_agent(other)
+            elif other is not None:
+                has_ended = self.wait_for_end(newest, other, mark, holder.job, on_wait)
+                if not has_ended:
+                    continue  # it is another's by now, perhaps
             named = replace(holder, job=holder.job or uuid.uuid4().hex)
             try:
                 self.store.files.makedirs(self.store.root, exist_ok=True)
@@ -147,26 +194,20 @@ class Claim:
                     raise
                 self.number = newest  # no room for another file: the claim of the generation before serves
         self.holder = named
+        threading.Thread(target=self.keep_renewing, daemon=True).start()
 
-    def refusal(self, other: Holder) -> UserError:
-        return UserError(
-            f"{self.what} is in use by {other.sentence()}: wait for its end, choose another one, or if that "
-            f"job is gone, drop its claim by python -m mingpt doctor --claim {self.store.url} --release"
-        )
-
-    def wait_for_lease(
-        self,
-        number: int,
-        other: Holder,
-        mark: object,
-        holder: Holder,
-        on_wait: Callable[[str], None],
+    def wait_for_end(
+        self, number: int, other: Holder, mark: object, job: str, on_wait: Callable[[str], None]
     ) -> bool:
-        """Whether the lease of a claim ends; False if it is released or changes hands.
+        """Whether another holder's claim ends; False if it is released or changes hands. `job` is ours.
 
-        Raises UserError if another job renews it. Another part of this job may renew it again and again.
+        Raises UserError if another job is alive. Another part of this job may renew it again and again.
         """
-        is_this_job = holder.is_part_of(other.job)
+        is_this_job, is_alive = bool(job) and job == other.job, other.is_alive()
+        if is_alive is False:
+            return True
+        if is_alive and not is_this_job:
+            raise self.refusal(other)
         left_s = self.lease_s - self.age_s(number)
         if is_this_job:
             on_wait(
@@ -180,7 +221,7 @@ class Claim:
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
             number_now, now, mark_now = self.read_newest()
-            if now is None or now.released or (is_this_job and number_now != number):
+            if now is None or (is_this_job and number_now != number):
                 return False
             if mark_now != mark and not is_this_job:
                 raise self.refusal(now)
@@ -188,80 +229,70 @@ class Claim:
                 mark, deadline = mark_now, time.monotonic() + self.lease_s
         return True
 
+    def refusal(self, other: Holder) -> UserError:
+        return UserError(
+            f"{self.what} is in use by {other.sentence()}: wait for its end, choose another one, or if that "
+            f"job is gone, drop its claim by python -m mingpt doctor --claim {self.store.url} --release"
+        )
+
     def age_s(self, number: int) -> float:
         """Seconds since a claim was renewed by the clock of the file system; 0 where that is not known."""
         if not self.store.is_local:
             return 0.0
-        probe = self.store.path(f"claim-probe-{uuid.uuid4().hex}")
         try:
-            with open(probe, "xb") as file:
+            with tempfile.TemporaryFile(dir=self.store.root) as file:
                 now = os.fstat(file.fileno()).st_mtime
-            os.unlink(probe)
             return max(0.0, now - os.stat(self.path(number)).st_mtime)
         except OSError:
             return 0.0  # no room for another file, or the claim has just been replaced
 
     def create(self, number: int, holder: Holder) -> None:
         """Try to create the claim with this number, which only one job can."""
+        content = holder.to_json().encode()
         try:
-            self.create_file(self.path(number), holder.to_json().encode())
+            if self.store.is_local:
+                create_file(self.path(number), content)
+            else:
+                self.create_object(self.path(number), content)
         except FileExistsError:
             time.sleep(POLL_S)  # another job was faster
             return
         newest, winner, _ = self.read_newest()
         if newest == number and winner is not None and winner.nonce == holder.nonce:
             self.number = number
-            self.remove_older()
+            with self.failure_logged("freed of earlier ones"):  # they no longer count
+                for earlier in self.numbers()[1:]:
+                    self.remove(earlier)
         elif newest > number:
             self.remove(number)  # its number was free only because newer claims exist
 
-    def create_file(self, path: str, content: bytes) -> None:
-        """Create a file whole. Raises FileExistsError."""
-        if not self.store.is_local:
-            self.create_object(path, content)
-            return
-        temporary = f"{path}.{uuid.uuid4().hex}"
-        try:
-            with open(temporary, "xb") as file:
-                file.write(content)
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                raise
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                # A file system without links: a reader may see the file before its content.
-                with open(path, "xb") as file:
-                    file.write(content)
-        finally:
-            with contextlib.suppress(FileNotFoundError):  # it could not be created
-                os.unlink(temporary)
-
     def create_object(self, path: str, content: bytes) -> None:
+        """Create an object. Raises FileExistsError."""
         protocols = self.store.files.protocol
         protocols = {protocols} if isinstance(protocols, str) else {*protocols}
-        try:
+        if protocols & CONDITIONAL_CREATE:
             self.store.files.pipe_file(path, content, mode="create")
-        except TypeError:  # a driver older than this mode
-            if self.store.files.exists(path):
-                raise FileExistsError(path) from None
-            self.store.files.pipe_file(path, content)
-        if not protocols & CONDITIONAL_CREATE:
-            time.sleep(SETTLE_S)  # of simultaneous writers the last one wins
-
-    def remove_older(self) -> None:
-        """Claims that no longer count; one that stays does no harm."""
-        try:
-            for number in self.numbers():
-                if number < self.number:
-                    self.remove(number)
-        except DriverError as error:
-            log.info("an earlier claim to %s is left: %s", self.what, error)
+            return
+        if self.store.files.exists(path):
+            raise FileExistsError(path)
+        self.store.files.pipe_file(path, content)
+        time.sleep(SETTLE_S)  # of simultaneous writers the last one wins
 
     def remove(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.store.files.rm_file(self.path(number))
+
+    def keep_renewing(self) -> None:
+        """Show every RENEW_S that the job is alive, until the claim is released."""
+        is_failing = False
+        while not self.released.wait(RENEW_S):
+            try:
+                self.renew()
+                is_failing = False
+            except DriverError as error:  # `check` decides
+                if not is_failing:
+                    log.warning("the claim to %s cannot be renewed: %s", self.what, error)
+                is_failing = True
 
     def renew(self) -> None:
         """The job is alive. Needs no room on the disk. Raises OSError, or whatever the driver does."""
@@ -271,57 +302,14 @@ class Claim:
             if self.store.is_local:
                 os.utime(self.path(self.number))
             else:
-                renewed = replace(self.holder, nonce=uuid.uuid4().hex)
-                self.store.files.pipe_file(self.path(self.number), renewed.to_json().encode())
-
-    def holds(self) -> bool:
-        """Whether the claim that counts is ours. Raises OSError, or whatever the driver does."""
-        number, newest, _ = self.read_newest()
-        if newest is None or self.holder is None:
-            return False
-        # A number may come again in a folder that was removed meanwhile.
-        return (number, newest.job) == (self.number, self.holder.job)
-
-    def check(self) -> None:
-        """Raises SupersededError if another job has taken over, LaterGeneration if this one has."""
-        holder = self.holder
-        try:
-            if self.holds():
-                return
-            other = self.read_newest()[1]
-        except DriverError as error:
-            log.info("the claim to %s cannot be read (%s): going on", self.what, error)
-            return
-        raise self.loss(other, holder)
-
-    def loss(self, other: Holder | None, holder: Holder | None) -> ClaimLost:
-        """The error of `check`, where `other` has the place that was `holder`'s."""
-        if other is not None and holder is not None and not other.released and other.job == holder.job:
-            return LaterGeneration(
-                f"the job goes on without this worker, which writes no more to {self.what}"
-            )
-        who = "its claim was removed" if other is None else f"{other.sentence()} has taken over"
-        return SupersededError(f"{self.what} no longer belongs to this job, {who}: nothing more is written")
+                self.rewrite(replace(self.holder, nonce=uuid.uuid4().hex))
 
     def mark_started(self) -> None:
-        """The job has passed the checks of its start. Raises OSError, or whatever the driver does."""
-        with self.lock:
-            if self.holder is not None and not self.holder.started and self.holds():
+        """Tell later generations that the job has passed the checks of its start; the store tells it, too."""
+        with self.lock, self.failure_logged("marked"):
+            if self.holder is not None and self.holds():
                 self.holder = replace(self.holder, started=True)
                 self.rewrite(self.holder)
-
-    def release(self) -> None:
-        """The job has ended: the next one need not ask whether it is alive. Needs no room on the disk."""
-        with self.lock:
-            if self.holder is not None and self.holds():
-                self.mark_released(self.holder)
-            self.holder = None
-
-    def mark_released(self, holder: Holder) -> None:
-        if self.number == 1:
-            self.remove(1)  # no earlier holder can take a later claim with this number for its own
-            return
-        self.rewrite(replace(holder, released=True))
 
     def rewrite(self, holder: Holder) -> None:
         """Write another content into the claim, in place."""
@@ -333,8 +321,125 @@ class Claim:
         else:
             self.store.files.pipe_file(self.path(self.number), content)
 
-    def drop(self) -> None:
-        """Release whatever claim there is; its holder notices that before it writes again."""
-        newest, other, _ = self.read_newest()
-        if other is not None and not other.released:
-            self.create(newest + 1, replace(other, released=True, nonce=uuid.uuid4().hex))
+    def release(self) -> None:
+        """The job has ended. Needs no room on the disk."""
+        self.released.set()
+        with self.lock, self.failure_logged("released"):
+            if self.holder is not None and self.holds():
+                self.remove(self.number)
+            self.holder = None
+
+    @contextlib.contextmanager
+    def failure_logged(self, what: str) -> Iterator[None]:
+        """A claim that is left as it was ends no job: the next one waits for the lease at most."""
+        try:
+            yield
+        except DriverError as error:
+            log.info("the claim to %s could not be %s: %s", self.what, what, error)
+
+
+def create_file(path: str, content: bytes) -> None:
+    """Create a file. Raises FileExistsError, or another OSError, after which there is none."""
+    with open(path, "xb") as file:
+        try:
+            file.write(content)
+            file.flush()
+        except OSError:
+            os.unlink(path)
+            raise
+
+
+class Claims:
+    """The claims of a job as one rank has them: those that it holds, and those of other ranks.
+
+    The first that it holds is to the run folder, where it keeps one. Watched are the claims of other ranks to
+    places that this one writes to, too.
+    """
+
+    def __init__(self, held: Sequence[Claim], watched: Sequence[Claim] = ()) -> None:
+        self.held, self.watched = held, watched
+
+    @property
+    def run_dir(self) -> Claim:
+        """The claim to the run folder, on a rank that keeps one: a record waits for no object store."""
+        return self.held[0]
+
+    def check(self) -> None:
+        """Raise ClaimLost if a place is no longer this generation's."""
+        for claim in (*self.held, *self.watched):
+            claim.check()
+
+    def was_started(self) -> bool:
+        """Whether an earlier generation of this job had passed its checks, as far as the places tell."""
+        return any(claim.was_started for claim in self.held)
+
+    def mark_started(self) -> None:
+        for claim in self.held:
+            claim.mark_started()
+
+
+def claim_places(config: Config, context: DistributedContext, folder: RunFolder) -> Claims:
+    """Claim what this rank is going to write to. Collective; raises UserError if another job holds it."""
+    launch = context.launch
+    agents = context.all_gather_object(this_process(launch.agent_pid))
+    holder = Holder(
+        tuple(dict.fromkeys(agents)),
+        job=launch.job or "",
+        slurm_job=launch.slurm_job,
+        slurm_restarts=launch.slurm_restarts,
+    )
+    places = places_of(config, folder)
+    refuse_where_it_fails(context, lambda: acquire_all(places, holder))
+    context.exit.on_job_end(functools.partial(release_all, places))
+    return Claims(places, watch_snapshots(config, context, folder, places))
+
+
+def places_of(config: Config, folder: RunFolder) -> list[Claim]:
+    """The run folder, and `snapshot.path` where that is somewhere else and not this process's memory."""
+    claims = [Claim(config.run_dir, f"run_dir {config.run_dir}")] if folder.is_kept else []
+    if config.snapshot.path is not None and folder.keeps_snapshots:
+        snapshots = Claim(config.snapshot.path, f"snapshot.path {config.snapshot.path}")
+        roots = {os.path.realpath(claim.store.root) for claim in (*claims, snapshots)}
+        is_elsewhere = len(roots) > len(claims) or not snapshots.store.is_local
+        if is_elsewhere and not snapshots.store.is_process_private:
+            claims.append(snapshots)
+    return claims
+
+
+def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
+    """Acquire all claims or none. Raises UserError."""
+
+    def on_wait(line: str) -> None:
+        write_stderr(f"{line}\n")  # to the terminal alone: log.txt belongs to the job that holds the folder
+
+    for claim in claims:
+        try:
+            claim.acquire(holder, on_wait)
+        except DriverError as error:
+            release_all(claims)
+            if isinstance(error, UserError):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{claim.what} cannot be written to: {reason}") from None
+        if claim.holder is not None:
+            holder = replace(holder, job=claim.holder.job)
+
+
+def release_all(claims: Sequence[Claim]) -> None:
+    """The job ends here."""
+    for claim in claims:
+        claim.release()
+
+
+def watch_snapshots(
+    config: Config, context: DistributedContext, folder: RunFolder, held: Sequence[Claim]
+) -> list[Claim]:
+    """The claim to a folder of snapshots that all ranks see, on those that do not hold it. Collective."""
+    path = config.snapshot.path
+    last = [(claim.number, claim.holder) for claim in held[-1:]]  # places_of: the snapshots'
+    last = context.broadcast_object(last, folder.snapshots_rank)
+    if context.rank == folder.snapshots_rank or not folder.snapshots_are_shared:
+        return []
+    what = f"run_dir {config.run_dir}" if path is None else f"snapshot.path {path}"
+    watched = [Claim(path or config.run_dir, what, number=number, holder=holder) for number, holder in last]
+    return [claim for claim in watched if not claim.store.is_process_private]

@@ -55,16 +55,16 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
         return data
     hosts, files = zip(*context.all_gather_object((platform.node(), data.files)), strict=True)
     other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
-    name = first_difference(files[0], files[other])
+    name = first_difference(files[0], files[other]) or "their order"
     raise UserError(
         f"the token shards in {config.path} differ between nodes: {name} on {hosts[other]} is not that on "
         f"{hosts[0]}; copy the same files to every node"
     )
 
 
-def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """The name of the first file that is not in both, or not with the same fingerprint."""
-    return next((name for name in [*old, *new] if old.get(name) != new.get(name)), "their order")
+def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
+    """The name of the first file that is not in both, or not with the same fingerprint, if there is one."""
+    return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:

@@ -1,11 +1,8 @@
-"""The run folder on each node, one that all nodes share or one of its own for each, and who owns it.
+"""The run folder on each node, one that all nodes share or one of its own for each.
 
 Where nodes share no disk, the first worker of each keeps the records and snapshots of the run in its own.
 When a generation starts, these nodes agree on the run's id and hand over its records, so any node may die,
 and a node that joins is given them.
-
-A job claims its run folders and its snapshots, so that no other job writes there. The rank that writes to a
-place holds the claim to it for the whole job; see claim.py.
 """
 
 import errno
@@ -13,25 +10,27 @@ import functools
 import logging
 import os
 import platform
-import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from mingpt.base.errors import ClaimLost, NodeRefused, PeersMissing, UserError
-from mingpt.base.files import DriverError, write_atomic
-from mingpt.config import Config, differences, to_dict
-from mingpt.distributed import DistributedContext, write_stderr
+from mingpt.base.errors import NodeRefused, PeersMissing, UserError
+from mingpt.base.files import remove_quietly, write_atomic
+from mingpt.config import Config, differences, flatten, to_dict
+from mingpt.distributed import DistributedContext
 from mingpt.report import load_history, read_records, read_run_id
-from mingpt.snapshot import this_process
-from mingpt.training.claim import RENEW_S, Claim, Holder
 
 T = TypeVar("T")
+# Settings that change no result and must be the same on all workers.
+SAME_EVERYWHERE = (
+    "trainer.eval_only",
+    "trainer.parallel",
+    "trainer.shard_optimizer",
+    "trainer.fsdp_reshard",
+)
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it tells that there is a run
-RECHECK_S = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -49,33 +48,14 @@ class RunFolder:
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
     """Raises UserError if the workers were started with settings that compute something else. Collective."""
-    path = config.snapshot.path
-    kind = "null" if path is None else ("a URL" if "://" in path else "a folder")
-    trainer = config.trainer
-    told = (
-        to_dict(config),
-        trainer.eval_only,
-        kind,
-        trainer.parallel,
-        trainer.shard_optimizer,
-        trainer.fsdp_reshard,
-        platform.node(),
-    )
-    (first, *first_rest, first_host), *others = context.all_gather_object(told)
-    for settings, *rest, host in others:
-        changed = differences(first, settings)
-        names = (
-            "trainer.eval_only",
-            "snapshot.path",
-            "trainer.parallel",
-            "trainer.shard_optimizer",
-            "trainer.fsdp_reshard",
-        )
-        changed += [
-            f"{name}: {one} -> {other}"
-            for name, one, other in zip(names, first_rest, rest, strict=True)
-            if one != other
-        ]
+    settings, path = to_dict(config), config.snapshot.path
+    same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
+    same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
+    told = context.all_gather_object((settings, same, platform.node()))
+    first_settings, first, first_host = told[0]
+    for settings, other, host in told:
+        changed = differences(first_settings, settings)
+        changed += [f"{name}: {first[name]} -> {other[name]}" for name in same if first[name] != other[name]]
         if changed:
             raise UserError(
                 f"the workers were started with different settings: those on {host} differ from those on "
@@ -161,14 +141,14 @@ def lowest_rank_there(path: Path, context: DistributedContext) -> int:
     if not context.launch.has_several_nodes:
         return 0
     is_first = context.launch.local_rank == 0
-    name = f"probe-{uuid.uuid4().hex}"
-    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(path / name))
-    probes = context.all_gather_object(name if is_written else None)
+    probe = path / f"probe-{uuid.uuid4().hex}"
+    is_written = context.run_with_heartbeat(lambda: is_first and write_probe(probe))
+    probes = context.all_gather_object(probe.name if is_written else None)
     seen = context.run_with_heartbeat(
-        lambda: [rank for rank, probe in enumerate(probes) if probe and is_there(path / probe)]
+        lambda: [rank for rank, name in enumerate(probes) if name and os.path.exists(path / name)]
     )
     if is_written:
-        remove_probe(path / name)  # all have looked
+        remove_quietly(probe)  # all have looked
     return min(seen, default=0)
 
 
@@ -181,20 +161,6 @@ def write_probe(path: Path) -> bool:
         log.info("%s cannot be created (%s): taken for the folder that rank 0 sees", path, error.strerror)
         return False
     return True
-
-
-def is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False  # a folder that this rank cannot read is none that it shares
-
-
-def remove_probe(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log.info("%s could not be removed (%s)", path, error.strerror)
 
 
 class NodeRun(NamedTuple):
@@ -246,13 +212,6 @@ def describe_runs(found: Sequence[NodeRun], ids: Sequence[str], path: Path) -> s
     )
 
 
-class HistoryExtent(NamedTuple):
-    """How far the records in a run folder go."""
-
-    records: int  # up to the step from which the generation starts
-    generations: int
-
-
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Give every run folder the records of the run up to `step`. Collective.
 
@@ -261,7 +220,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     if folder.is_shared:
         return
     extent = context.run_with_heartbeat(
-        lambda: describe_history(folder.path, step) if folder.is_kept else None
+        lambda: measure_history(folder.path, step) if folder.is_kept else None
     )
     extents = context.all_gather_object(extent)
     ranked = [(*entry, -rank) for rank, entry in enumerate(extents) if entry is not None]
@@ -277,8 +236,8 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
             is_complete = write_file(folder.path / name, content)
 
 
-def describe_history(path: Path, step: int) -> HistoryExtent | None:
-    """None if there is no history."""
+def measure_history(path: Path, step: int) -> tuple[int, int] | None:
+    """(records up to `step`, generations) in a run folder; None if there is no history."""
     history: dict[str, Any] | None = load_history(path)
     if history is None:
         return None
@@ -286,7 +245,7 @@ def describe_history(path: Path, step: int) -> HistoryExtent | None:
         records = {(record["step"], "val/loss" in record) for record in read_records(path / "metrics.jsonl")}
     except OSError:
         return None
-    return HistoryExtent(sum(at <= step for at, _ in records), len(history["generations"]))
+    return sum(at <= step for at, _ in records), len(history["generations"])
 
 
 def read_file(path: Path, reads: bool) -> bytes | None:
@@ -306,164 +265,3 @@ def write_file(path: Path, content: bytes) -> bool:
         log.warning("%s cannot be written (%s): the records on this node have a gap", path, error.strerror)
         return False
     return True
-
-
-class WatchedClaim:
-    """The claim that another rank of this job has acquired, with that number, as this rank sees it."""
-
-    def __init__(self, claim: Claim, number: int, holder: Holder) -> None:
-        self.claim, self.number, self.holder = claim, number, holder
-
-    def check(self) -> None:
-        """As Claim.check, but on another machine a listing may be late: only a newer claim is a loss."""
-        try:
-            number, other, _ = self.claim.read_newest()
-        except DriverError as error:
-            log.info("the claim to %s cannot be read (%s): going on", self.claim.what, error)
-            return
-        is_replaced = other is not None and number == self.number and other.job != self.holder.job
-        if number > self.number or is_replaced:
-            raise self.claim.loss(other, self.holder)
-
-
-class Claims:
-    """The claims that this rank holds for its job, if any; renewed in the background until `release`.
-
-    The first is to the run folder.
-    """
-
-    def __init__(self, claims: list[Claim]) -> None:
-        self.claims = claims
-        self.watched: list[WatchedClaim] = []  # of other ranks, to places that this one writes to, too
-        self.released = threading.Event()
-        self.is_held, self.checked_at = True, float("-inf")
-        for claim in claims:
-            threading.Thread(target=self.renew, args=(claim,), daemon=True).start()
-
-    def watch(self, watched: Sequence[WatchedClaim]) -> None:
-        """Have `check` look at these claims, too."""
-        self.watched = list(watched)
-
-    def renew(self, claim: Claim) -> None:
-        is_failing = False
-        while not self.released.wait(RENEW_S):
-            try:
-                claim.renew()
-                is_failing = False
-            except DriverError as error:  # `check` decides
-                if not is_failing:
-                    log.warning("the claim to %s cannot be renewed: %s", claim.what, error)
-                is_failing = True
-
-    def check(self) -> None:
-        """Raises ClaimLost if a place is another job's by now, or a later generation's."""
-        for claim in self.claims:
-            claim.check()
-        for watched in self.watched:
-            watched.check()
-
-    def check_run_dir(self) -> None:
-        """`check` for the run folder alone: a record does not wait for an object store."""
-        for claim in self.claims[:1]:
-            claim.check()
-
-    def may_write(self) -> bool:
-        """Whether the run folder was this job's less than RECHECK_S ago: the process may have been frozen."""
-        if self.is_held and time.monotonic() - self.checked_at > RECHECK_S:
-            try:
-                self.check_run_dir()
-            except ClaimLost:
-                self.is_held = False
-            self.checked_at = time.monotonic()
-        return self.is_held
-
-    def was_started(self) -> bool:
-        """Whether an earlier generation of this job had passed its checks, as far as the places tell."""
-        return any(claim.was_started for claim in self.claims)
-
-    def mark_started(self) -> None:
-        """Tell later generations that the job has passed the checks of its start."""
-        for claim in self.claims:
-            try:
-                claim.mark_started()
-            except DriverError as error:  # the store tells it too
-                log.info("the claim to %s could not be marked: %s", claim.what, error)
-
-    def release(self) -> None:
-        """The job ends here."""
-        self.released.set()
-        for claim in self.claims:
-            try:
-                claim.release()
-            except DriverError as error:
-                log.info("the claim to %s could not be released: %s", claim.what, error)
-        self.claims = []
-
-
-def claim_places(config: Config, context: DistributedContext, folder: RunFolder) -> Claims:
-    """Claim what this rank is going to write to. Collective; raises UserError if another job holds it."""
-    launch = context.launch
-    agents = context.all_gather_object(this_process(launch.agent_pid))
-    holder = Holder(
-        tuple(dict.fromkeys(agents)),
-        job=launch.job or "",
-        slurm_job=launch.slurm_job,
-        slurm_restarts=launch.slurm_restarts,
-    )
-    places = places_of(config, folder)
-    claims = refuse_where_it_fails(context, lambda: acquire_all(places, holder))
-    context.exit.on_job_end(claims.release)
-    claims.watch(watch_snapshots(config, context, folder, claims))
-    return claims
-
-
-def watch_snapshots(
-    config: Config, context: DistributedContext, folder: RunFolder, claims: Claims
-) -> list[WatchedClaim]:
-    """The claim to a folder of snapshots that all ranks see, on those that do not hold it. Collective."""
-    path = config.snapshot.path
-    last = [(claim.number, claim.holder) for claim in claims.claims[-1:]]  # places_of: the snapshots'
-    last = context.broadcast_object(last, folder.snapshots_rank)
-    is_holder = context.rank == folder.snapshots_rank
-    if is_holder or not folder.snapshots_are_shared:
-        return []
-    what = f"run_dir {config.run_dir}" if path is None else f"snapshot.path {path}"
-    place = Claim(path or config.run_dir, what)
-    if place.store.is_process_private:
-        return []
-    return [WatchedClaim(place, number, holder) for number, holder in last if holder is not None]
-
-
-def places_of(config: Config, folder: RunFolder) -> list[Claim]:
-    """The run folder, and `snapshot.path` where that is somewhere else and not this process's memory."""
-    claims = [Claim(config.run_dir, f"run_dir {config.run_dir}")] if folder.is_kept else []
-    if config.snapshot.path is not None and folder.keeps_snapshots:
-        snapshots = Claim(config.snapshot.path, f"snapshot.path {config.snapshot.path}")
-        roots = {os.path.realpath(claim.store.root) for claim in (*claims, snapshots)}
-        is_elsewhere = len(roots) > len(claims) or not snapshots.store.is_local
-        if is_elsewhere and not snapshots.store.is_process_private:
-            claims.append(snapshots)
-    return claims
-
-
-def acquire_all(places: list[Claim], holder: Holder) -> Claims:
-    """All or none. Raises UserError."""
-    claims = Claims(places)  # the first is renewed while the second waits
-    for claim in places:
-        try:
-            claim.acquire(holder, on_wait=write_line)
-            if claim.holder is not None:
-                holder = replace(holder, job=claim.holder.job)
-        except UserError:
-            claims.release()
-            raise
-        except DriverError as error:
-            claims.release()
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"{claim.what} cannot be written to: {reason}") from None
-    return claims
-
-
-def write_line(line: str) -> None:
-    """To the terminal alone: log.txt belongs to the job that holds the folder."""
-    write_stderr(f"{line}\n")

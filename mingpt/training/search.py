@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
+from mingpt.base.files import DriverError
 from mingpt.config import Config, flatten, settings
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
@@ -24,7 +25,6 @@ from mingpt.snapshot.reading import DTYPES
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 from mingpt.training.state import (
     Rows,
-    Shape,
     StoredState,
     check_shard,
     is_sharded,
@@ -134,26 +134,21 @@ def prepare_store(
 
     def prepare() -> None:
         for step, reason in latest.corrupt.items():
-            quarantine(store, step, reason)
+            try:
+                store.quarantine(step, reason)
+            except DriverError as error:
+                raise UserError(
+                    f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "
+                    f"{type(error).__name__}: {error}"
+                ) from None
         if context.launch.local_rank == 0:
             memory.remove_leftovers()
-        if not is_restart and context.launch.local_rank == 0:
-            memory.remove_newer(latest.snapshot.manifest["step"] if latest.snapshot else -1)
+            if not is_restart:
+                memory.remove_newer(latest.snapshot.manifest["step"] if latest.snapshot else -1)
         if folder.keeps_snapshots:
             store.prepare()
 
     refuse_where_it_fails(context, prepare)
-
-
-def quarantine(store: SnapshotStore, step: int, reason: str) -> None:
-    """Set a corrupt snapshot aside. Raises UserError if that fails."""
-    try:
-        store.quarantine(step, reason)
-    except Exception as error:  # each driver raises exceptions of its own
-        raise UserError(
-            f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "
-            f"{type(error).__name__}: {error}"
-        ) from None
 
 
 class Offer(NamedTuple):
@@ -193,18 +188,17 @@ def find_in_memory(
     """
     reads = context.launch.local_rank == 0
     found = context.run_with_heartbeat(lambda: memory.find(newer_than, saved_after, check) if reads else [])
-    valid, offered = set[int](), dict(enumerate(found))
+    offered, checked = dict(enumerate(found)), set[int]()
     while True:
         offers = [describe(snapshot, index) for index, (_, snapshot) in offered.items()]
         choice = choose(context.all_gather_object(offers))
         if choice is None:
             return None
-        unchecked = [index for index in choice.read_by(context.rank) if index not in valid]
-        work = functools.partial(find_damaged, {index: found[index] for index in unchecked})
-        damaged = context.run_with_heartbeat(work)
+        chosen = {index: offered[index] for index in choice.read_by(context.rank) if index not in checked}
+        damaged = context.run_with_heartbeat(functools.partial(find_damaged, chosen))
         for index in damaged:
             del offered[index]
-        valid.update(index for index in unchecked if index not in damaged)
+        checked |= chosen.keys()
         if not any(context.all_gather_object(bool(damaged))):
             return assemble([snapshot for _, snapshot in found], choice, context)
 
@@ -263,12 +257,23 @@ def assemble(found: Sequence[Snapshot], choice: Choice, context: DistributedCont
     """The state that the chosen parts are together. Collective; `found` are this rank's."""
     reader, index = choice.whole
     whole = found[index] if reader == context.rank else None
-    content = (whole.manifest, shapes_of(whole)) if whole else None
+    content = None
+    if whole:
+        entries = whole.entries.items()
+        content = (
+            whole.manifest,
+            {
+                name: (entry.shape, entry.dtype)
+                for name, entry in entries
+                if not is_sharded(whole.manifest, name, entry.shape)
+            },
+        )
     manifest, whole_tensors = context.broadcast_object(content, reader)
     shapes = {name: shape for name, (shape, _) in whole_tensors.items()}
     dtypes = {name: DTYPES[dtype] for name, (_, dtype) in whole_tensors.items()}
     rows = [Rows(name, 0, shape[0] if shape else 1, reader) for name, shape in shapes.items()]
-    sharded = sharded_shapes(manifest)
+    every_shape = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
+    sharded = {name: shape for name, shape in every_shape.items() if is_sharded(manifest, name, shape)}
     for name, shape in sharded.items():
         parts = zip(split_rows(shape[0], len(choice.shards)), choice.shards, strict=True)
         rows += [Rows(name, part.start, part.stop, source) for part, (source, _) in parts if part]
@@ -291,23 +296,6 @@ def assemble(found: Sequence[Snapshot], choice: Choice, context: DistributedCont
         sorted(rows, key=lambda part: part.rank),  # so that a rank sends many rows at once
         read,
     )
-
-
-def shapes_of(snapshot: Snapshot) -> dict[str, tuple[Shape, str]]:
-    """Shape and type of each tensor that is not sharded."""
-    return {
-        name: (entry.shape, entry.dtype)
-        for name, entry in snapshot.entries.items()
-        if not is_sharded(snapshot.manifest, name, entry.shape)
-    }
-
-
-def sharded_shapes(manifest: dict[str, Any]) -> dict[str, Shape]:
-    """Of the whole tensors of which each part has some rows."""
-    if not manifest.get("shard"):
-        return {}
-    shapes = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
-    return {name: shape for name, shape in shapes.items() if is_sharded(manifest, name, shape)}
 
 
 def check_nothing_is_lost(

@@ -6,7 +6,6 @@ of it.
 """
 
 import logging
-import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,16 @@ from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
-from mingpt.report import GenerationStart, mark_ended, open_log, read_durable_step, read_job_start
+from mingpt.report import mark_ended, open_log, read_durable_step, read_job_start
 from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, read_config, this_process
 from mingpt.training.audit import START
+from mingpt.training.claim import Claims, claim_places
 from mingpt.training.initial_weights import InitialWeights, open_weights
-from mingpt.training.run_data import load_corpus, load_data
+from mingpt.training.run_data import first_difference, load_corpus, load_data
 from mingpt.training.run_folder import (
-    Claims,
     RunFolder,
     agree_on_run_id,
     check_same_settings,
-    claim_places,
     open_run_folder,
     share_history,
 )
@@ -98,11 +96,16 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
     claims = claim_places(config, context, folder)
-    open_log(context.rank, folder.path if folder.is_kept else None, claims.may_write)
+    if folder.is_kept:
+        open_log(context.rank, folder.path, claims.run_dir.may_write)
+    else:
+        open_log(context.rank, None)
     raise_if_repeated(context, folder)
     data = load_data(config, context)
     found = find_snapshot(config, context, folder, claims, data)
-    initial = None if found.snapshot else open_initial_weights(config.snapshot.init_from, context)
+    initial, weights = None, config.snapshot.init_from
+    if weights and not found.snapshot:
+        initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
     return StartPoint(
@@ -247,23 +250,13 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
             f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
             f"trained on ({then['sha256'][:12]}...)"
         )
-    differing = (name for name in [*was, *now] if was.get(name) != now.get(name))
-    name = next(differing, None)
+    name = first_difference(was, now)
     what = f"{name} has changed"
     if name is None:
         what = "the files are the same, and not their order or the split"
-    elif name not in now:
-        what = f"{name} is missing"
-    elif name not in was:
-        what = f"{name} is new"
+    elif name not in now or name not in was:
+        what = f"{name} is {'missing' if name in was else 'new'}"
     return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
-
-
-def open_initial_weights(where: str | None, context: DistributedContext) -> InitialWeights | None:
-    """Read the weights of snapshot.init_from on rank 0. Raises UserError. Collective."""
-    if not where:
-        return None
-    return context.run_with_heartbeat(lambda: open_weights(where) if context.rank == 0 else None)
 
 
 def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
@@ -302,19 +295,3 @@ def device_type_of(software: dict[str, Any]) -> str:
     """The kind of device that a snapshot was computed on."""
     kind = software["device"].split()[0]  # schema 1 began without device_type
     return str(software.get("device_type") or (kind if kind in ("cpu", "mps") else "cuda"))
-
-
-def describe_start(start: StartPoint, context: DistributedContext) -> GenerationStart:
-    """What run.json tells of the beginning of this generation. Collective."""
-    hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
-    return GenerationStart(
-        start.run_id,
-        start.step,
-        context.world_size,
-        start.is_restart,
-        [host for _, host in sorted(set(hosts))],
-        context.previous_generation,
-        start.durable_step,
-        start.changes,
-        start.logged_step,
-    )

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES
-from mingpt.config import Config
 from mingpt.data import Tokenizer, kind_of, load_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, parameter_shapes
@@ -53,7 +52,10 @@ def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
     shapes = snapshot_shapes(manifest, vocab_size)
     sharded = {name: shape for name, shape in shapes.items() if is_sharded(manifest, name, shape)}
     whole = {name: shape for name, shape in shapes.items() if name not in sharded}
-    expected = {name: shard_shape(manifest, shape) for name, shape in sharded.items()}
+    expected = {}
+    for name, shape in sharded.items():
+        rows = split_rows(shape[0], manifest["shard"]["workers"])[manifest["shard"]["rank"]]
+        expected[name] = (len(rows), *shape[1:])
     if not manifest.get("shard") or TOKENIZER_TENSOR in entries or entries.keys() & whole.keys():
         expected |= whole
         if tokenizer_fields(manifest)["kind"] == "json" and TOKENIZER_TENSOR not in entries:
@@ -89,18 +91,11 @@ def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> b
     return name.startswith("optimizer.") or (shard["weights"] and name.startswith("model."))
 
 
-def shard_shape(manifest: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the rows that a part has of a sharded tensor."""
-    shard = manifest["shard"]
-    return (len(split_rows(shape[0], shard["workers"])[shard["rank"]]), *shape[1:])
-
-
 def check_tokenizer(manifest: dict[str, Any], entries: Entries) -> int:
     """Rows of the embedding. Raises CorruptSnapshot for a tokenizer that cannot be the run's."""
     fields = tokenizer_fields(manifest)
     entry = entries.get(TOKENIZER_TENSOR)
-    may_be_elsewhere = bool(manifest.get("shard")) and entry is None
-    if (entry is not None) != (fields["kind"] == "json") and not may_be_elsewhere:
+    if entry is not None and fields["kind"] != "json":
         raise CorruptSnapshot(
             f"its tensor {TOKENIZER_TENSOR} and its manifest's tokenizer contradict each other"
         )
@@ -109,12 +104,18 @@ def check_tokenizer(manifest: dict[str, Any], entries: Entries) -> int:
     if fields["kind"] in ("json", "none"):
         return int(fields["vocab_size"])
     try:
-        size = len(load_tokenizer(fields["kind"], manifest["vocabulary"].encode()))
+        size = len(load_carried(fields, manifest["vocabulary"].encode()))
     except ValueError as error:
         raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
-    if size > fields.get("vocab_size", size):
-        raise CorruptSnapshot(f"its vocabulary has {size} tokens, and its model {fields['vocab_size']}")
     return int(fields.get("vocab_size", size))
+
+
+def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
+    """The tokenizer of a manifest. Raises ValueError if it is none, or has more tokens than the model."""
+    tokenizer = load_tokenizer(fields["kind"], content)
+    if len(tokenizer) > fields.get("vocab_size", len(tokenizer)):
+        raise ValueError(f"it has {len(tokenizer)} tokens, and the model {fields['vocab_size']}")
+    return tokenizer
 
 
 def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -135,15 +136,9 @@ def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer
         return None
     content = manifest["vocabulary"].encode() if tensor is None else tensor.numpy().tobytes()
     try:
-        tokenizer = load_tokenizer(fields["kind"], content)
+        return load_carried(fields, content)
     except ValueError as error:
         raise UserError(f"the tokenizer of the snapshot cannot be used: {error}") from None
-    if len(tokenizer) > fields.get("vocab_size", len(tokenizer)):
-        raise UserError(
-            f"the tokenizer of the snapshot cannot be used: it has {len(tokenizer)} tokens, and the model "
-            f"{fields['vocab_size']}"
-        )
-    return tokenizer
 
 
 def snapshot_vocab_size(manifest: dict[str, Any]) -> int:
@@ -185,9 +180,10 @@ def check_shapes(
     """Raises UserError unless tensors of these shapes and types are those of a model of the shapes `here`."""
     wrong = []
     for name, shape in here.items():
-        found: Any = there[name][0] if name in there else "missing"
-        if name in there and not there[name][1].is_floating_point:
-            found = there[name][1]
+        found: Any = "missing"
+        if name in there:
+            found, dtype = there[name]
+            found = found if dtype.is_floating_point else dtype
         if found != shape:
             wrong.append(f"{name}: {found} -> {shape}")
     surplus = there.keys() - here.keys()
@@ -244,11 +240,6 @@ class TrainState:
         rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
         return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
 
-    def advance(self, windows: int) -> None:
-        """A step over so many windows is complete."""
-        self.step += 1
-        self.windows_seen += windows
-
 
 @torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
@@ -279,11 +270,6 @@ class StoredState:
     dtypes: dict[str, torch.dtype]
     rows: list[Rows]  # which together are all tensors
     read: Read  # for this rank's of them
-
-    @functools.cached_property
-    def config(self) -> Config:
-        """The configuration of the run that wrote it."""
-        return read_config(self.manifest)
 
     def tensor(self, name: str, context: DistributedContext) -> Tensor:
         """A whole tensor. Collective."""

@@ -10,8 +10,9 @@ import contextlib
 import itertools
 import logging
 import math
+import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,13 +24,12 @@ from mingpt.data import Corpus, ElasticSampler, mix
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
 from mingpt.optim import learning_rate
-from mingpt.report import RunLogger, StepStats, StepTimer, is_reported
+from mingpt.report import GenerationStart, RunLogger, StepStats, StepTimer, is_reported
 from mingpt.training.audit import Audit
 from mingpt.training.build import build_run
 from mingpt.training.evaluate import Evaluator, is_due, is_missing
-from mingpt.training.run_folder import Claims
 from mingpt.training.saving import Saving
-from mingpt.training.start import StartPoint, describe_start, find_start
+from mingpt.training.start import StartPoint, find_start
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,11 @@ class Trainer:
         if not config.trainer.eval_only:
             context.stop_signal.defer()
         self.run_logger = self.open_run_logger(start)
-        self.mark_started(start.claims)
+        # From here on run.json tells from which step the job began, and where this generation fails.
+        if context.rank == 0:
+            context.mark_started()
+        start.claims.mark_started()
+        context.exit.note_begun()
 
     def is_over(self, start: StartPoint) -> bool:
         """Whether the run stands at max_steps, and has been reported as finished. Collective.
@@ -73,27 +77,30 @@ class Trainer:
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
         """On the ranks that keep a run folder, unless there is nothing to report. Collective."""
         context = self.context
-        generation = describe_start(start, context)
+        hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
         if not start.folder.is_kept or self.nothing_left:
             return None
         logger = RunLogger(
             self.config,
             start.corpus,
-            generation,
+            GenerationStart(
+                start.run_id,
+                start.step,
+                context.world_size,
+                start.is_restart,
+                [host for _, host in sorted(set(hosts))],
+                context.previous_generation,
+                start.durable_step,
+                start.changes,
+                start.logged_step,
+            ),
             self.environment,
-            start.claims.check_run_dir,
-            start.claims.may_write,
+            start.claims.run_dir.check,
+            start.claims.run_dir.may_write,
             is_main=context.rank == 0,
         )
         context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
         return logger
-
-    def mark_started(self, claims: Claims) -> None:
-        """From here on run.json tells from which step the job began, and where this generation fails."""
-        if self.context.rank == 0:
-            self.context.mark_started()
-        claims.mark_started()
-        self.context.exit.note_begun()
 
     def run(self) -> str | None:
         """Train up to max_steps, or until told to stop; then everything is durable, on all ranks.
@@ -148,7 +155,8 @@ class Trainer:
         self.saving.note_written(newest_written, self.run_logger)
         self.raise_if_not_finite(grad_norm)
         self.audit.end_step(self.context)
-        state.advance(config.trainer.batch_size)
+        state.step += 1
+        state.windows_seen += config.trainer.batch_size
         self.context.exit.step = state.step
         events.emit("step_end", step=state.step)
         return grad_norm, stop
@@ -242,10 +250,16 @@ class Trainer:
             starts = self.sampler.window_starts(windows_seen + number * micro_batch_size, micro_batch_size)
             where.append(f"micro-batch {number} (windows at {', '.join(map(str, starts))})")
         last_window = windows_seen + self.config.trainer.batch_size - 1
-        sentence = not_finite(self.state.step + 1, where, windows_seen, last_window)
-        data_error = self.batches.find_error()
-        if data_error:
-            raise UserError(data_error)
+        what = f"gradient of windows {windows_seen} to {last_window}"
+        if where:
+            what = f"loss of {'; '.join(where)}"
+        sentence = (
+            f"step {self.state.step + 1}: the {what} is not finite; its update is dropped and the last "
+            "snapshot is kept"
+        )
+        for data_error in self.context.all_gather_object(self.batches.error):
+            if data_error is not None:
+                raise UserError(data_error)
         self.saving.saver.wait()  # all ranks write what is sharded
         if self.run_logger:
             self.run_logger.failed(self.state.step, sentence)
@@ -318,16 +332,10 @@ def out_of_memory_explained() -> Iterator[None]:
         raise
 
 
-def not_finite(step: int, where: Sequence[str], first_window: int, last_window: int) -> str:
-    """The sentence on a loss, of these micro-batches, or a gradient that is not finite."""
-    what = f"loss of {'; '.join(where)}" if where else f"gradient of windows {first_window} to {last_window}"
-    return f"step {step}: the {what} is not finite; its update is dropped and the last snapshot is kept"
-
-
 class Batches:
     """The micro-batches of all steps up to max_steps, in order.
 
-    Data that cannot be used is an error of one rank, of which all ranks learn by `find_error`.
+    Data that cannot be used is the `error` of one rank, of which all learn when their losses are not finite.
     """
 
     def __init__(
@@ -370,8 +378,3 @@ class Batches:
         shape = self.config.trainer.micro_batch_size, self.config.data.block_size
         zeros = torch.zeros(shape, dtype=torch.long)
         return zeros, zeros, zeros.to(self.context.device), zeros.to(self.context.device)
-
-    def find_error(self) -> str | None:
-        """The first error of any rank. Collective."""
-        errors = self.context.all_gather_object(self.error)
-        return next((error for error in errors if error is not None), None)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from mingpt.config import ModelConfig, OptimizerConfig
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
+from support.models import ARCHITECTURES as ARCHITECTURES
+from support.models import Arch as Arch
 
 Name = Literal["adamw", "muon"]
-Arch = Literal["gpt2", "modern"]
 NAMES: list[Name] = ["adamw", "muon"]
-ARCHITECTURES: list[Arch] = ["gpt2", "modern"]
 
 
 def make_model(name: Name, arch: Arch) -> tuple[GPT, Optimizer]:

@@ -95,15 +95,6 @@ def test_of_two_parts_the_one_that_reached_the_snapshot_tells_the_history(tmp_pa
     assert generations(tmp_path / "0") == 2
 
 
-def test_records_with_a_gap_are_replaced_by_those_without(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", "abc", generations=2, last_step=9)
-    lines = (tmp_path / "0" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "0" / "metrics.jsonl").write_text("".join(lines[:3] + lines[6:]))
-    write_run(tmp_path / "1", "abc", generations=2, last_step=9)
-    share(tmp_path, 2, step=9)
-    assert sorted(read_metric(tmp_path / "0")) == list(range(10))
-
-
 def test_a_node_that_cannot_take_the_records_keeps_its_own_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +108,3 @@ def test_a_node_that_cannot_take_the_records_keeps_its_own_history(
     monkeypatch.setattr("mingpt.training.run_folder.write_atomic", fail)
     share(tmp_path, 2, step=9)
     assert generations(tmp_path / "0") == 1
-
-
-def test_no_history_is_no_error(tmp_path: Path) -> None:
-    share(tmp_path, 2, step=0)

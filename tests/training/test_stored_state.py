@@ -11,8 +11,6 @@ from support.training import Arch, Name, train
 from torch import Tensor
 
 from mingpt.base.errors import UserError
-from mingpt.config import to_dict
-from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
 from mingpt.training import state
@@ -91,40 +89,19 @@ def test_a_batch_is_of_one_rank_and_of_the_size_of_a_piece(owners: int, small_pi
     assert rows == [(part.name, row) for part in stored.rows for row in range(part.begin, part.end)]
 
 
-def test_a_run_of_rows_is_cut_where_a_piece_is_full(small_pieces: int) -> None:
-    stored = make_stored(some_tensors())
-    (matrix,) = [part for part in stored.rows if part.name == "model.matrix"]  # rows of 20 bytes
-    assert list(stored.cut(matrix)) == [Rows("model.matrix", row, row + 3, 0) for row in (0, 3, 6)]
-    (wide,) = [part for part in stored.rows if part.name == "model.wide"]
-    assert len(list(stored.cut(wide))) == 3
-
-
-def test_one_rank_reads_what_it_asks_for(small_pieces: int) -> None:
-    tensors = some_tensors()
-    stored = make_stored(tensors)
-    found = collect(stored.stream(tensors, SingleProcess()), stored.shapes)
-    assert found.keys() == tensors.keys() - {"model.none"}
-    for name, tensor in found.items():
-        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
-    chosen = collect(stored.stream(["model.wide"], SingleProcess()), stored.shapes)
-    assert list(chosen) == ["model.wide"]
-    for name in tensors:
-        assert torch.equal(stored.tensor(name, SingleProcess()), tensors[name]), name
-
-
 @pytest.mark.parametrize("owners", [1, 2])
 def test_all_ranks_get_what_each_alone_can_read(owners: int, small_pieces: int) -> None:
     tensors = some_tensors()
 
-    def work(context: DistributedContext) -> tuple[Tensors, Tensor]:
+    def work(context: DistributedContext) -> tuple[Tensors, Tensors]:
         stored = make_stored(tensors, owners, context.rank)
-        found = collect(stored.stream(tensors, context), stored.shapes)
-        return found, stored.tensor("tokenizer", context)
+        streamed = collect(stored.stream(tensors, context), stored.shapes)
+        return streamed, {name: stored.tensor(name, context) for name in tensors}
 
-    for found, tokenizer in results_of(2, work):
-        assert found.keys() == tensors.keys() - {"model.none"}
-        assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
-        assert torch.equal(tokenizer, tensors["tokenizer"])
+    for streamed, whole in results_of(2, work):
+        assert streamed.keys() == tensors.keys() - {"model.none"}
+        for name, tensor in [*streamed.items(), *whole.items()]:
+            assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
 
 
 def trained_tensors(name: Name, arch: Arch) -> Tensors:
@@ -175,24 +152,21 @@ def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
     assert all(not after[name].any() for name in after if name.startswith("optimizer."))
 
 
-@pytest.mark.parametrize("damage", ["missing", "more", "shape"])
-def test_the_weights_of_another_model_are_refused(damage: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model.h.1.mlp.c_fc.weight": None},
+        {"model.lm_head.weight": torch.ones(11, 16)},
+        {"model.wte.weight": torch.ones(12, 16)},
+    ],
+    ids=["missing", "more", "shape"],
+)
+def test_the_weights_of_another_model_are_refused(change: dict[str, Tensor | None]) -> None:
     """And nothing is taken over."""
-    tensors = trained_tensors("adamw", "gpt2")
-    if damage == "missing":
-        del tensors["model.h.1.mlp.c_fc.weight"]
-    elif damage == "more":
-        tensors["model.lm_head.weight"] = torch.ones(11, 16)
-    else:
-        tensors["model.wte.weight"] = torch.ones(12, 16)
+    changed = trained_tensors("adamw", "gpt2") | change
+    stored = make_stored({name: tensor for name, tensor in changed.items() if tensor is not None})
     state = make_state("adamw", "gpt2")
     before = {name: tensor.clone() for name, tensor in state.tensors().items()}
     with pytest.raises(UserError, match="the snapshot of step 7"):
-        load_state(state, make_stored(tensors), SingleProcess())
+        load_state(state, stored, SingleProcess())
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())
-
-
-def test_the_configuration_is_that_of_the_run_that_wrote_it() -> None:
-    config = build({"model.n_layer": 5, "run_dir": "elsewhere"})
-    stored = StoredState({"config": to_dict(config)}, {}, {}, [], lambda *_: torch.empty(0))
-    assert stored.config == config

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import SMALL
+from support.single_process import SingleProcess
 
 from mingpt.base.errors import NonFiniteError
 from mingpt.config.cli import build
@@ -20,7 +21,7 @@ def test_no_rank_fails_before_the_snapshot_under_way_is_written(has_run_logger: 
     trainer.config, trainer.step_losses = build(SMALL), [math.nan]
     trainer.state = SimpleNamespace(step=4, windows_seen=32)
     trainer.sampler = SimpleNamespace(window_starts=lambda first, count: [0] * count)
-    trainer.batches = SimpleNamespace(find_error=lambda: None)
+    trainer.context, trainer.batches = SingleProcess(), SimpleNamespace(error=None)
     trainer.saving = SimpleNamespace(
         saver=SimpleNamespace(wait=lambda: order.append("written")),
         remove_memory_snapshots=lambda: order.append("removed"),

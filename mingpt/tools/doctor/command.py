@@ -63,12 +63,12 @@ def show_claims(where: str, release: bool) -> list[str]:
     for place in dict.fromkeys([where, *possible_places(where)]):
         claim = Claim(place, place)
         try:
-            _, holder, _ = claim.read_newest()
+            number, holder, _ = claim.read_newest()
             if holder is None:
                 continue
             lines.append(f"{place}: {describe(holder)}")
-            if release and not holder.released:
-                claim.drop()
+            if release:
+                claim.remove(number)  # its holder notices that before it writes again
                 lines.append(f"{place}: released")
         except DriverError as error:
             raise UserError(f"the claim to {place} cannot be used: {type(error).__name__}: {error}") from None
@@ -76,9 +76,7 @@ def show_claims(where: str, release: bool) -> list[str]:
 
 
 def describe(holder: Holder) -> str:
-    """Who holds a claim, or held it last, and whether its job lives as far as this machine can see."""
-    if holder.released:
-        return f"free; last held by {holder.sentence()}"
+    """Who holds a claim, and whether its job lives as far as this machine can see."""
     states = {
         True: "which is running",
         False: "which is gone: the next job takes over at once",
