@@ -25,7 +25,14 @@ from mingpt.model import HFModel, from_gpt2, from_hf, hf_model_of, hf_shapes
 from mingpt.model.hf import is_redundant
 from mingpt.snapshot import names_a_snapshot, open_snapshot, read_safetensors
 from mingpt.snapshot.manifest import parse_object
-from mingpt.snapshot.reading import SourceFile, TensorFile, check_finite, file_size, read_range, with_retries
+from mingpt.snapshot.reading import (
+    SourceFile,
+    TensorFile,
+    check_finite,
+    read_range,
+    size_and_version,
+    with_retries,
+)
 from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
 T = TypeVar("T")
@@ -216,7 +223,7 @@ def is_there(files: Any, path: str) -> bool:
 def read_up_to(files: Any, path: str, limit: int) -> bytes:
     """The first bytes of a file, `limit` of them at most. Raises whatever the driver raises."""
     if isinstance(files, LocalFileSystem):
-        content = bytearray(min(limit, file_size(files, path)))
+        content = bytearray(min(limit, size_and_version(files, path)[0]))
         read_range(files, path, 0, memoryview(content))
         return bytes(content)
     with files.open(path, "rb") as file:

@@ -1,12 +1,10 @@
 import dataclasses
-import errno
 import logging
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,18 +115,6 @@ def test_one_that_is_being_overwritten_is_none_and_the_other_is_valid(memory: Me
     assert newest_step(later) == 15
 
 
-def test_a_node_whose_rank_changes_goes_on_with_its_folder(memory: MemorySaver) -> None:
-    """And leaves that of another node alone."""
-    for step in (5, 10):
-        save(memory, step)
-    save(reopen(memory, node_rank=1), 10)
-    folder = memory.snapshots.root.parent
-    later = make_saver(folder, "abc", folder, 2, this_process())
-    save(later, 15)
-    assert later.own.store.steps() == [15, 10]
-    assert sorted(path.name for path in memory.snapshots.root.glob("node-*")) == ["node-1", "node-2"]
-
-
 def test_what_is_kept_for_a_later_generation_is_none_past_the_step_that_it_starts_from(
     memory: MemorySaver,
 ) -> None:
@@ -187,28 +173,6 @@ def test_where_there_is_no_room_it_says_so_once_and_is_off(
     assert len(caplog.records) == 1
     assert "no snapshots in memory" in caplog.text
     assert newest_step(memory) is None
-    assert not memory.own.folder.exists()
-
-
-def test_a_whole_state_that_cannot_be_written_is_given_up_at_once(
-    memory: MemorySaver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No other rank has to agree, so the line does not wait for the next save."""
-    save(memory, 5)
-
-    def full(manifest: dict[str, Any]) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(memory.own, "commit", full)
-    save(memory, 10)
-    folder = memory.snapshots.root.parent
-    expected = (
-        f"no snapshots in memory: {folder} cannot be used (No space left on device); after a kill the run "
-        "resumes from disk"
-    )
-    assert caplog.messages == [expected]
-    save(memory, 15)
-    assert caplog.messages == [expected]
     assert not memory.own.folder.exists()
 
 

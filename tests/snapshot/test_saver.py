@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.faults import FaultyDisk
-from support.snapshots import TENSORS, make_manifest, make_store, save, write
+from support.snapshots import TENSORS, make_manifest, make_store, save
 
 from mingpt.base.errors import SaveAborted
 from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore
@@ -34,15 +34,6 @@ def test_the_newest_and_the_best_are_kept(store: SnapshotStore) -> None:
     assert store.steps() == [6]
 
 
-def test_the_best_of_an_earlier_generation_is_kept(store: SnapshotStore) -> None:
-    for step, loss in ((1, 1.0), (2, 2.0)):
-        write(store, make_manifest(step, loss))
-    saver = SnapshotSaver(store, keep_last=1, keep_best=True)
-    saver.save(make_manifest(3, 3.0), TENSORS)
-    saver.finish()
-    assert store.steps() == [3, 1]
-
-
 def test_a_write_that_fails_is_reported_and_training_goes_on(
     store: SnapshotStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,16 +48,6 @@ def test_a_write_that_fails_is_reported_and_training_goes_on(
     saver.save(make_manifest(2), TENSORS)
     saver.finish()
     assert store.steps() == [2]
-
-
-def test_a_removal_that_was_cut_short_is_completed_later(store: SnapshotStore) -> None:
-    for step in (1, 2):
-        write(store, make_manifest(step))
-    Path(store.path("step_00000001.json")).unlink()
-    saver = SnapshotSaver(store, keep_last=1, keep_best=False)
-    saver.save(make_manifest(3), TENSORS)
-    saver.finish()
-    assert store.steps("safetensors") == [3]
 
 
 def test_the_tensors_may_change_while_they_are_written(store: SnapshotStore) -> None:
@@ -189,10 +170,3 @@ def test_tensors_whose_manifest_does_not_fit_are_removed(
         FaultyDisk(patch, function, "partial-step_00000002.json")
         save(saver, make_manifest(2))
     assert (store.steps(), store.steps("safetensors")) == ([1], [1])
-
-
-def test_losses_of_snapshots_that_are_gone_are_forgotten(store: SnapshotStore) -> None:
-    saver = SnapshotSaver(store, keep_last=2, keep_best=True)
-    for step in range(1, 20):
-        save(saver, make_manifest(step, 1 / step))
-    assert len(saver.losses) <= 4

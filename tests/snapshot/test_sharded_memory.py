@@ -4,7 +4,6 @@ import errno
 import functools
 import multiprocessing
 import os
-import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from torch import Tensor
 from mingpt.distributed import DistributedContext, Launch
 from mingpt.parallel import split_rows
 from mingpt.snapshot import MemorySaver, MemorySnapshots, Sharding, SnapshotStore, TensorSpec
-from mingpt.snapshot.memory import Copies
+from mingpt.snapshot.memory import plan_copies
 from mingpt.snapshot.slots import Slots
 from mingpt.training.search import find_in_memory
 from mingpt.training.state import check_shard
@@ -180,27 +179,6 @@ def test_an_orderly_end_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_may_go_while_a_worker_looks_into_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one has removed it, as the last."""
-    scandir = os.scandir
-
-    def late(path: Any) -> Any:
-        if isinstance(path, Path) and path.name.startswith("mingpt-"):
-            shutil.rmtree(path, ignore_errors=True)
-        return scandir(path)
-
-    def work(worker: Worker) -> None:
-        worker.save(2)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "scandir", late)
-            worker.memory.remove()
-
-    run_workers(1, tmp_path, work)
-    assert list(tmp_path.iterdir()) == []
-
-
 class Peer(DistributedContext):
     """A rank of a gloo process group, forked from the test."""
 
@@ -244,7 +222,7 @@ def memory_of(folder: Path, node: int) -> MemorySnapshots:
 
 def test_each_of_two_nodes_has_the_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies of three workers are kept by two, and the other way round; they come in many pieces."""
-    monkeypatch.setattr("mingpt.snapshot.memory.PIECE_BYTES", 100)
+    monkeypatch.setattr("mingpt.snapshot.layout.PIECE_BYTES", 100)
     node_of = [0, 0, 0, 1, 1]
     fork = multiprocessing.get_context("fork")
     processes = [
@@ -314,9 +292,4 @@ def test_where_there_is_no_room_for_copies_each_worker_writes_its_own_and_one_li
 def test_a_copy_lies_on_the_next_node_and_a_node_shares_what_it_keeps(
     node_of: list[int], keeper: list[int | None]
 ) -> None:
-    copies = Copies.plan(node_of)
-    assert copies.keeper == keeper
-    kept = [copies.kept_by(rank) for rank in range(len(node_of))]
-    assert sorted(rank for ranks in kept for rank in ranks) == [
-        rank for rank, one in enumerate(keeper) if one is not None
-    ]
+    assert plan_copies(node_of) == keeper

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from support.snapshots import make_manifest, transfer, write
 
 from mingpt.base import events
 from mingpt.snapshot import SnapshotStore
-from mingpt.snapshot.files import abort_unfinished_uploads, discard, unfinished_uploads
+from mingpt.snapshot.files import discard, unfinished_uploads
 
 MIB = 1 << 20
 PLACE = "s3://runs/one"
@@ -140,61 +139,25 @@ def test_old_uploads_of_this_folder_are_aborted_and_no_others(bucket: Any) -> No
         bucket.call_s3("create_multipart_upload", Bucket="runs", Key=key)
     now, then = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2100, 2000))
     age_s = (now - then).total_seconds()
-    abort_unfinished_uploads(store.files, "runs/one/step_", age_s)
+    store.abort_unfinished_uploads(age_s)
     assert len(uploads(bucket)) == 3, "they are younger"
     store.prepare()
     assert [key for _, key, _ in uploads(bucket)] == ["one/other", "two/step_00000001.safetensors"]
 
 
-class Pages:
-    """An S3 that lists one upload at a time."""
-
-    def __init__(self) -> None:
-        self.keys = ["a", "b", "c"]
-        self.aborted: list[str] = []
-
-    def split_path(self, path: str) -> tuple[str, str, None]:
-        bucket, _, key = path.partition("/")
-        return bucket, key, None
-
-    def call_s3(self, method: str, **named: Any) -> dict[str, Any]:
-        if method == "abort_multipart_upload":
-            self.aborted.append(named["Key"])
-            return {}
-        place = self.keys.index(named["KeyMarker"]) + 1 if "KeyMarker" in named else 0
-        upload = {"Key": self.keys[place], "UploadId": "1", "Initiated": datetime.datetime.now(datetime.UTC)}
-        is_last = place == len(self.keys) - 1
-        return {
-            "Uploads": [upload],
-            "IsTruncated": not is_last,
-            "NextKeyMarker": self.keys[place],
-            "NextUploadIdMarker": "1",
-        }
-
-
-def test_a_long_list_of_uploads_is_read_to_its_end() -> None:
-    pages = Pages()
-    abort_unfinished_uploads(pages, "bucket/prefix", None)
-    assert pages.aborted == pages.keys
-
-
-def test_whoever_may_not_list_uploads_can_write_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    class Refusing(Pages):
-        def call_s3(self, method: str, **named: Any) -> dict[str, Any]:
-            raise PermissionError("AccessDenied")
+def test_whoever_may_not_list_uploads_can_write_all_the_same(
+    bucket: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(method: str, **named: Any) -> None:
+        raise PermissionError("AccessDenied")
 
     caplog.set_level(logging.INFO)
-    abort_unfinished_uploads(Refusing(), "bucket/prefix", None)
-    expected = "unfinished uploads to bucket/prefix* cannot be looked for (PermissionError: AccessDenied)"
+    store = open_store()
+    call, store.files.call_s3 = store.files.call_s3, refuse
+    store.abort_unfinished_uploads()
+    store.files.call_s3 = call
+    expected = "unfinished uploads to runs/one/step_* cannot be looked for (PermissionError: AccessDenied)"
     assert caplog.messages == [expected]
-
-
-def test_other_drivers_have_no_uploads_to_abort_and_files_that_are_closed(tmp_path: Path) -> None:
-    store = SnapshotStore(str(tmp_path))
-    abort_unfinished_uploads(store.files, str(tmp_path), None)
-    with open(tmp_path / "file", "wb") as file:
-        discard(file, "file")
-        assert file.closed
 
 
 class Upload(AbstractBufferedFile):  # type: ignore[misc]
