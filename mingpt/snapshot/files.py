@@ -26,8 +26,7 @@ from mingpt.base.files import PIECE_BYTES, RETRIES_S, DriverError, atomic_file, 
 from mingpt.base.urls import open_url
 from mingpt.snapshot.reading import with_retries
 
-UPLOAD_PART_BYTES = PIECE_BYTES
-MAX_UPLOAD_PARTS = 9_000  # S3 takes 10,000
+UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes 10,000 of a file, which are 156 GiB
 STALE_UPLOAD_S = 300.0  # another rank may have begun a younger one
 FLUSH_BYTES = 64 << 20
 Content = bytes | memoryview
@@ -163,8 +162,7 @@ class FileStore:
             sha256 = hashlib.sha256(content).hexdigest()
             self.files.pipe_file(path, content)
         else:
-            part_bytes = max(self.upload_part_bytes, -(-size // MAX_UPLOAD_PARTS))
-            file = self.files.open(path, "wb", block_size=part_bytes)
+            file = self.files.open(path, "wb", block_size=self.upload_part_bytes)
             try:
                 sha256 = write_chunks(file, chunks, name, size)
                 self.check_claim()

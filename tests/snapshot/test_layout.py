@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load
 from support.snapshots import PARTS, TENSORS
 
-from mingpt.snapshot import LocalChunks, StagingBuffer, TensorSpec, make_layout, specs_of
+from mingpt.snapshot import LocalChunks, StagingBuffer, make_layout, specs_of
 from mingpt.snapshot.layout import are_tensor_files, file_layout, files_of, step_of, tensor_file_name
 
 SPECS = specs_of(PARTS)
@@ -17,17 +17,6 @@ def test_weights_and_optimizer_state_lie_in_files_of_their_own() -> None:
     assert optimizer.name == "step_00000012.optimizer.safetensors"
     assert list(optimizer.begins) == ["optimizer.wte.step"]
     assert all(begin % 2 == 0 for begin in weights.begins.values())
-
-
-def test_without_optimizer_state_there_is_one_file_and_the_weights_always_have_one() -> None:
-    only_weights = make_layout({"model.a": TensorSpec(torch.float32, (2,))}, 1)
-    assert [layout.name for layout in only_weights] == ["step_00000001.safetensors"]
-    no_weights = make_layout({"optimizer.a": TensorSpec(torch.float32, (2,))}, 1)
-    assert [layout.name for layout in no_weights] == [
-        "step_00000001.safetensors",
-        "step_00000001.optimizer.safetensors",
-    ]
-    assert load(no_weights[0].header) == {}
 
 
 @pytest.mark.parametrize("part_bytes", [1, 200, 250, 400, 500, 10_000])

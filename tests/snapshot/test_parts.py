@@ -21,7 +21,6 @@ from support.snapshots import (
     make_store,
     read_manifest,
     save,
-    tensor_files,
     to_safetensors,
     transfer,
     write,
@@ -62,34 +61,6 @@ def newest(store: SnapshotStore) -> tuple[int, list[int]]:
     assert found.entries.keys() == PARTS.keys()
     assert all(torch.equal(found.read(name), tensor) for name, tensor in PARTS.items())
     return found.manifest["step"], list(corrupt)
-
-
-def test_the_manifest_lists_the_parts_and_their_sums(store: SnapshotStore) -> None:
-    manifest = read_manifest(store, 2)
-    assert manifest["schema"] == 2
-    assert [file["name"] for file in manifest["files"]] == NAMES
-    for file in manifest["files"]:
-        content = Path(store.path(file["name"])).read_bytes()
-        assert file == {
-            "name": file["name"],
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "bytes": len(content),
-        }
-        assert len(content) <= PART
-    assert manifest["bytes"] == sum(file["bytes"] for file in manifest["files"])
-    digests = "".join(file["sha256"] for file in manifest["files"])
-    assert manifest["sha256"] == hashlib.sha256(digests.encode()).hexdigest()
-    assert newest(store) == (2, [])
-
-
-def test_parts_that_have_changed_places_are_noticed(store: SnapshotStore) -> None:
-    """They are of one size."""
-    first, second, *_ = tensor_files(store, 2)
-    assert first.stat().st_size == second.stat().st_size
-    first.rename(second.with_name("x"))
-    second.rename(first)
-    second.with_name("x").rename(second)
-    assert newest(store) == (1, [2])
 
 
 def replace_part(store: SnapshotStore, number: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -170,14 +141,6 @@ def test_a_snapshot_whose_manifest_is_lost_is_set_aside_and_not_removed(store: S
     assert newest(store) == (1, [2])
     store.prepare()
     assert set(NAMES) <= set(file_names(store))
-
-
-def test_a_kill_between_the_manifest_and_the_end_of_the_save_keeps_the_snapshot(store: SnapshotStore) -> None:
-    Path(store.path("partial-step_00000002")).touch()
-    assert newest(store) == (2, [])
-    store.prepare()
-    assert newest(store) == (2, [])
-    assert not [name for name in file_names(store) if name.startswith("partial-")]
 
 
 def test_leftovers_of_a_removal_that_was_cut_short_go_with_the_next_save(store: SnapshotStore) -> None:
@@ -297,14 +260,6 @@ def test_a_chunk_may_change_once_the_next_is_asked_for(size: int, place: str, tm
     record = store.write_file(layout, reused_chunks(content, size))
     assert store.files.cat_file(store.path(layout.name)) == content
     assert (record.sha256, record.bytes) == (hashlib.sha256(content).hexdigest(), len(content))
-
-
-def test_chunks_of_another_size_than_the_layout_are_no_file(store: SnapshotStore) -> None:
-    before = file_names(store)
-    for size in (99, 101):
-        with pytest.raises(AssertionError, match=f"has {size} bytes instead of 100"):
-            store.write_file(FileLayout("step_00000009.safetensors", b"", {}, 100), [memoryview(bytes(size))])
-    assert file_names(store) == before
 
 
 def test_a_large_file_is_flushed_while_it_is_written(

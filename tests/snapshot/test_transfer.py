@@ -138,27 +138,11 @@ def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
     expected = local_files(tmp_path / "alone", tensors)
     store = make_store(tmp_path)
     work = save_together(tmp_path, main_rank, writes_alone)
-    if workers == 1:
-        work = with_a_group(work, tmp_path)
     assert results_of(workers, work) == [("NoneType", 0)] * workers
     assert read_files(store) == expected
     assert len(expected) > 3
     snapshot = store.read(STEP)
     assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
-
-
-def with_a_group(
-    work: Callable[[DistributedContext], tuple[str, int]], folder: Path
-) -> Callable[[DistributedContext], tuple[str, int]]:
-    """Of a rank that is alone, but under a launcher."""
-
-    def alone(context: DistributedContext) -> tuple[str, int]:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
-        )
-        return work(context)
-
-    return alone
 
 
 def full_disk(rank: int, times: int = 1000) -> Prepare:
@@ -280,25 +264,6 @@ def test_what_the_main_rank_cannot_do_is_the_error_of_all(
     assert results == [(type(error).__name__, getattr(error, "errno", None) or 0)] * 3
     assert store.steps() == []
     assert isinstance(error, ClaimLost) or file_names(store) == [], "a job that took over may write there"
-
-
-def test_a_rank_that_dies_is_noticed_by_the_others(tmp_path: Path) -> None:
-    """While files are written. What is there counts for nothing."""
-
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        def die(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise AssertionError
-
-        if context.rank == 1:
-            saver.store.write_file = die  # type: ignore[method-assign]
-
-    store = make_store(tmp_path)
-    results: list[Any] = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)
-    assert results[1] is None
-    for rank in (0, 2):
-        assert results[rank] == ("SaveAborted", 0), "the main thread loses the same peer and reports it"
-    assert store.steps() == []
 
 
 def dying_in_exchange(

@@ -13,7 +13,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 from support.object_store import object_store
-from support.snapshots import make_manifest, transfer, write
+from support.snapshots import make_manifest, write
 
 from mingpt.base import events
 from mingpt.snapshot import SnapshotStore
@@ -176,22 +176,3 @@ def test_a_file_that_is_discarded_is_not_completed_when_it_is_closed_later() -> 
     discard(upload, "file")
     upload.close()
     assert upload.sent == 0
-
-
-def test_parts_are_made_larger_where_there_would_be_too_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """S3 takes 10,000 parts of a file."""
-    monkeypatch.setattr("mingpt.snapshot.files.MAX_UPLOAD_PARTS", 4)
-    store = SnapshotStore("memory://parts/snapshots", upload_part_bytes=10)
-    asked: list[int] = []
-    whole = store.files.open
-
-    def open_file(path: str, mode: str, block_size: int) -> Any:
-        asked.append(block_size)
-        return whole(path, mode, block_size=block_size)
-
-    monkeypatch.setattr(store.files, "open", open_file)
-    layout = transfer(1, {"model.a": torch.zeros(100)}).layouts[0]
-    store.write_file(layout, [memoryview(bytes(layout.size))])
-    assert asked == [-(-layout.size // 4)]

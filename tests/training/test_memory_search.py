@@ -235,6 +235,7 @@ def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_di
     assert saver.thread
     saver.thread.join()
     assert newest() == 30
+    nodes.slots.clear()  # a later generation opens them anew
     nodes.save(35)
     assert newest() == 35
 
