@@ -138,7 +138,7 @@ def is_leftover(root: Path) -> bool:
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Who keeps a copy of each rank's part: ranks of the next node, in turn. With one node nobody does.
+    """Return who keeps a copy of each rank's part: ranks of the next node, in turn. With one node, nobody.
 
     `node_of`: the node of each rank. The first node is the next one of the last.
     """
@@ -165,9 +165,8 @@ class MemorySaver:
         self.own = snapshots.make_slots(f"-worker-{sharding.local_rank}")
         self.kept: dict[int, Slots] = {}  # copies, by the rank whose part it is
         places = sharding.all_gather_object((snapshots.node_rank, self.own.folder.name))
-        self.keepers = plan_copies(
-            [node for node, _ in places]
-        )  # of the copies, by the rank whose part it is
+        # Who keeps a copy, by the rank whose part it is.
+        self.keepers = plan_copies([node for node, _ in places])
         # The folders that workers of this node write to; a node of this name may have been another before.
         self.used = {folder for node, folder in places if node == snapshots.node_rank}
         for rank, keeper in enumerate(self.keepers):
@@ -178,16 +177,15 @@ class MemorySaver:
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # why this rank cannot write
         self.newest = 0  # step of the last save that was begun
-        self.is_allocated = self.disabled = False
+        self.disabled = False
 
     def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
         """Allocate room for two such states, and for two copies; then saving is only a copy.
 
         `start_step` is the step from which this generation starts; no later snapshot is kept.
         """
-        if self.is_allocated:
+        if self.own.buffers or self.disabled:
             return
-        self.is_allocated = True
         problem = self.on_any_rank(self.make_room(start_step))  # all wait for it
         if not problem:
             problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
@@ -348,8 +346,6 @@ class MemorySaver:
 
     def disable(self, problem: str) -> None:
         """Save nothing from now on, and free what is there. All ranks do so, and the first one says why."""
-        if self.disabled:
-            return
         self.disabled = True
         if self.sharding.rank == 0:
             log.warning(

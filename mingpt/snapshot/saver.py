@@ -92,12 +92,6 @@ class CannotWrite(Exception):
         super().__init__(f"{type(reason).__name__}: {reason}")
         self.reason = reason
 
-    @property
-    def may_pass(self) -> bool:
-        """Whether another attempt may succeed."""
-        is_no_room = isinstance(self.reason, OSError) and self.reason.errno in NO_ROOM
-        return not is_no_room and not isinstance(self.reason, (ClaimLost, SaveAborted))
-
 
 class Transfer:
     """Brings the tensor files of a snapshot into a store, once or, where there was no room, again.
@@ -128,7 +122,10 @@ class Transfer:
             return [store.write_file(layout, LocalChunks(layout, self.staging)) for layout in self.layouts]
 
         def on_failure(failure: Exception) -> None:
-            if not isinstance(failure, CannotWrite) or not failure.may_pass:
+            if not isinstance(failure, CannotWrite):
+                raise failure  # only this rank knows of it
+            is_no_room = getattr(failure.reason, "errno", None) in NO_ROOM
+            if is_no_room or isinstance(failure.reason, (ClaimLost, SaveAborted)):
                 raise failure
             if self.group.rank == self.writers[0]:
                 log.info("writing step %d to %s failed (%s) and is retried", step, store.url, failure)
@@ -310,12 +307,12 @@ class SnapshotSaver:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
             self.write_making_room(manifest | fields, transfer)
             self.error, self.newest_written = None, step
-        except (SaveAborted, ClaimLost) as error:
-            self.error = error
-            return  # the main thread loses the same peer, or the same claim, and reports it
         except Exception as error:  # whatever the driver raises: training goes on, the failure is reported
             self.error = error
-            log.warning("snapshot of step %d could not be written: %s: %s", step, type(error).__name__, error)
+            # The main thread loses the same peer, or the same claim, and reports it.
+            if not isinstance(error, (SaveAborted, ClaimLost)):
+                reason = f"{type(error).__name__}: {error}"
+                log.warning("snapshot of step %d could not be written: %s", step, reason)
             return
         try:
             if self.is_main:

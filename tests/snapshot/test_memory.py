@@ -134,19 +134,6 @@ def test_what_is_kept_for_a_later_generation_is_none_past_the_step_that_it_start
     assert later.own.store.steps() == [10, 5]
 
 
-def test_a_state_of_another_size_replaces_the_old_one(memory: MemorySaver) -> None:
-    """When there is a newer one, and not before: until then a kill would cost many steps."""
-    save(memory, 5)
-    later = reopen(memory)
-    for step, steps in ((10, [10, 5]), (15, [15, 10])):
-        later.save(make_manifest(step) | {"after": 0}, {"model.c": torch.zeros(7)})
-        assert later.thread
-        later.thread.join()
-        assert later.own.store.steps() == steps
-    assert later.own.store.steps() == [15, 10]
-    assert [len(tensor) for tensor in later.own.store.read(15).tensors().values()] == [7]
-
-
 def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySaver, tmp_path: Path) -> None:
     save(memory, 5)
     save(reopen(memory, node_rank=1), 5)

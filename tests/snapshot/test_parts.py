@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import logging
 import os
 import random
 from collections.abc import Iterator
@@ -29,9 +28,7 @@ from support.snapshots import (
 
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot
 from mingpt.snapshot import (
-    Entries,
     FileLayout,
-    LocalChunks,
     SnapshotSaver,
     SnapshotStore,
     open_snapshot,
@@ -77,27 +74,19 @@ def test_a_tensor_in_two_files_is_corrupt(store: SnapshotStore) -> None:
         store.open(2)
 
 
-def test_the_check_sees_the_tensors_of_all_files(store: SnapshotStore) -> None:
-    """So one that is in none of them is noticed."""
-    replace_part(store, 4, {"optimizer.c": torch.zeros(6, 4)})
-
-    def check(manifest: dict[str, Any], entries: Entries) -> None:
-        lacking = PARTS.keys() - entries.keys()
-        if lacking:
-            raise CorruptSnapshot(f"lacks {sorted(lacking)}")
-
-    with pytest.raises(CorruptSnapshot, match=r"lacks \['optimizer\.d'\]"):
-        store.open(2, check)
-    found, corrupt = store.find_newest(check)
-    assert (found and found.manifest["step"], list(corrupt)) == (1, [2])
-
-
-def test_all_files_of_a_step_are_set_aside_and_removed(store: SnapshotStore) -> None:
+def test_all_files_of_a_step_are_set_aside_and_removed_the_manifest_first(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.quarantine(2, "for a test")
     assert [name for name in file_names(store) if "00000002" in name] == sorted(
         f"damaged-1-{name}" for name in [*NAMES, "step_00000002.json"]
     )
     assert (store.steps(), store.completed_steps()) == ([1], (1, 2))
+    disk = FaultyDisk(monkeypatch, "remove", "safetensors", errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        store.remove(1)
+    assert store.steps() == [], "its manifest is gone before any other file of it"
+    disk.broken = False
     store.remove(1)
     assert not [name for name in file_names(store) if name.startswith("step_")]
 
@@ -175,9 +164,6 @@ def test_snapshots_of_schema_1_are_read_removed_and_set_aside(
         write_schema_1(store, make_manifest(step), PARTS)
     assert newest(store) == (5, [])
     assert open_snapshot(store.path("step_00000004.safetensors")).manifest["schema"] == 1
-    path = Path(store.path("step_00000005.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert newest(store) == (4, [5])
     store.quarantine(5, "for a test")
     saver = SnapshotSaver(store, keep_last=1, keep_best=False, part_bytes=PART)
     save(saver, make_manifest(6), PARTS)
@@ -207,19 +193,12 @@ def test_opening_reads_the_manifest_and_the_headers_and_a_tensor_its_own_bytes(
     manifest = os.path.getsize(store.path("step_00000002.json"))
     assert sum(size for _, size in reads) == manifest + headers
     reads.clear()
-    snapshot.read("model.c")
-    snapshot.read("optimizer.d", 2, 5)
-    assert reads == [(NAMES[1], 6 * 4 * 4), (NAMES[4], 3 * 4 * 4)]
-    reads.clear()
+    assert torch.equal(snapshot.read("optimizer.d", 2, 5), PARTS["optimizer.d"][2:5])
     weights = snapshot.tensors("model.")
     assert list(weights) == list("abcde") and torch.equal(weights["b"], PARTS["model.b"])
-    assert sum(size for _, size in reads) == 5 * 6 * 4 * 4
+    assert sum(size for _, size in reads) == 3 * 4 * 4 + 5 * 6 * 4 * 4
     path = Path(store.path(NAMES[4]))
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    snapshot = store.open(2)
-    reads.clear()
-    store.verify(snapshot, weights_only=True)
-    assert {name for name, _ in reads} == set(NAMES[:3])
     assert open_snapshot(store.root, weights_only=True).manifest["step"] == 2
     assert open_snapshot(store.root).manifest["step"] == 1
 
@@ -272,23 +251,3 @@ def test_a_large_file_is_flushed_while_it_is_written(
     layout = FileLayout("step_00000009.safetensors", b"", {}, size)
     with pytest.raises(OSError, match="No space left"):
         store.write_file(layout, [chunk] * 100)
-
-
-def test_an_upload_is_repeated_unless_its_chunks_can_be_read_only_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    store = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
-    upload, failures = store.files.pipe_file, [OSError("busy"), OSError("busy again")]
-
-    def fail(path: str, content: bytes) -> None:
-        if failures:
-            raise failures.pop(0)
-        upload(path, content)
-
-    monkeypatch.setattr(store.files, "pipe_file", fail)
-    layout, staging = transfer(1, PARTS).layouts[0], transfer(1, PARTS).staging
-    with pytest.raises(OSError, match="busy"):
-        store.write_file(layout, iter([memoryview(bytes(layout.size))]))
-    assert store.write_file(layout, LocalChunks(layout, staging)).name == layout.name
-    assert caplog.text.count("and is retried") == 1
