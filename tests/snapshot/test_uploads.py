@@ -110,7 +110,8 @@ def test_old_uploads_of_this_folder_are_aborted_and_no_others(bucket: Any) -> No
     store.abort_unfinished_uploads(age_s)
     assert len(uploads(bucket)) == 4, "they are younger"
     store.begin(1)
-    assert [key for _, key, _ in uploads(bucket)][:2] == ["one/other", steps[1]], "a step that is begun again"
+    assert steps[0] not in {key for _, key, _ in uploads(bucket)}, "a step that is begun again"
+    assert len(uploads(bucket)) == 3
     store.prepare()
     assert [key for _, key, _ in uploads(bucket)] == ["one/other", "two/step_00000001.safetensors"]
 
