@@ -28,14 +28,10 @@ def redact(text: str) -> str:
     return URL.sub(hide, text) if "://" in text else text
 
 
-def redact_all(nested: dict[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries with every text in them redacted."""
-    return {key: redact_value(value) for key, value in nested.items()}
-
-
-def redact_value(value: Any) -> Any:
+def redact_all(value: Any) -> Any:
+    """A value, or nested dictionaries, with every text in them redacted."""
     if isinstance(value, dict):
-        return redact_all(value)
+        return {key: redact_all(one) for key, one in value.items()}
     return redact(value) if isinstance(value, str) else value
 
 

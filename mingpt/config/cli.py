@@ -82,15 +82,11 @@ def read_file(path: str) -> dict[str, Any]:
     """A config file as {dotted key: value}. Raises UserError."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
-        if content is not None and not isinstance(content, dict):
-            raise UserError(
-                f"{path} must hold sections such as 'model:' with settings below them, "
-                f"not {type(content).__name__}"
-            )
-        return flatten({str(key): value for key, value in (content or {}).items()})
+        is_mapping = isinstance(content, dict | None)
+        flat = flatten({str(key): value for key, value in (content or {}).items()}) if is_mapping else {}
     except RecursionError:
         raise UserError(f"{path} is not valid YAML for settings: an anchor contains itself") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # or a date that does not exist
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
     except yaml.YAMLError as error:
@@ -98,6 +94,12 @@ def read_file(path: str) -> dict[str, Any]:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{path} is not valid YAML: {reason}{where}") from None
+    if not is_mapping:
+        raise UserError(
+            f"{path} must hold sections such as 'model:' with settings below them, "
+            f"not {type(content).__name__}"
+        )
+    return flat
 
 
 def build(flat: dict[str, Any]) -> Config:

@@ -12,7 +12,6 @@ from mingpt.snapshot.layout import (
     TensorSpec,
     make_layout,
     specs_of,
-    to_safetensors,
 )
 from mingpt.snapshot.lookup import names_a_snapshot, open_snapshot, read_safetensors
 from mingpt.snapshot.manifest import FileRecord, read_config
@@ -46,5 +45,4 @@ __all__ = [
     "read_safetensors",
     "specs_of",
     "this_process",
-    "to_safetensors",
 ]

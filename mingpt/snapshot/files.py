@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
@@ -26,11 +26,9 @@ from mingpt.base.files import PIECE_BYTES, RETRIES_S, DriverError, atomic_file, 
 from mingpt.base.urls import open_url
 from mingpt.snapshot.reading import with_retries
 
-UPLOAD_PART_BYTES = PIECE_BYTES
-MAX_UPLOAD_PARTS = 9_000  # S3 takes 10,000
+UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes 10,000 of a file, which are 156 GiB
 STALE_UPLOAD_S = 300.0  # another rank may have begun a younger one
 FLUSH_BYTES = 64 << 20
-IN_TURN_BYTES = 1 << 20
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
@@ -47,48 +45,43 @@ def discard(file: Any, path: str) -> None:
         log.warning("the upload of %s could not be aborted (%s: %s)", path, type(error).__name__, error)
 
 
-def abort_unfinished_uploads(files: Any, prefix: str, older_than_s: float | None) -> None:
-    """Abort uploads to S3 of objects whose paths begin with `prefix` and that began so long ago, or any.
-
-    A failure is a line: whoever may write objects may not be allowed to list uploads.
-    """
-    if not hasattr(files, "call_s3"):
-        return
-    try:
-        for bucket, key, upload in unfinished_uploads(files, prefix, older_than_s):
-            files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
-            log.info("an upload of %s/%s that was not completed is aborted", bucket, key)
-    except DriverError as error:
-        reason = f"{type(error).__name__}: {error}"
-        log.info("unfinished uploads to %s* cannot be looked for (%s)", prefix, reason)
-
-
 def unfinished_uploads(files: Any, prefix: str, older_than_s: float | None) -> list[tuple[str, str, str]]:
-    """(bucket, key, id) of each. Raises what the driver raises."""
+    """(bucket, key, id) of each; of more than 1,000, the first. Raises what the driver raises."""
     bucket, key_prefix, _ = files.split_path(prefix)
     latest = datetime.datetime.max.replace(tzinfo=datetime.UTC)
     if older_than_s is not None:
         latest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=older_than_s)
-    found: list[tuple[str, str, str]] = []
-    marker: dict[str, str] = {}
-    is_complete = False
-    while not is_complete:
-        listed = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key_prefix, **marker)
-        found += [
-            (bucket, upload["Key"], upload["UploadId"])
-            for upload in listed.get("Uploads", [])
-            if upload["Initiated"] <= latest
-        ]
-        is_complete = not listed.get("IsTruncated")
-        if not is_complete:
-            marker = {"KeyMarker": listed["NextKeyMarker"], "UploadIdMarker": listed["NextUploadIdMarker"]}
-    return found
+    listed = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key_prefix)
+    return [
+        (bucket, upload["Key"], upload["UploadId"])
+        for upload in listed.get("Uploads", [])
+        if upload["Initiated"] <= latest
+    ]
 
 
-class Sink(Protocol):
-    """Where bytes are written to."""
+def write_chunks(
+    file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
+) -> str:
+    """Hash chunks and write them to `file` at the rate of the slower of both; returns their SHA-256.
 
-    def write(self, content: Content, /) -> int | None: ...
+    A chunk may change once the next one is asked for. With a `handle`, a thread flushes what is written to
+    disk meanwhile, so that little is left for the last fsync. Raises what the file raises.
+    """
+    digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
+    flushing.set_result(None)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for chunk in chunks:
+            hashing = pool.submit(digest.update, chunk)
+            write_all(file.write, chunk)
+            hashing.result()
+            written += len(chunk)
+            if handle is not None and written - flushed >= FLUSH_BYTES and flushing.done():
+                flushing.result()
+                flushed, flushing = written, pool.submit(os.fdatasync, handle)
+            events.emit("file_progress", name=name, written=written, size=size)
+        flushing.result()
+    assert written == size, f"{name} has {written} bytes instead of {size}"
+    return digest.hexdigest()
 
 
 class FileStore:
@@ -146,7 +139,7 @@ class FileStore:
         partial, final = self.path(f"partial-{name}"), self.path(name)
         events.emit("file_write", name=name, path=partial, size=size)
         with atomic_file(final, partial, before_rename=self.check_claim) as file:
-            return Stream(file, name, size, file.fileno()).write(chunks)
+            return write_chunks(file, chunks, name, size, file.fileno())
 
     def upload(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         """Upload an object and check its size; object stores have short failures, so it is retried."""
@@ -169,10 +162,9 @@ class FileStore:
             sha256 = hashlib.sha256(content).hexdigest()
             self.files.pipe_file(path, content)
         else:
-            part_bytes = max(self.upload_part_bytes, -(-size // MAX_UPLOAD_PARTS))
-            file = self.files.open(path, "wb", block_size=part_bytes)
+            file = self.files.open(path, "wb", block_size=self.upload_part_bytes)
             try:
-                sha256 = Stream(file, name, size).write(chunks)
+                sha256 = write_chunks(file, chunks, name, size)
                 self.check_claim()
                 file.close()  # now the object appears
             except BaseException:
@@ -194,50 +186,22 @@ class FileStore:
     def abort_unfinished_uploads(
         self, older_than_s: float | None = STALE_UPLOAD_S, prefix: str = "step_"
     ) -> None:
-        """In S3, free the parts of uploads that will not be completed."""
-        abort_unfinished_uploads(self.files, self.path(prefix), older_than_s)
+        """In S3, free the parts of uploads of such files that began so long ago, or of any.
+
+        A failure is a line: whoever may write objects may not be allowed to list uploads.
+        """
+        if not hasattr(self.files, "call_s3"):
+            return
+        path = self.path(prefix)
+        try:
+            for bucket, key, upload in unfinished_uploads(self.files, path, older_than_s):
+                self.files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+                log.info("an upload of %s/%s that was not completed is aborted", bucket, key)
+        except DriverError as error:
+            reason = f"{type(error).__name__}: {error}"
+            log.info("unfinished uploads to %s* cannot be looked for (%s)", path, reason)
 
     def fsync_folder(self) -> None:
         """Make renames and removals durable."""
         if self.is_local:
             fsync_path(self.root)
-
-
-class Stream:
-    """Hashes chunks and writes them to `sink` at the rate of the slower of both.
-
-    With a `handle`, a thread flushes what is written to disk meanwhile, so that little is left for the last
-    fsync.
-    """
-
-    def __init__(self, sink: Sink, name: str, size: int, handle: int | None = None) -> None:
-        self.sink, self.name, self.size, self.handle = sink, name, size, handle
-        self.digest, self.written = hashlib.sha256(), 0
-        self.flushed, self.flushing = 0, Future[None]()  # bytes at the last flush; the flush under way
-        self.flushing.set_result(None)
-
-    def write(self, chunks: Iterable[memoryview]) -> str:
-        """Their SHA-256. A chunk may change once the next one is asked for. Raises what the sink raises."""
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            for chunk in chunks:
-                if len(chunk) < IN_TURN_BYTES:
-                    self.digest.update(chunk)
-                    write_all(self.sink.write, chunk)
-                else:
-                    hashing = pool.submit(self.digest.update, chunk)
-                    write_all(self.sink.write, chunk)
-                    hashing.result()
-                self.written += len(chunk)
-                self.flush(pool)
-                events.emit("file_progress", name=self.name, written=self.written, size=self.size)
-            self.flushing.result()
-        assert self.written == self.size, f"{self.name} has {self.written} bytes instead of {self.size}"
-        return self.digest.hexdigest()
-
-    def flush(self, pool: ThreadPoolExecutor) -> None:
-        """Begin to flush, if enough is written since the last flush and that is over."""
-        if self.handle is None or self.written - self.flushed < FLUSH_BYTES or not self.flushing.done():
-            return
-        self.flushing.result()
-        self.flushed = self.written
-        self.flushing = pool.submit(os.fdatasync, self.handle)

@@ -29,17 +29,21 @@ FILE_NAME = re.compile(
 QUARANTINED = re.compile(r"damaged-[0-9]+-step_([0-9]{8,19})\.json")
 UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
 GROUPS = ("", ".optimizer")  # weights first
-MAX_PARTS = 99_999
 PART_BYTES = 4 << 30
 OPTIMIZER = "optimizer."  # the names of optimizer state begin so
 DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint8: "U8",
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # Which rows of a tensor each rank holds; None for a tensor that all ranks hold whole.
 RowsByRank = Callable[[str], list[range] | None]
@@ -66,15 +70,12 @@ def step_of(name: str, kind: str | None = None) -> int | None:
     match = FILE_NAME.fullmatch(name)
     if not match:
         return None
-    step, found = int(match[1]), "safetensors" if match["tensors"] else "json"
-    expected = file_name(step, "json")
+    step, found, expected = int(match[1]), "json", file_name(int(match[1]), "json")
+    part, parts = int(match["part"] or 1), int(match["parts"] or 1)
     if match["tensors"]:
-        part, parts = int(match["part"] or 1), int(match["parts"] or 1)
-        is_numbered = match["part"] is not None
-        if not 1 <= part <= parts or is_numbered != (parts > 1):
-            return None
-        expected = tensor_file_name(step, match["group"] or "", part, parts)
-    return step if name == expected and kind in (None, found) else None
+        found, expected = "safetensors", tensor_file_name(step, match["group"] or "", part, parts)
+    is_of_step = name == expected and 1 <= part <= parts
+    return step if is_of_step and kind in (None, found) else None
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
@@ -125,7 +126,7 @@ class FileLayout:
     size: int  # bytes, header included
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+def specs_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -134,7 +135,7 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PA
 
     A group of more than `part_bytes` with its header is cut into parts: each takes tensors in their order
     until the next one would not fit. A tensor that is larger than a part is alone in one, which is then as
-    large. Raises ValueError if there would be more than 99,999.
+    large.
     """
     layouts = []
     for group in GROUPS:
@@ -142,8 +143,6 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PA
         parts = split(chosen, part_bytes)
         if group and not chosen:
             continue
-        if len(parts) > MAX_PARTS:
-            raise ValueError(f"parts of {part_bytes} bytes are too small: there would be {len(parts):,}")
         for number, part in enumerate(parts, start=1):
             layouts.append(file_layout(tensor_file_name(step, group, number, len(parts)), part))
     return layouts
@@ -181,7 +180,7 @@ def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
     `begin` counts from the first tensor's.
     """
     entry: dict[str, Any] = {
-        "dtype": DTYPES[spec.dtype],
+        "dtype": DTYPE_NAMES[spec.dtype],
         "shape": list(spec.shape),
         "data_offsets": [begin, begin + spec.nbytes],
     }
@@ -247,39 +246,32 @@ def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
 
 
 class StagingBuffer:
-    """Room for tensors with names, shapes and types of `tensors`, one after the other.
+    """A safetensors file in memory, with room for tensors of these names, shapes and types.
 
-    With `layout` the buffer is that safetensors file. `allocate` may provide the bytes.
+    `allocate` may provide the bytes.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec],
         allocate: Callable[[int], Tensor] | None = None,
-        layout: FileLayout | None = None,
     ) -> None:
         specs = specs_of(tensors)
-        order = file_order(specs)
-        begins, size = {}, 0
-        for name in order:
-            begins[name] = size
-            size += specs[name].nbytes
-        if layout:
-            begins, size = layout.begins, layout.size
+        layout = file_layout("", specs)  # one file, whatever its size
         if allocate:
-            self.buffer = allocate(size)
+            self.buffer = allocate(layout.size)
         else:
             # A GPU writes to pinned pages directly; zeroing faults in every page.
-            pinned = any(tensor.is_cuda for tensor in tensors.values())
-            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
-        if layout:
-            header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-            self.buffer[: len(header)] = header
-        self.ranges = {name: (begins[name], begins[name] + specs[name].nbytes) for name in order}
-        self.slots = {
-            name: self.buffer[begin:end].view(specs[name].dtype).view(specs[name].shape)
-            for name, (begin, end) in self.ranges.items()
-        }
+            pinned = any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values())
+            self.buffer = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned).zero_()
+        header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        self.buffer[: len(header)] = header
+        self.parts: dict[str, Tensor] = {}  # (n,) uint8, the bytes of each tensor
+        self.slots: dict[str, Tensor] = {}  # the same memory as a tensor
+        for name, begin in layout.begins.items():
+            spec = specs[name]
+            self.parts[name] = self.buffer[begin : begin + spec.nbytes]
+            self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a state into the buffer; on return it may change again."""
@@ -289,15 +281,20 @@ class StagingBuffer:
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def view(self, name: str) -> memoryview:
-        """The bytes of a tensor, which are not copied."""
-        begin, end = self.ranges[name]
-        return self.content[begin:end]
+    def pieces(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Yield the bytes of these tensors, at most PIECE_BYTES at a time; they are not copied."""
+        for name in names:
+            yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 
     @property
     def content(self) -> memoryview:
         """All bytes."""
-        return memoryview(self.buffer.numpy())  # type: ignore[arg-type]
+        return memory_of(self.buffer)
+
+
+def memory_of(piece: Tensor) -> memoryview:
+    """Return the memory of (n,) uint8 on the CPU, which can be written to."""
+    return memoryview(piece.numpy())  # type: ignore[arg-type]
 
 
 class LocalChunks:
@@ -308,18 +305,4 @@ class LocalChunks:
 
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self.layout.header)
-        for name in self.layout.begins:
-            yield from pieces_of(self.staging.view(name))
-
-
-def pieces_of(content: memoryview, size: int = PIECE_BYTES) -> Iterator[memoryview]:
-    """Consecutive pieces of at most `size` bytes."""
-    for begin in range(0, len(content), size):
-        yield content[begin : begin + size]
-
-
-def to_safetensors(tensors: Mapping[str, Tensor]) -> memoryview:
-    """The bytes of one safetensors file."""
-    staging = StagingBuffer(tensors, layout=file_layout("", specs_of(tensors)))
-    staging.fill(tensors)
-    return staging.content
+        yield from map(memory_of, self.staging.pieces(self.layout.begins))

@@ -4,19 +4,18 @@ Nothing is renamed or removed there.
 """
 
 import logging
-from pathlib import Path
+import os
 
-import yaml
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import RETRIES_S
 from mingpt.base.urls import open_url
+from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.reading import Check, SourceFile, TensorFile, accept_all, check_finite
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
-MAX_CONFIG_BYTES = 1 << 16  # of config.yaml; a real one has 2,000
 HF_CONFIG = "config.json"  # in each folder of Hugging Face's format, and in no run or snapshot folder
 log = logging.getLogger(__name__)
 
@@ -72,21 +71,15 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
 def possible_places(where: str) -> list[str]:
     """Where a run folder's snapshots may be: `snapshot.path` of its config.yaml, `snapshots/`, itself."""
     places = [f"{where.rstrip('/')}/snapshots", where]
-    config = Path(where) / "config.yaml"
-    if "://" in where:
+    config = f"{where}/config.yaml"
+    if "://" in where or not os.path.isfile(config):
         return places
     try:
-        if not config.is_file():
-            return places
-        if config.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError("it is too large")
-        configured = yaml.safe_load(config.read_text(encoding="utf-8"))["snapshot"]["path"]
-        if not isinstance(configured, str | None):
-            raise TypeError("snapshot.path is no text")
-    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
-        log.warning("%s is damaged and ignored (%s)", config, type(error).__name__)
+        configured = read_file(config).get("snapshot.path")
+    except UserError as error:
+        log.warning("a damaged configuration is ignored: %s", error)
         return places
-    return [configured, *places] if configured else places
+    return [configured, *places] if configured and isinstance(configured, str) else places
 
 
 def read_safetensors(where: str) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ next node follow in the background. An orderly end removes the snapshots. If the
 small, one line says so, and the run goes on with its snapshots on disk alone.
 """
 
+import glob
 import hashlib
 import itertools
 import logging
@@ -16,22 +17,19 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
-from mingpt.base.files import PIECE_BYTES
 from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot.layout import StagingBuffer, TensorSpec, specs_of, step_of
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.saver import LateFields, Sharding
-from mingpt.snapshot.slots import Process, Slots, owner_file, read_owner, remove_quietly, this_process
+from mingpt.snapshot.slots import Process, Slots, read_owner, remove_folder, this_process
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 LEFTOVER_S = 24 * 3600.0
@@ -56,10 +54,7 @@ class MemorySnapshots:
 
     def folders(self) -> list[Path]:
         """List the folders of all nodes; none where another worker, the last, has just removed them."""
-        try:
-            return sorted(self.root.glob("node-*"))
-        except OSError:
-            return []
+        return [self.root / name for name in sorted(glob.glob("node-*", root_dir=self.root))]
 
     def find(
         self, newer_than: int, saved_after: int | None, check: Check = accept_all
@@ -95,7 +90,7 @@ class MemorySnapshots:
         """Remove what other runs of this user left a day ago, unless a process of their jobs may be alive."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
-                remove_folder(root, "what another run left more than a day ago")
+                remove_folder(root, "another run left it more than a day ago")
 
     def remove_outdated(self, step: int, used: Container[str]) -> None:
         """Remove this run's folders that nobody writes to, once a newer snapshot, that of `step`, is there.
@@ -106,7 +101,6 @@ class MemorySnapshots:
             newest = max(SnapshotStore(str(path)).steps(), default=0)
             if newest <= step:
                 remove_folder(path, f"older than the snapshot of step {step}")
-                owner_file(path).unlink(missing_ok=True)
 
     def trim(self, step: int, used: Container[str]) -> None:
         """Make room at a start from `step`. Raises OSError.
@@ -143,38 +137,20 @@ def is_leftover(root: Path) -> bool:
     return not is_in_use and newest_change < time.time() - LEFTOVER_S
 
 
-def remove_folder(path: Path, why: str) -> None:
-    try:
-        shutil.rmtree(path)
-        log.warning("removed %s from memory: %s", path, why)
-    except FileNotFoundError:
-        pass  # another start on this node was faster
-    except OSError as error:
-        log.warning("%s cannot be removed from memory (%s), though it is %s", path, error.strerror, why)
+def plan_copies(node_of: Sequence[int]) -> list[int | None]:
+    """Return who keeps a copy of each rank's part: ranks of the next node, in turn. With one node, nobody.
 
-
-@dataclass(frozen=True)
-class Copies:
-    """Who keeps a copy of whose part: ranks of the next node, in turn. With one node there are none."""
-
-    keeper: list[int | None]  # by the rank whose part it is
-
-    @classmethod
-    def plan(cls, node_of: Sequence[int]) -> "Copies":
-        """`node_of`: the node of each rank. The first node is the next one of the last."""
-        nodes = sorted(set(node_of))
-        if len(nodes) < 2:
-            return cls([None] * len(node_of))
-        members = {node: [rank for rank, other in enumerate(node_of) if other == node] for node in nodes}
-        keeper: list[int | None] = []
-        for rank, node in enumerate(node_of):
-            there = members[nodes[(nodes.index(node) + 1) % len(nodes)]]
-            keeper.append(there[members[node].index(rank) % len(there)])
-        return cls(keeper)
-
-    def kept_by(self, rank: int) -> list[int]:
-        """The ranks whose parts this one copies."""
-        return [source for source, keeper in enumerate(self.keeper) if keeper == rank]
+    `node_of`: the node of each rank. The first node is the next one of the last.
+    """
+    nodes = sorted(set(node_of))
+    if len(nodes) < 2:
+        return [None] * len(node_of)
+    members = {node: [rank for rank, other in enumerate(node_of) if other == node] for node in nodes}
+    keepers: list[int | None] = []
+    for rank, node in enumerate(node_of):
+        there = members[nodes[(nodes.index(node) + 1) % len(nodes)]]
+        keepers.append(there[members[node].index(rank) % len(there)])
+    return keepers
 
 
 class MemorySaver:
@@ -186,47 +162,48 @@ class MemorySaver:
 
     def __init__(self, snapshots: MemorySnapshots, sharding: Sharding) -> None:
         self.snapshots, self.sharding = snapshots, sharding
-        self.own = snapshots.make_slots(f"-worker-{sharding.local_rank}" if sharding.is_sharded else "")
+        self.own = snapshots.make_slots(f"-worker-{sharding.local_rank}")
         self.kept: dict[int, Slots] = {}  # copies, by the rank whose part it is
         places = sharding.all_gather_object((snapshots.node_rank, self.own.folder.name))
-        self.copies = Copies.plan([node for node, _ in places])
-        self.used = {folder for _, folder in places}
-        for rank, keeper in enumerate(self.copies.keeper):
-            if keeper is not None:
-                self.used.add(f"node-{places[keeper][0]}-copy-{rank}")
+        # Who keeps a copy, by the rank whose part it is.
+        self.keepers = plan_copies([node for node, _ in places])
+        # The folders that workers of this node write to; a node of this name may have been another before.
+        self.used = {folder for node, folder in places if node == snapshots.node_rank}
+        for rank, keeper in enumerate(self.keepers):
+            if keeper is not None and places[keeper][0] == snapshots.node_rank:
+                self.used.add(f"node-{snapshots.node_rank}-copy-{rank}")
         self.generation = sharding.all_gather_object(uuid.uuid4().hex)[0]
         self.group: BackgroundGroup | None = None  # of the copies, if any are made
         self.thread: threading.Thread | None = None
-        self.error: OSError | UserError | None = None
+        self.problem: str | None = None  # why this rank cannot write
         self.newest = 0  # step of the last save that was begun
-        self.is_allocated = self.disabled = False
+        self.disabled = False
 
     def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
         """Allocate room for two such states, and for two copies; then saving is only a copy.
 
         `start_step` is the step from which this generation starts; no later snapshot is kept.
         """
-        if self.is_allocated:
+        if self.own.buffers or self.disabled:
             return
-        self.is_allocated = True
         problem = self.on_any_rank(self.make_room(start_step))  # all wait for it
         if not problem:
             problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
         if problem:
             self.disable(problem)
             return
-        if not any(keeper is not None for keeper in self.copies.keeper):
+        if not any(keeper is not None for keeper in self.keepers):
             return
         problem = self.open_copies(start_step)
-        if problem and self.sharding.rank == 0:
+        if not problem:
+            self.group = BackgroundGroup(self.sharding.rank, self.sharding.world_size)
+        elif self.sharding.rank == 0:
             log.warning(
-                "no copies of snapshots in memory on the next node: %s cannot be used %s; after the loss "
+                "no copies of snapshots in memory on the next node: %s cannot be used (%s); after the loss "
                 "of a node the run resumes from disk",
                 self.snapshots.root.parent,
                 problem,
             )
-        if not problem:
-            self.group = BackgroundGroup(self.sharding.rank, self.sharding.world_size)
 
     def on_any_rank(self, problem: str | None) -> str | None:
         """Return the problem of the first rank that has one. Collective."""
@@ -238,7 +215,7 @@ class MemorySaver:
             if self.sharding.local_rank == 0 and start_step is not None:
                 self.snapshots.trim(start_step, self.used)
         except OSError as error:
-            return f"({error})"
+            return str(error)
         return None
 
     def try_open(self, slots: Slots, specs: Mapping[str, TensorSpec], start_step: int | None) -> str | None:
@@ -246,16 +223,14 @@ class MemorySaver:
         try:
             slots.open(specs, start_step)
         except OSError as error:
-            need = f"for 2 x {sum(spec.nbytes for spec in specs.values()) / 1e6:.1f} MB"
-            if self.sharding.is_sharded:
-                return f"({error.strerror} {need} per worker)"
-            return f"{need} ({error.strerror})"
+            size_mb = sum(spec.nbytes for spec in specs.values()) / 1e6
+            return f"{error.strerror}: {slots.folder.name} takes 2 x {size_mb:.1f} MB"
         return None
 
     def open_copies(self, start_step: int | None) -> str | None:
         """Allocate what this rank keeps of others; returns why some rank has no room, if so. Collective."""
         problem = None
-        for rank in self.copies.kept_by(self.sharding.rank):
+        for rank in [rank for rank, keeper in enumerate(self.keepers) if keeper == self.sharding.rank]:
             self.kept[rank] = self.snapshots.make_slots(f"-copy-{rank}")
             problem = problem or self.try_open(self.kept[rank], self.part_specs(rank), start_step)
         problem = self.on_any_rank(problem)
@@ -282,16 +257,14 @@ class MemorySaver:
         self.allocate(tensors)
         if self.disabled or not self.is_free():
             return
-        if self.newest and self.sharding.is_sharded and self.sharding.local_rank == 0:
+        if self.newest and self.sharding.local_rank == 0:
             self.remove_outdated(self.newest)
         self.newest = manifest["step"]
         try:
             for slots in (self.own, *self.kept.values()):
                 slots.begin()
         except OSError as error:
-            self.note_failure(error)
-        if self.disabled:
-            return
+            self.problem = str(error)
         self.own.buffer.fill(tensors)
         self.thread = threading.Thread(target=self.finish, args=(manifest, late_fields))
         self.thread.start()
@@ -299,23 +272,13 @@ class MemorySaver:
     def is_free(self) -> bool:
         """Whether all ranks have finished the last save. If one could not, nothing is saved any more."""
         is_busy = bool(self.thread and self.thread.is_alive())
-        flags = torch.tensor([float(is_busy), float(self.error is not None)])
-        busy, failed = self.sharding.all_reduce(flags).tolist()
-        if failed and not busy:
-            problem = self.on_any_rank(f"({self.error})" if self.error else None)
-            self.disable(problem or "(a worker cannot write)")
+        states = self.sharding.all_gather_object((is_busy, self.problem))
+        if any(busy for busy, _ in states):
             return False
-        return not busy
-
-    def note_failure(self, error: OSError | UserError) -> None:
-        """Note that this rank cannot write.
-
-        Other ranks count on its messages, so it takes part in the save all the same. They learn of it when
-        the next save begins.
-        """
-        self.error = error
-        if not self.sharding.is_sharded:
-            self.disable(f"({error.strerror if isinstance(error, OSError) else error})")
+        problem = next((problem for _, problem in states if problem), None)
+        if problem:
+            self.disable(problem)
+        return not problem
 
     def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
         """Write checksums and manifests, and exchange copies; the background thread does this."""
@@ -329,20 +292,24 @@ class MemorySaver:
                 self.commit(slots, manifest, rank)
         except SaveAborted:
             return  # the main thread loses the same peer, and reports it
-        if self.error is None:
+        if self.problem is None:
             events.emit("write_end", kind="memory", step=manifest["step"])
 
     def commit(self, slots: Slots, manifest: dict[str, Any], rank: int) -> None:
-        """Make a buffer the snapshot of a rank's part, unless something has failed."""
-        if self.error is None:
+        """Make a buffer the snapshot of a rank's part, unless something has failed.
+
+        A rank that cannot write takes part in the save all the same, since others count on its messages. They
+        learn of it when the next save begins.
+        """
+        if self.problem is None:
             try:
                 slots.commit(manifest | self.shard_fields(rank))
             except (OSError, UserError) as error:
-                self.note_failure(error)
+                self.problem = str(error)
 
     def shard_fields(self, rank: int) -> dict[str, Any]:
         """Return the manifest's fields about the part of a rank. A whole state has none."""
-        if not self.sharding.is_sharded:
+        if not self.sharding.context:
             return {}
         shard = {
             "rank": rank,
@@ -357,12 +324,12 @@ class MemorySaver:
 
         Raises SaveAborted if one of them is gone.
         """
-        keeper = self.copies.keeper[self.sharding.rank]
+        keeper = self.keepers[self.sharding.rank]
         if self.group is None or keeper is None:
             return
         names = self.part_specs(keeper).keys()  # of the tensors that are copied
-        sent = pieces(buffer, names)
-        received = [(rank, pieces(slots.buffer, names)) for rank, slots in self.kept.items()]
+        sent = buffer.pieces(names)
+        received = [(rank, slots.buffer.pieces(names)) for rank, slots in self.kept.items()]
         is_over = False
         while not is_over:
             outgoing = [(keeper, piece) for piece in itertools.islice(sent, 1)]
@@ -379,12 +346,10 @@ class MemorySaver:
 
     def disable(self, problem: str) -> None:
         """Save nothing from now on, and free what is there. All ranks do so, and the first one says why."""
-        if self.disabled:
-            return
         self.disabled = True
         if self.sharding.rank == 0:
             log.warning(
-                "no snapshots in memory: %s cannot be used %s; after a kill the run resumes from disk",
+                "no snapshots in memory: %s cannot be used (%s); after a kill the run resumes from disk",
                 self.snapshots.root.parent,
                 problem,
             )
@@ -404,14 +369,7 @@ class MemorySaver:
         self.remove_copies()
         for path in self.snapshots.folders():
             if self.sharding.local_rank == 0 and path.name not in self.used:
-                remove_quietly(path)
+                remove_folder(path)
         # Whoever is the last one on this machine succeeds.
         if not self.snapshots.folders():
             shutil.rmtree(self.snapshots.root, ignore_errors=True)
-
-
-def pieces(buffer: StagingBuffer, names: Iterable[str]) -> Iterator[Tensor]:
-    """Yield the bytes of these tensors, at most PIECE_BYTES at a time."""
-    for name in names:
-        begin, end = buffer.ranges[name]
-        yield from (piece for piece in buffer.buffer[begin:end].split(PIECE_BYTES) if len(piece))

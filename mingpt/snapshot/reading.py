@@ -7,38 +7,29 @@ content. https://huggingface.co/docs/safetensors
 """
 
 import errno
+import functools
 import logging
 import math
 import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import pydantic
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
-from mingpt.base.files import PIECE_BYTES, DriverError, reason_of, retry
+from mingpt.base.files import PIECE_BYTES, BadJson, Count, DriverError, check_json, reason_of, retry
+from mingpt.snapshot.layout import DTYPES, memory_of
 from mingpt.snapshot.manifest import parse_object
 
 T = TypeVar("T")
 LENGTH_BYTES = 8
 MAX_HEADER = 4 << 20  # bytes; gpt2-xl and its optimizer take a tenth of it
 MAX_DIMENSIONS = 8
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 log = logging.getLogger(__name__)
 
 
@@ -99,37 +90,13 @@ class SourceFile:
         """Fill `buffer` with the bytes from `begin` on; never reads more."""
         for at in range(0, len(buffer), PIECE_BYTES):
             piece = buffer[at : at + PIECE_BYTES]
-            self.read_piece(begin + at, piece)
-
-    def read_piece(self, begin: int, piece: memoryview) -> None:
-        version = with_retries(
-            lambda: read_range(self.files, self.path, begin, piece), self.what, self.retries_s
-        )
-        self.check_version(version)
+            work = functools.partial(read_range, self.files, self.path, begin + at, piece)
+            self.check_version(with_retries(work, self.what, self.retries_s))
 
     def check_version(self, version: tuple[int, int] | None) -> None:
         self.version = self.version or version
         if version != self.version:
             raise UnreadableSnapshot(f"{self.what} has changed while it was read")
-
-
-class ContentFile(SourceFile):
-    """A file whose bytes are in memory."""
-
-    def __init__(self, content: bytes | memoryview, what: str = "the file") -> None:
-        super().__init__(None, "", what, ())
-        self.content = memoryview(content)
-
-    def size(self) -> int:
-        return len(self.content)
-
-    def read_piece(self, begin: int, piece: memoryview) -> None:
-        piece[:] = self.content[begin : begin + len(piece)]
-
-
-def file_size(files: Any, path: str) -> int:
-    """In bytes. Raises as `size_and_version` does."""
-    return size_and_version(files, path)[0]
 
 
 def size_and_version(files: Any, path: str) -> tuple[int, tuple[int, int] | None]:
@@ -192,6 +159,15 @@ class TensorEntry:
     end: int
 
 
+class EntryFields(pydantic.BaseModel):
+    """A tensor in the header."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
+    shape: list[Count] = pydantic.Field(max_length=MAX_DIMENSIONS)
+    data_offsets: list[Count] = pydantic.Field(min_length=2, max_length=2)
+
+
 Entries = Mapping[str, TensorEntry]
 # Raises CorruptSnapshot if a snapshot with this manifest cannot hold these tensors.
 Check = Callable[[dict[str, Any], Entries], None]
@@ -226,19 +202,12 @@ class TensorFile:
             row_bytes = (entry.end - entry.begin) // max(1, shape[0])
             shape = (stop - begin, *shape[1:])
         tensor = torch.empty(shape, dtype=dtype)
-        self.file.read_into(entry.begin + begin * row_bytes, bytes_of(tensor))
+        self.file.read_into(entry.begin + begin * row_bytes, memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
 
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, without it."""
-        return {
-            name.removeprefix(prefix): self.read(name) for name in self.entries if name.startswith(prefix)
-        }
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which can be written to."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors."""
+        return {name: self.read(name) for name in self.entries}
 
 
 def header_length(first: bytes, file_size: int, what: str) -> int:
@@ -271,23 +240,14 @@ def parse_entry(name: str, value: Any, start: int) -> TensorEntry:
     """One tensor of the header, whose tensors' bytes begin at `start`. Raises CorruptSnapshot."""
     if not name or len(name) > 500 or any(mark in name for mark in "/\\\0"):
         raise wrong(name, "this is no name for a tensor")
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise wrong(name, "it must have dtype, shape and data_offsets")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise wrong(name, "its dtype is not known")
-    if not is_counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise wrong(name, "its shape is not a list of sizes")
-    if not is_counts(offsets) or len(offsets) != 2:
-        raise wrong(name, "its data_offsets are not two positions")
-    if math.prod(shape) * DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
+    try:
+        check_json(value, EntryFields)
+    except BadJson as error:
+        raise wrong(name, str(error)) from None
+    dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+    if math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
         raise wrong(name, "its shape does not fit its data_offsets")
-    return TensorEntry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
-
-
-def is_counts(value: Any) -> bool:
-    """Whether a value from JSON is a list of whole numbers from 0 to below 2**63."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return TensorEntry(dtype, tuple(shape), start + begin, start + end)
 
 
 def wrong(name: str, reason: str) -> CorruptSnapshot:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
-from mingpt.base.files import PIECE_BYTES
+from mingpt.base.files import PIECE_BYTES, retry
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.background_group import BackgroundGroup, picklable
 from mingpt.snapshot.layout import (
@@ -34,6 +33,7 @@ from mingpt.snapshot.layout import (
     cut,
     find_runs,
     make_layout,
+    memory_of,
     specs_of,
 )
 from mingpt.snapshot.manifest import FileRecord
@@ -65,11 +65,6 @@ class Sharding:
     writers: Sequence[int] = (0,)  # ranks that write files to disk
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether each rank saves a part of the state, which is all of it where there is one worker."""
-        return self.context is not None
-
-    @property
     def rank(self) -> int:
         return self.context.rank if self.context else 0
 
@@ -86,10 +81,6 @@ class Sharding:
         """Each rank's value, by rank. Collective."""
         return self.context.all_gather_object(value) if self.context else [value]
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, in place. Collective."""
-        return self.context.all_reduce(tensor) if self.context else tensor
-
 
 UNSHARDED = Sharding()
 
@@ -100,12 +91,6 @@ class CannotWrite(Exception):
     def __init__(self, reason: Exception) -> None:
         super().__init__(f"{type(reason).__name__}: {reason}")
         self.reason = reason
-
-    @property
-    def may_pass(self) -> bool:
-        """Whether another attempt may succeed."""
-        is_no_room = isinstance(self.reason, OSError) and self.reason.errno in NO_ROOM
-        return not is_no_room and not isinstance(self.reason, (ClaimLost, SaveAborted))
 
 
 class Transfer:
@@ -135,17 +120,22 @@ class Transfer:
         """
         if self.group.world_size == 1:
             return [store.write_file(layout, LocalChunks(layout, self.staging)) for layout in self.layouts]
-        pauses_s = () if store.is_local else store.retries_s
-        for pause_s in (*pauses_s, None):
-            try:
-                return self.write_files_once(store)
-            except CannotWrite as failure:
-                if pause_s is None or not failure.may_pass:
-                    raise failure.reason from None
-                if self.group.rank == self.writers[0]:
-                    log.info("writing step %d to %s failed (%s) and is retried", step, store.url, failure)
-                time.sleep(pause_s)
-        raise AssertionError("the last attempt returns or raises")
+
+        def on_failure(failure: Exception) -> None:
+            if not isinstance(failure, CannotWrite):
+                raise failure  # only this rank knows of it
+            is_no_room = getattr(failure.reason, "errno", None) in NO_ROOM
+            if is_no_room or isinstance(failure.reason, (ClaimLost, SaveAborted)):
+                raise failure
+            if self.group.rank == self.writers[0]:
+                log.info("writing step %d to %s failed (%s) and is retried", step, store.url, failure)
+
+        try:
+            return retry(
+                lambda: self.write_files_once(store), () if store.is_local else store.retries_s, on_failure
+            )
+        except CannotWrite as failure:
+            raise failure.reason from None
 
     def write_files_once(self, store: SnapshotStore) -> list[FileRecord]:
         """Raises CannotWrite on all ranks if one cannot write."""
@@ -205,8 +195,7 @@ class Transfer:
     def part(self, piece: Run) -> Tensor:
         """(n,) uint8, the bytes of a run on this rank."""
         size = piece.end - piece.begin
-        whole = self.staging.slots[piece.name].view(-1).view(torch.uint8)
-        return whole[piece.offset : piece.offset + size]
+        return self.staging.parts[piece.name][piece.offset : piece.offset + size]
 
     def assemble(
         self, layout: FileLayout, begin: int, pieces: Sequence[Run], received: Sequence[Tensor]
@@ -222,7 +211,7 @@ class Transfer:
             first = piece.begin - begin
             chunk[first : first + size] = received[rank][taken[rank] : taken[rank] + size]
             taken[rank] += size
-        return memoryview(chunk.numpy())  # type: ignore[arg-type]
+        return memory_of(chunk)
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
@@ -318,12 +307,12 @@ class SnapshotSaver:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
             self.write_making_room(manifest | fields, transfer)
             self.error, self.newest_written = None, step
-        except (SaveAborted, ClaimLost) as error:
-            self.error = error
-            return  # the main thread loses the same peer, or the same claim, and reports it
         except Exception as error:  # whatever the driver raises: training goes on, the failure is reported
             self.error = error
-            log.warning("snapshot of step %d could not be written: %s: %s", step, type(error).__name__, error)
+            # The main thread loses the same peer, or the same claim, and reports it.
+            if not isinstance(error, (SaveAborted, ClaimLost)):
+                reason = f"{type(error).__name__}: {error}"
+                log.warning("snapshot of step %d could not be written: %s", step, reason)
             return
         try:
             if self.is_main:
@@ -388,13 +377,12 @@ class SnapshotSaver:
         if newest_valid is None:
             return None
         best = self.find_best(older)
-        removable = [one for one in reversed(older) if one < newest_valid and one != best]
-        if best is not None and best < newest_valid:
-            removable.append(best)
+        removable = [one for one in older if one < newest_valid]
         if not removable:
             return None
-        self.store.remove(removable[0])
-        return removable[0]
+        oldest = min((one for one in removable if one != best), default=removable[-1])
+        self.store.remove(oldest)
+        return oldest
 
     def is_valid(self, step: int) -> bool:
         try:
@@ -431,11 +419,10 @@ class SnapshotSaver:
     def remove_leftovers(self) -> None:
         """What removals that were cut short, and uploads of processes that were killed, have left."""
         complete = self.store.steps()
-        for step in self.store.steps("safetensors"):
-            if step < max(complete, default=0) and step not in complete:
-                has_manifest = self.store.has_manifest(step)  # a listing may be late
-                if not has_manifest:
-                    self.store.remove(step)
+        begun = {*self.store.steps("safetensors")} - {*complete}
+        for step in begun:
+            if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be late
+                self.store.remove(step)
         self.store.abort_unfinished_uploads()
 
     def wait(self, timeout_s: float = math.inf) -> bool:

@@ -7,10 +7,12 @@ A job that dies as a whole leaves its folder, and so does a node whose rank chan
 names the agent that it belongs to, so that a later start can tell what nobody needs any more.
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -24,10 +26,12 @@ import pydantic
 import torch
 from torch import Tensor
 
-from mingpt.base.files import BadJson, check_json
+from mingpt.base.files import BadJson, read_json
 from mingpt.snapshot.layout import StagingBuffer, TensorSpec, file_layout, file_name, files_of
 from mingpt.snapshot.manifest import FileRecord, encode_manifest
 from mingpt.snapshot.store import SnapshotStore
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,22 +59,11 @@ class Process:
             return None  # /proc hides it
         return state != "Z" and start_time == self.start_time
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def this_process(pid: int | None = None) -> Process:
     """The process with this id on this machine, by default the calling one."""
     pid = os.getpid() if pid is None else pid
     return Process(socket.gethostname(), this_machine(), pid, read_stat(pid)[1])
-
-
-def parse_process(fields: Any) -> Process | None:
-    """The inverse of `to_dict`; None for anything else."""
-    try:
-        return check_json(fields, Process)
-    except BadJson:
-        return None
 
 
 def this_machine() -> str:
@@ -94,7 +87,7 @@ def read_stat(pid: int) -> tuple[str | None, str | None]:
 class Slots:
     """The two files in `folder`, a sibling of the run's other folders, which belongs to the agent `owner`.
 
-    Folders of a node are named node-<rank><suffix>. A save is `begin`, writing to `buffer`, and `commit`,
+    A save is `begin`, writing to `buffer`, and `commit`,
     which alone may run in the background.
     """
 
@@ -113,9 +106,8 @@ class Slots:
         overwritten last.
         """
         self.folder.parent.mkdir(mode=0o700, exist_ok=True)
-        self.adopt_folder()
         self.folder.mkdir(exist_ok=True)
-        owner_file(self.folder).write_text(json.dumps(self.owner.to_dict()))
+        owner_file(self.folder).write_text(json.dumps(asdict(self.owner)))
         steps = [step for step in self.store.steps() if start_step is None or step <= start_step]
         newest = max(steps, default=None)
         names = self.store.names()
@@ -123,29 +115,16 @@ class Slots:
         for name in names:
             if name not in kept:
                 (self.folder / name).unlink()
-        layout = file_layout("", specs)  # one file, whatever its size
+        size = file_layout("", specs).size
         if newest is not None:
             path = self.folder / file_name(newest, "safetensors")
-            if path.exists() and path.stat().st_size == layout.size:
+            if path.exists() and path.stat().st_size == size:
                 self.names[1] = path.name
             else:
                 self.kept = newest
-        buffers = []
-        shapes = {
-            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()
-        }
-        for name in self.names:
-            allocate = functools.partial(map_file, self.folder / name)
-            buffers.append(StagingBuffer(shapes, allocate, layout))
-        self.buffers = buffers
-
-    def adopt_folder(self) -> None:
-        """Go on with the folder that this agent had when its node had another rank. Raises OSError."""
-        for path in self.folder.parent.glob("node-*"):
-            is_of_kind = suffix_of(path.name) == suffix_of(self.folder.name)
-            if is_of_kind and not self.folder.exists() and read_owner(path) == self.owner:
-                path.rename(self.folder)
-                owner_file(path).unlink()
+        self.buffers = [
+            StagingBuffer(specs, functools.partial(map_file, self.folder / name)) for name in self.names
+        ]
 
     @property
     def buffer(self) -> StagingBuffer:
@@ -176,12 +155,7 @@ class Slots:
     def remove(self) -> None:
         """Free the files, with all that is in them."""
         self.buffers = []
-        remove_quietly(self.folder)
-
-
-def suffix_of(name: str) -> str:
-    """ "-worker-1" for the folder node-3-worker-1; "" for node-3."""
-    return name.removeprefix("node-").lstrip("0123456789")
+        remove_folder(self.folder)
 
 
 def owner_file(folder: Path) -> Path:
@@ -192,18 +166,21 @@ def owner_file(folder: Path) -> Path:
 def read_owner(folder: Path) -> Process | None:
     """None if it is not known."""
     try:
-        return parse_process(json.loads(owner_file(folder).read_text()))
-    except (OSError, ValueError):
+        return Process(**read_json(owner_file(folder), Process))
+    except (OSError, BadJson):
         return None  # an earlier version of this program wrote none
 
 
-def remove_quietly(folder: Path) -> None:
-    """A node's folder and its owner's name; they may be gone, or unreachable."""
+def remove_folder(folder: Path, why: str | None = None) -> None:
+    """Remove a folder and its owner's name; a line says why, if it is not one's own.
+
+    They may be gone, or unreachable.
+    """
+    if why:
+        log.warning("removing %s from memory: %s", folder, why)
     shutil.rmtree(folder, ignore_errors=True)
-    try:
+    with contextlib.suppress(OSError):  # the memory cannot be used; whoever has the folder says so
         owner_file(folder).unlink(missing_ok=True)
-    except OSError:
-        pass  # the memory cannot be used; whoever has the folder says so
 
 
 def map_file(path: Path, size: int) -> Tensor:

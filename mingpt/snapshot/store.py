@@ -28,12 +28,14 @@ from mingpt.base.files import PIECE_BYTES, RETRIES_S, DriverError
 from mingpt.config import Config
 from mingpt.snapshot.files import UPLOAD_PART_BYTES, FileStore
 from mingpt.snapshot.layout import (
+    DTYPES,
     OPTIMIZER,
     QUARANTINED,
     UNFINISHED,
     FileLayout,
     file_name,
     files_of,
+    memory_of,
     steps_in,
     unfinished_name,
 )
@@ -46,9 +48,7 @@ from mingpt.snapshot.manifest import (
     read_config,
 )
 from mingpt.snapshot.reading import (
-    DTYPES,
     Check,
-    ContentFile,
     SourceFile,
     TensorEntry,
     TensorFile,
@@ -61,25 +61,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
 
-def verify_files(files: Sequence[TensorFile], digests: Sequence[str]) -> None:
-    """Read each file once, several at a time, each in two pieces of at most 16 MiB.
-
-    Raises CorruptSnapshot unless file i has the SHA-256 `digests[i]` and all numbers are finite, or
-    UnreadableSnapshot.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(max_workers=min(MAX_FILES_AT_ONCE, cores)) as pool:
-        checks = [pool.submit(verify_file, file, digest) for file, digest in zip(files, digests, strict=True)]
-        try:
-            for check in checks:
-                check.result()
-        finally:
-            for check in checks:
-                check.cancel()
-
-
 def verify_file(file: TensorFile, sha256: str) -> None:
-    """As `verify_files`. A thread hashes a piece while the next one is read and its numbers are looked at."""
+    """Read a file once, in two pieces of at most 16 MiB.
+
+    A thread hashes a piece while the next one is read and its numbers are looked at. Raises CorruptSnapshot
+    unless the file has this SHA-256 and all numbers are finite, or UnreadableSnapshot.
+    """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
     entries = sorted(file.entries.items(), key=lambda item: (item[1].begin, item[1].end))
@@ -88,11 +75,11 @@ def verify_file(file: TensorFile, sha256: str) -> None:
     with ThreadPoolExecutor(max_workers=1) as pool:
         for number, (begin, end) in enumerate(pieces(entries, starts, file.size)):
             piece = buffers[number % 2][: end - begin]
-            content = memoryview(piece.numpy())  # type: ignore[arg-type]
+            content = memory_of(piece)
             file.file.read_into(begin, content)
             hashing.result()
             hashing = pool.submit(digest.update, content)
-            for name, entry in overlapping(entries, starts, begin, end):
+            for name, entry in entries:
                 check_piece(name, entry, piece, begin)
         hashing.result()
     if digest.hexdigest() != sha256:
@@ -111,14 +98,6 @@ def pieces(
             end -= (end - starts[cut]) % DTYPES[entries[cut][1].dtype].itemsize
         yield begin, end
         begin = end
-
-
-def overlapping(
-    entries: Sequence[tuple[str, TensorEntry]], starts: Sequence[int], begin: int, end: int
-) -> Sequence[tuple[str, TensorEntry]]:
-    """The tensors that have bytes in a range; `starts` are their first bytes."""
-    first = max(0, bisect.bisect_right(starts, begin) - 1)
-    return entries[first : bisect.bisect_left(starts, end)]
 
 
 def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int) -> None:
@@ -148,11 +127,6 @@ class Snapshot:
                     raise CorruptSnapshot(f"its tensor {name[:100]!r} is in two files")
                 self.file_of[name] = file
 
-    @classmethod
-    def from_content(cls, manifest: dict[str, Any], content: bytes | memoryview) -> "Snapshot":
-        """One whose tensors lie in memory, as the bytes of a safetensors file."""
-        return cls(manifest, [TensorFile(ContentFile(content))])
-
     @property
     def entries(self) -> dict[str, TensorEntry]:
         """Type, shape and place of each tensor."""
@@ -163,10 +137,6 @@ class Snapshot:
         """The configuration of the run that wrote it."""
         return read_config(self.manifest)
 
-    def holds_weights(self, file: TensorFile) -> bool:
-        """Whether there is more than optimizer state in a file."""
-        return any(not name.startswith(OPTIMIZER) for name in file.entries)
-
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
         """A tensor, or its rows `begin` to before `end` (of dimension 0). KeyError if there is none."""
         return self.file_of[name].read(name, begin, end)
@@ -176,22 +146,6 @@ class Snapshot:
         return {
             name.removeprefix(prefix): self.read(name) for name in self.file_of if name.startswith(prefix)
         }
-
-    def chunks(self, name: str, max_bytes: int) -> Iterator[tuple[int, int, Tensor]]:
-        """A tensor's rows in turn: (begin, end, rows), at most `max_bytes` at once, but at least one row.
-
-        A tensor without dimensions is one row.
-        """
-        entry = self.file_of[name].entries[name]
-        if not entry.shape:
-            yield 0, 1, self.read(name)
-            return
-        rows = entry.shape[0]
-        row_bytes = (entry.end - entry.begin) // max(1, rows)
-        step = max(1, max_bytes // max(1, row_bytes))
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            yield begin, end, self.read(name, begin, end)
 
 
 class SnapshotStore(FileStore):
@@ -348,15 +302,17 @@ class SnapshotStore(FileStore):
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
         """Read each file once (with `weights_only`, those that hold any weights) and check all its bytes.
 
-        Raises CorruptSnapshot unless its SHA-256 is that of the manifest and all numbers are finite, or
-        UnreadableSnapshot. Takes 32 MiB of memory a file.
+        Several at a time, see `verify_file`. Takes 32 MiB of memory a file.
         """
-        pairs = [
-            (file, record.sha256)
-            for file, record in zip(snapshot.files, file_records(snapshot.manifest), strict=True)
-            if not weights_only or snapshot.holds_weights(file)
-        ]
-        verify_files([file for file, _ in pairs], [sha256 for _, sha256 in pairs])
+        files, digests = [], []
+        for file, record in zip(snapshot.files, file_records(snapshot.manifest), strict=True):
+            holds_weights = any(not name.startswith(OPTIMIZER) for name in file.entries)
+            if holds_weights or not weights_only:
+                files.append(file)
+                digests.append(record.sha256)
+        with ThreadPoolExecutor(max_workers=min(MAX_FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
+            for _ in pool.map(verify_file, files, digests):
+                pass  # it raises what a file's check raises
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
         """`open` and `verify`: what is read from it then is as it was written."""

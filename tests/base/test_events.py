@@ -14,10 +14,6 @@ def test_callbacks_run_in_the_order_of_their_subscription_with_the_details() -> 
     assert received == [("first", 3), ("second", 3)]
 
 
-def test_an_event_that_nobody_waits_for_does_nothing() -> None:
-    events.emit("run_start", state=None, strategy=None)
-
-
 def test_subscribing_to_an_unknown_event_names_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"no event 'step_ends'; there are .*step_end, "):
         events.subscribe("step_ends", print)

@@ -23,20 +23,10 @@ def test_the_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Pa
 
 def test_numbers_in_exponent_form_and_null_are_understood() -> None:
     words = ["optimizer.learning_rate=1e-3", "trainer.max_steps=7", "snapshot.path=null", "run_dir=12"]
-    config = parse(words)
+    config = parse([*words, "trainer.workers=4"])
+    assert config.trainer.workers == 4
     assert (config.optimizer.learning_rate, config.trainer.max_steps) == (1e-3, 7)
     assert (config.snapshot.path, config.run_dir) == (None, "12")
-
-
-@pytest.mark.parametrize(("text", "workers"), [("auto", "auto"), ("4", 4), ("1", 1)])
-def test_the_number_of_workers_is_auto_or_a_whole_number(text: str, workers: int | str) -> None:
-    assert parse([f"trainer.workers={text}"]).trainer.workers == workers
-    assert build({"trainer.workers": workers}).trainer.workers == workers
-
-
-def test_the_tokenizer_and_the_schedule_are_chosen_by_name() -> None:
-    config = parse(["data.tokenizer=char", "optimizer.schedule=linear"])
-    assert (config.data.tokenizer, config.optimizer.schedule) == ("char", "linear")
 
 
 def test_what_is_printed_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +112,7 @@ def test_a_mistake_is_one_sentence(argument: str, sentence: str) -> None:
         ("extra: {}\n", "unknown setting 'extra'"),
         ("model:\n", "model is a section"),
         ("\tmodel: 3\n", "is not valid YAML"),
+        ("run_dir: 2001-99-99\n", "cannot be read: month must be in 1..12"),
     ],
 )
 def test_a_broken_file_is_one_sentence(content: str, sentence: str, tmp_path: Path) -> None:

@@ -17,57 +17,17 @@ events.subscribe("step_end", lambda step: time.sleep(0.2))
 """
 
 
-@pytest.mark.slow
-def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    """Snapshots on disk lie far apart; the whole job is killed too and goes on with more workers."""
-    shm, run_dir = tmp_path / "shm", tmp_path / "run"
-    shm.mkdir()
-    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__every": 1000}
-    settings |= {"snapshot__memory_every": 2, "snapshot__memory_path": shm}
-    job = start(command(launcher=torchrun(2, restarts=3), **settings))
-    job.wait_until(reached(run_dir, 9))
-    os.kill(job.workers()[0], signal.SIGKILL)
-    job.wait_until(lambda: len(read_history(run_dir)["generations"]) > 1)
-    job.wait_until(reached(run_dir, 14))
-    job.kill()
-    assert len(list(shm.iterdir())) == 1
-    # A request before the first step leaves what memory holds where it is; a later one puts it on disk.
-    (run_dir / "STOP").touch()
-    left_alone = start(command(launcher=torchrun(2), **settings))
-    assert left_alone.wait() == 0 and "stopped by STOP before the first step" in left_alone.err()
-    assert len(list(shm.iterdir())) == 1 and snapshot_steps(run_dir) == []
-    program = changed_program(tmp_path, SLOW_STEPS)
-    stopped = start(command(launcher=torchrun(2), program=program, **settings))
-    stopped.wait_until(lambda: len(read_history(run_dir)["generations"]) > 2)
-    (run_dir / "STOP").touch()
-    assert stopped.wait() == 0, stopped.err()
-    assert list(shm.iterdir()) == []
-    (stopped_at,) = snapshot_steps(run_dir)
-    assert stopped_at >= 10
-    last = start(command(launcher=torchrun(3), **settings))
-    assert last.wait() == 0, last.err()
-    first, restarted, resumed, finished = [
-        entry["from_step"] for entry in read_history(run_dir)["generations"]
-    ]
-    assert first == 0 and restarted >= 6 and resumed >= 10 and finished == stopped_at
-    assert restarted % 2 == 0 and resumed % 2 == 0
-    assert final_hash(run_dir) == final_hash(undisturbed)
-    assert list(shm.iterdir()) == []
-
-
 FSDP = {"trainer__parallel": "fsdp"}
 DDP = {"trainer__parallel": "ddp"}
 SHARDED_OPTIMIZER = DDP | {"trainer__shard_optimizer": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [FSDP, SHARDED_OPTIMIZER], ids=["fsdp", "sharded optimizer"])
-def test_a_killed_worker_of_a_sharded_state_comes_back_from_memory(
+@pytest.mark.parametrize("strategy", [DDP, FSDP, SHARDED_OPTIMIZER], ids=["ddp", "fsdp", "sharded optimizer"])
+def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
     strategy: dict[str, Any], start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Each worker has written its part; nothing is on disk before the end."""
+    """The first one has written all of the state, or each its part; nothing is on disk before the end."""
     shm, run_dir = tmp_path / "shm", tmp_path / "run"
     shm.mkdir()
     settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__every": 1000} | strategy
@@ -100,6 +60,11 @@ def test_what_is_in_memory_is_for_any_number_of_workers_and_any_strategy(
         job.wait_until(reached(run_dir, 8 * (number + 1)))
         job.kill()
         assert snapshot_steps(run_dir) == []
+    # A request before the first step leaves what memory holds where it is.
+    (run_dir / "STOP").touch()
+    left_alone = start(command(launcher=torchrun(2), **settings))
+    assert left_alone.wait() == 0 and "stopped by STOP before the first step" in left_alone.err()
+    assert len(list(shm.iterdir())) == 1 and snapshot_steps(run_dir) == []
     workers, strategy = stages[-1]
     last = start(command(launcher=torchrun(workers), **settings | strategy))
     assert last.wait() == 0, last.err()

@@ -5,13 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-import torch
-from support.snapshots import TENSORS, make_manifest
+from support.snapshots import make_manifest
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, to_dict
-from mingpt.snapshot import FileRecord, Snapshot, to_safetensors
-from mingpt.snapshot.layout import file_name, step_of
+from mingpt.snapshot import FileRecord, Snapshot
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     SCHEMA,
@@ -207,13 +205,13 @@ def test_a_path_that_is_no_text_does_not_make_a_snapshot_corrupt() -> None:
         (b'{"step": 1, "step": 1}', "'step' is there twice"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "damaged"),
         (b'{"a": ' + b'{"b": ' * 90_000 + b"1" + b"}" * 90_000 + b"}", "damaged"),
+        (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "checksum does not hold"),
         (b'{"a": ' + b"9" * 5000 + b"}", "damaged"),
         (b'{"a": [' + b"0," * 300_000 + b"0]}", "more than 200,000 values"),
         (b'{"a": "' + b'\\"' * 500_000, "damaged"),
         (b'{"a": "' + b"," * 500_000 + b"\\", "damaged"),
-        (b" " * (MAX_BYTES + 1), "more than 4,194,304"),
     ],
-    ids=["duplicate", "deep list", "deep object", "huge number", "many values", "quotes", "open", "large"],
+    ids=["duplicate", "deep list", "deep object", "nested", "huge number", "many values", "quotes", "open"],
 )
 def test_json_that_takes_much_time_or_memory_is_refused(content: bytes, expected: str) -> None:
     tracemalloc.start()
@@ -222,11 +220,6 @@ def test_json_that_takes_much_time_or_memory_is_refused(content: bytes, expected
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 30e6 + 3 * len(content)
-
-
-def test_commas_in_a_text_are_not_counted_as_values() -> None:
-    vocabulary = '[{"a\\",' * 100_000
-    assert decode_manifest(add_checksum(WHOLE | {"vocabulary": vocabulary}))["vocabulary"] == vocabulary
 
 
 def test_a_record_that_json_cannot_hold_is_left_out() -> None:
@@ -242,33 +235,6 @@ def test_a_format_of_the_future_is_named() -> None:
         expected = rf"the snapshot of step 4 has schema version {schema}, .* reads versions 1 to 2"
         with pytest.raises(UserError, match=expected):
             decode_manifest(add_checksum({"schema": schema, "step": 4}))
-
-
-def test_the_files_of_a_step_sort_by_their_step() -> None:
-    names = [file_name(step, "json") for step in (9, 10, 12_345_678)]
-    assert names == ["step_00000009.json", "step_00000010.json", "step_12345678.json"]
-
-
-def test_only_the_name_that_a_step_is_given_counts() -> None:
-    assert step_of("step_00000009.json", "json") == step_of("step_00000009.safetensors") == 9
-    assert step_of("step_123456789.json") == 123_456_789
-    others = [
-        "step_9.json",
-        "step_000000009.json",
-        "step_٠٠٠٠٠٠٠٩.json",
-        "step_00000009.pt",
-        "step_" + "9" * 30,
-    ]
-    assert [step_of(name) for name in [*others, "damaged-1-step_00000009.json"]] == [None] * 6
-    assert step_of("step_00000009.json", "safetensors") is None
-
-
-def test_the_tensors_of_a_part_have_names_without_its_prefix() -> None:
-    snapshot = Snapshot.from_content({}, to_safetensors(TENSORS))
-    assert list(snapshot.tensors("optimizer.")) == ["wte.step"]
-    tensors = snapshot.tensors()
-    assert tensors.keys() == TENSORS.keys()
-    assert all(torch.equal(TENSORS[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_manifest_that_no_reader_would_accept_is_not_written() -> None:

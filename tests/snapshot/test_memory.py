@@ -1,18 +1,15 @@
 import dataclasses
-import errno
 import logging
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.snapshots import make_manifest
 
-from mingpt.base.errors import CorruptSnapshot
 from mingpt.snapshot import MemorySaver, MemorySnapshots, Process, Sharding, this_process
 
 
@@ -49,15 +46,22 @@ def reopen(memory: MemorySaver, run_id: str = "abc", node_rank: int = 0) -> Memo
 def newest_step(memory: MemorySaver, newer_than: int = -1, saved_after: int | None = None) -> int | None:
     """Checks the values that are found, too."""
     for store, found in memory.snapshots.find(newer_than, saved_after):
-        try:
-            store.verify(found)
-        except CorruptSnapshot:
-            continue
+        store.verify(found)
         step = int(found.manifest["step"])
         expected = make_state(step)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in found.tensors().items())
         return step
     return None
+
+
+def test_where_there_is_no_such_folder_it_says_so_once_and_is_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = make_saver(tmp_path / "absent", "abc", tmp_path, node_rank=0)
+    for step in (5, 10):
+        save(memory, step)
+    (line,) = caplog.messages
+    assert line.startswith(f"no snapshots in memory: {tmp_path}/absent cannot be used (No such file")
 
 
 def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them(
@@ -117,18 +121,6 @@ def test_one_that_is_being_overwritten_is_none_and_the_other_is_valid(memory: Me
     assert newest_step(later) == 15
 
 
-def test_a_node_whose_rank_changes_goes_on_with_its_folder(memory: MemorySaver) -> None:
-    """And leaves that of another node alone."""
-    for step in (5, 10):
-        save(memory, step)
-    save(reopen(memory, node_rank=1), 10)
-    folder = memory.snapshots.root.parent
-    later = make_saver(folder, "abc", folder, 2, this_process())
-    save(later, 15)
-    assert later.own.store.steps() == [15, 10]
-    assert sorted(path.name for path in memory.snapshots.root.glob("node-*")) == ["node-1", "node-2"]
-
-
 def test_what_is_kept_for_a_later_generation_is_none_past_the_step_that_it_starts_from(
     memory: MemorySaver,
 ) -> None:
@@ -140,76 +132,6 @@ def test_what_is_kept_for_a_later_generation_is_none_past_the_step_that_it_start
     assert later.own.store.steps() == [5]
     save(later, 10)
     assert later.own.store.steps() == [10, 5]
-
-
-@pytest.mark.parametrize("kind", ["json", "safetensors"])
-def test_a_flipped_bit_is_noticed(memory: MemorySaver, kind: str) -> None:
-    for step in (5, 10):
-        save(memory, step)
-    path = Path(memory.own.store.path(f"step_00000010.{kind}"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    assert newest_step(memory) == 5
-
-
-def test_a_state_of_another_size_replaces_the_old_one(memory: MemorySaver) -> None:
-    """When there is a newer one, and not before: until then a kill would cost many steps."""
-    save(memory, 5)
-    later = reopen(memory)
-    for step, steps in ((10, [10, 5]), (15, [15, 10])):
-        later.save(make_manifest(step) | {"after": 0}, {"model.c": torch.zeros(7)})
-        assert later.thread
-        later.thread.join()
-        assert later.own.store.steps() == steps
-    assert later.own.store.steps() == [15, 10]
-    assert [len(tensor) for tensor in later.own.store.read(15).tensors().values()] == [7]
-
-
-@pytest.mark.parametrize("why", ["absent", "too small"])
-def test_where_there_is_no_room_it_says_so_once_and_is_off(
-    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.WARNING)
-    folder = tmp_path / "absent" if why == "absent" else tmp_path
-    memory = make_saver(folder, "abc", tmp_path, node_rank=0)
-    fallocate = os.posix_fallocate
-
-    def fail_for_the_second_file(handle: int, offset: int, size: int) -> None:
-        if "slot-1" in os.readlink(f"/proc/self/fd/{handle}"):
-            raise OSError(28, "No space left on device")
-        fallocate(handle, offset, size)
-
-    if why == "too small":
-        monkeypatch.setattr(os, "posix_fallocate", fail_for_the_second_file)
-    for step in (5, 10):
-        save(memory, step)
-    assert len(caplog.records) == 1
-    assert "no snapshots in memory" in caplog.text
-    assert newest_step(memory) is None
-    assert not memory.own.folder.exists()
-
-
-def test_a_whole_state_that_cannot_be_written_is_given_up_at_once(
-    memory: MemorySaver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No other rank has to agree, so the line does not wait for the next save."""
-    save(memory, 5)
-
-    def full(manifest: dict[str, Any]) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(memory.own, "commit", full)
-    save(memory, 10)
-    folder = memory.snapshots.root.parent
-    expected = (
-        f"no snapshots in memory: {folder} cannot be used (No space left on device); after a kill the run "
-        "resumes from disk"
-    )
-    assert caplog.messages == [expected]
-    save(memory, 15)
-    assert caplog.messages == [expected]
-    assert not memory.own.folder.exists()
 
 
 def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySaver, tmp_path: Path) -> None:

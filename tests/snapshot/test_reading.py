@@ -72,14 +72,6 @@ def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
     assert file_names(store) == before
 
 
-def test_a_failure_that_passes_costs_nothing(store: SnapshotStore, break_reading: Break) -> None:
-    break_reading("00000002", FAILURES[0], times=2)
-    snapshot, corrupt = store.find_newest()
-    assert snapshot is not None
-    assert snapshot.manifest["step"] == 2
-    assert corrupt == store.unreadable == {}
-
-
 def test_a_file_that_ends_too_soon_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,12 +1,10 @@
 """Files of a state whose rows lie on several ranks, byte by byte those of a rank that has all of it."""
 
 import errno
-import logging
 import os
-import random
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.parallel import split_rows
 from mingpt.snapshot import (
     FileLayout,
@@ -26,12 +23,9 @@ from mingpt.snapshot import (
     Sharding,
     SnapshotSaver,
     SnapshotStore,
-    make_layout,
     specs_of,
 )
 from mingpt.snapshot import saver as saver_module
-from mingpt.snapshot.layout import Run, cut, find_runs
-from mingpt.snapshot.saver import Transfer, one_ahead
 
 Tensors = dict[str, Tensor]
 Rows = dict[str, list[range] | None]
@@ -71,67 +65,6 @@ def part_of(tensors: Tensors, rows: Rows, rank: int, main_rank: int) -> Tensors:
         elif rank == main_rank:
             parts[name] = tensor.clone()
     return parts
-
-
-def bytes_at(run: Run, tensors: Tensors, rows: Rows) -> bytes:
-    """What a run says that its rank holds."""
-    of_ranks = rows[run.name]
-    tensor = tensors[run.name]
-    part = tensor if of_ranks is None else tensor[of_ranks[run.rank].start : of_ranks[run.rank].stop]
-    content = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return content[run.offset : run.offset + run.end - run.begin]
-
-
-def whole_file(layout: FileLayout, tensors: Tensors) -> bytes:
-    content = bytearray(layout.size)
-    content[: len(layout.header)] = layout.header
-    for name, begin in layout.begins.items():
-        piece = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        content[begin : begin + len(piece)] = piece
-    return bytes(content)
-
-
-def random_state(generator: random.Random) -> tuple[Tensors, Rows, int]:
-    """Tensors, the rows of each rank (uneven, none perhaps), and the number of ranks."""
-    workers = generator.randrange(1, 6)
-    tensors: Tensors = {}
-    rows: Rows = {}
-    for number in range(generator.randrange(1, 9)):
-        name = f"{generator.choice(['model', 'optimizer'])}.{number}"
-        shape = [generator.randrange(0, 9) for _ in range(generator.randrange(3))]
-        dtype = generator.choice([torch.float32, torch.bfloat16, torch.uint8, torch.float64])
-        tensors[name] = torch.randint(0, 100, shape).to(dtype)
-        rows[name] = None
-        if shape and shape[0] and generator.random() < 0.7:
-            cuts = sorted(generator.randrange(shape[0] + 1) for _ in range(workers - 1))
-            ends = [*cuts, shape[0]]
-            rows[name] = [range(begin, end) for begin, end in zip([0, *cuts], ends, strict=True)]
-    return tensors, rows, workers
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_runs_and_their_pieces_are_the_bytes_of_the_file(seed: int) -> None:
-    """For any tensors and any rows of the ranks; pieces of every size, ends included."""
-    generator = random.Random(seed)
-    torch.manual_seed(seed)
-    tensors, rows, workers = random_state(generator)
-    main_rank = generator.randrange(workers)
-    for layout in make_layout(specs_of(tensors), STEP, 300):
-        expected = whole_file(layout, tensors)
-        runs = find_runs(layout, specs_of(tensors), rows.get, main_rank)
-        position = len(layout.header)
-        for run in runs:
-            assert run.begin == position < run.end, "without gaps, in order"
-            assert rows[run.name] is not None or run.rank == main_rank
-            position = run.end
-        assert position == layout.size == len(expected)
-        for size in (1, 7, 64, layout.size):
-            content = bytearray(layout.header)
-            for begin in range(0, layout.size, size):
-                for piece in cut(cut(runs, begin - 1, begin + size + 1), begin, begin + size):
-                    assert begin <= piece.begin < piece.end <= begin + size
-                    content += bytes_at(piece, tensors, rows)
-            assert bytes(content) == expected
 
 
 def local_files(folder: Path, tensors: Tensors) -> dict[str, bytes]:
@@ -204,27 +137,11 @@ def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
     expected = local_files(tmp_path / "alone", tensors)
     store = make_store(tmp_path)
     work = save_together(tmp_path, main_rank, writes_alone)
-    if workers == 1:
-        work = with_a_group(work, tmp_path)
     assert results_of(workers, work) == [("NoneType", 0)] * workers
     assert read_files(store) == expected
     assert len(expected) > 3
     snapshot = store.read(STEP)
     assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
-
-
-def with_a_group(
-    work: Callable[[DistributedContext], tuple[str, int]], folder: Path
-) -> Callable[[DistributedContext], tuple[str, int]]:
-    """Of a rank that is alone, but under a launcher."""
-
-    def alone(context: DistributedContext) -> tuple[str, int]:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
-        )
-        return work(context)
-
-    return alone
 
 
 def full_disk(rank: int, times: int = 1000) -> Prepare:
@@ -328,20 +245,6 @@ class TwoArguments(Exception):
         super().__init__(f"{what}: {why}")
 
 
-@pytest.mark.parametrize("problem", [TwoArguments("the driver", "broken"), RuntimeError(x for x in "")])
-def test_what_one_rank_cannot_tell_the_others_is_told_in_words(problem: Exception, tmp_path: Path) -> None:
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        def fail(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
-            raise problem
-
-        if context.rank == 1:
-            saver.store.write_file = fail  # type: ignore[method-assign]
-
-    store = make_store(tmp_path)
-    assert [kind for kind, _ in results_of(2, save_together(tmp_path, prepare=prepare))] == ["OSError"] * 2
-    assert file_names(store) == []
-
-
 @pytest.mark.parametrize("where", ["begin", "commit", "late fields"])
 @pytest.mark.parametrize("error", [ClaimLost("superseded"), OSError(errno.EIO, "broken")])
 def test_what_the_main_rank_cannot_do_is_the_error_of_all(
@@ -360,25 +263,6 @@ def test_what_the_main_rank_cannot_do_is_the_error_of_all(
     assert results == [(type(error).__name__, getattr(error, "errno", None) or 0)] * 3
     assert store.steps() == []
     assert isinstance(error, ClaimLost) or file_names(store) == [], "a job that took over may write there"
-
-
-def test_a_rank_that_dies_is_noticed_by_the_others(tmp_path: Path) -> None:
-    """While files are written. What is there counts for nothing."""
-
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        def die(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise AssertionError
-
-        if context.rank == 1:
-            saver.store.write_file = die  # type: ignore[method-assign]
-
-    store = make_store(tmp_path)
-    results: list[Any] = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)
-    assert results[1] is None
-    for rank in (0, 2):
-        assert results[rank] == ("SaveAborted", 0), "the main thread loses the same peer and reports it"
-    assert store.steps() == []
 
 
 def dying_in_exchange(
@@ -410,34 +294,12 @@ def wait_for_manifest(store: SnapshotStore) -> None:
         time.sleep(0.01)
 
 
-def with_newest_written(
-    folder: Path, prepare: Prepare
-) -> Callable[[DistributedContext], tuple[str, int, list[str]]]:
-    """What a rank's saver ends with: the kind of its error, its newest step, and what was logged."""
-
-    def work(context: DistributedContext) -> tuple[str, int, list[str]]:
-        savers: list[SnapshotSaver] = []
-        lines: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("mingpt").addHandler(handler)
-
-        def keep(saver: SnapshotSaver, context: DistributedContext) -> None:
-            prepare(saver, context)
-            savers.append(saver)
-
-        kind, _ = save_together(folder, prepare=keep)(context)
-        return kind, savers[0].newest_written, lines
-
-    return work
-
-
 def test_a_snapshot_that_is_complete_stays_though_a_rank_dies_right_after(tmp_path: Path) -> None:
     """Before it has heard of the commit."""
     store = make_store(tmp_path)
     prepare = dying_in_exchange(1, 3, wait_for_manifest)
-    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
-    assert results == [("SaveAborted", STEP, []), None, ("SaveAborted", 0, [])]
+    results = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)
+    assert results == [("SaveAborted", 0), None, ("SaveAborted", 0)]
     assert store.read(STEP).manifest["step"] == STEP
     assert read_files(store) == local_files(tmp_path / "alone", state())
 
@@ -447,52 +309,9 @@ def test_a_rank_that_dies_between_the_files_is_no_failure_to_write(exchange: int
     """In the exchange of late fields, before the files, or after the last of them: nobody warns."""
     store = make_store(tmp_path)
     prepare = dying_in_exchange(0, exchange)
-    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
-    assert results == [None, ("SaveAborted", 0, []), ("SaveAborted", 0, [])]
+    results = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)
+    assert results == [None, ("SaveAborted", 0), ("SaveAborted", 0)], "nobody reports it but the main thread"
     assert store.steps() == []
-
-
-def test_a_rank_that_dies_while_room_is_made_is_no_failure_to_write(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        full_disk(0)(saver, context)
-        dying_in_exchange(1, 3)(saver, context)
-
-    results = fork_ranks(3, with_newest_written(tmp_path, prepare), timeout_s=30)
-    assert results == [("SaveAborted", 0, []), None, ("SaveAborted", 0, [])]
-    assert file_names(store) == []
-
-
-def test_the_next_item_is_made_before_one_is_handed_out() -> None:
-    made: list[int] = []
-
-    def items(count: int) -> Iterator[int]:
-        for number in range(count):
-            made.append(number)
-            yield number
-
-    for count in range(4):
-        assert list(one_ahead(items(count))) == list(range(count))
-    made.clear()
-    assert next(one_ahead(items(3))) == 0 and made == [0, 1]
-
-
-def test_the_records_are_in_the_order_of_the_files_on_all_ranks(tmp_path: Path) -> None:
-    def work(context: DistributedContext) -> list[str]:
-        vars(saver_module)["PIECE_BYTES"] = CHUNK_BYTES
-        tensors = state()
-        rows, specs = split_state(tensors, 2), specs_of(tensors)
-        layouts = make_layout(specs, STEP, PART_BYTES)
-        runs = [find_runs(layout, specs, rows.get, 0) for layout in layouts]
-        staging = SnapshotSaver(store, 3, False).allocate(part_of(tensors, rows, context.rank, 0))
-        staging.fill(part_of(tensors, rows, context.rank, 0))
-        transfer = Transfer(layouts, staging, runs, BackgroundGroup(context.rank, 2), [1, 0])
-        return [record.name for record in transfer.write_files(store, STEP)]
-
-    store = make_store(tmp_path)
-    names = [layout.name for layout in make_layout(specs_of(state()), STEP, PART_BYTES)]
-    assert results_of(2, work) == [names, names]
 
 
 def test_several_snapshots_in_a_row_are_pruned_by_the_main_rank(tmp_path: Path) -> None:

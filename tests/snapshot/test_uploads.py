@@ -2,11 +2,7 @@
 
 import datetime
 import logging
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +10,10 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 from support.object_store import object_store
-from support.snapshots import make_manifest, transfer, write
+from support.snapshots import make_manifest, write
 
-from mingpt.base import events
 from mingpt.snapshot import SnapshotStore
-from mingpt.snapshot.files import abort_unfinished_uploads, discard, unfinished_uploads
+from mingpt.snapshot.files import discard, unfinished_uploads
 
 MIB = 1 << 20
 PLACE = "s3://runs/one"
@@ -70,17 +65,6 @@ class BrokenNetwork:
         return self.call(method, *more, **named)
 
 
-def save_and_die(part_bytes: int) -> None:
-    """In a process of its own: dies when half of the first file is sent."""
-
-    def die(name: str, written: int, size: int) -> None:
-        if 2 * written > size > MIB:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    events.subscribe("file_progress", die)
-    write(SnapshotStore(PLACE, upload_part_bytes=part_bytes), make_manifest(5), TENSORS)
-
-
 def test_a_snapshot_that_goes_up_in_parts_is_read_by_ranges(bucket: Any) -> None:
     store = open_store()
     store.prepare()
@@ -114,87 +98,37 @@ def test_an_upload_that_breaks_off_is_repeated_and_otherwise_leaves_nothing(
     assert uploads(bucket) == []
 
 
-@pytest.mark.slow
-def test_what_a_process_that_was_killed_had_sent_is_freed(bucket: Any) -> None:
-    store = open_store()
-    store.prepare()
-    write(store, make_manifest(1), TENSORS)
-    child = multiprocessing.get_context("spawn").Process(target=save_and_die, args=(5 * MIB,))
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
-    assert [key for _, key, _ in uploads(bucket)] == ["one/step_00000005.safetensors"]
-    found, corrupt = store.find_newest()
-    assert (found and found.manifest["step"], corrupt) == (1, {})
-    store.begin(5)
-    assert uploads(bucket) == [], "the same step is begun again"
-    store.prepare()
-    assert store.names() == FILES
-
-
 def test_old_uploads_of_this_folder_are_aborted_and_no_others(bucket: Any) -> None:
     """This server gives each the same date, in 2010."""
     store = open_store()
     store.prepare()
-    for key in ("one/step_00000001.safetensors", "one/other", "two/step_00000001.safetensors"):
+    steps = [f"one/step_{step:08d}.safetensors" for step in (1, 2)]
+    for key in (*steps, "one/other", "two/step_00000001.safetensors"):
         bucket.call_s3("create_multipart_upload", Bucket="runs", Key=key)
     now, then = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2100, 2000))
     age_s = (now - then).total_seconds()
-    abort_unfinished_uploads(store.files, "runs/one/step_", age_s)
-    assert len(uploads(bucket)) == 3, "they are younger"
+    store.abort_unfinished_uploads(age_s)
+    assert len(uploads(bucket)) == 4, "they are younger"
+    store.begin(1)
+    assert steps[0] not in {key for _, key, _ in uploads(bucket)}, "a step that is begun again"
+    assert len(uploads(bucket)) == 3
     store.prepare()
     assert [key for _, key, _ in uploads(bucket)] == ["one/other", "two/step_00000001.safetensors"]
 
 
-class Pages:
-    """An S3 that lists one upload at a time."""
-
-    def __init__(self) -> None:
-        self.keys = ["a", "b", "c"]
-        self.aborted: list[str] = []
-
-    def split_path(self, path: str) -> tuple[str, str, None]:
-        bucket, _, key = path.partition("/")
-        return bucket, key, None
-
-    def call_s3(self, method: str, **named: Any) -> dict[str, Any]:
-        if method == "abort_multipart_upload":
-            self.aborted.append(named["Key"])
-            return {}
-        place = self.keys.index(named["KeyMarker"]) + 1 if "KeyMarker" in named else 0
-        upload = {"Key": self.keys[place], "UploadId": "1", "Initiated": datetime.datetime.now(datetime.UTC)}
-        is_last = place == len(self.keys) - 1
-        return {
-            "Uploads": [upload],
-            "IsTruncated": not is_last,
-            "NextKeyMarker": self.keys[place],
-            "NextUploadIdMarker": "1",
-        }
-
-
-def test_a_long_list_of_uploads_is_read_to_its_end() -> None:
-    pages = Pages()
-    abort_unfinished_uploads(pages, "bucket/prefix", None)
-    assert pages.aborted == pages.keys
-
-
-def test_whoever_may_not_list_uploads_can_write_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    class Refusing(Pages):
-        def call_s3(self, method: str, **named: Any) -> dict[str, Any]:
-            raise PermissionError("AccessDenied")
+def test_whoever_may_not_list_uploads_can_write_all_the_same(
+    bucket: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(method: str, **named: Any) -> None:
+        raise PermissionError("AccessDenied")
 
     caplog.set_level(logging.INFO)
-    abort_unfinished_uploads(Refusing(), "bucket/prefix", None)
-    expected = "unfinished uploads to bucket/prefix* cannot be looked for (PermissionError: AccessDenied)"
+    store = open_store()
+    call, store.files.call_s3 = store.files.call_s3, refuse
+    store.abort_unfinished_uploads()
+    store.files.call_s3 = call
+    expected = "unfinished uploads to runs/one/step_* cannot be looked for (PermissionError: AccessDenied)"
     assert caplog.messages == [expected]
-
-
-def test_other_drivers_have_no_uploads_to_abort_and_files_that_are_closed(tmp_path: Path) -> None:
-    store = SnapshotStore(str(tmp_path))
-    abort_unfinished_uploads(store.files, str(tmp_path), None)
-    with open(tmp_path / "file", "wb") as file:
-        discard(file, "file")
-        assert file.closed
 
 
 class Upload(AbstractBufferedFile):  # type: ignore[misc]
@@ -213,22 +147,3 @@ def test_a_file_that_is_discarded_is_not_completed_when_it_is_closed_later() -> 
     discard(upload, "file")
     upload.close()
     assert upload.sent == 0
-
-
-def test_parts_are_made_larger_where_there_would_be_too_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """S3 takes 10,000 parts of a file."""
-    monkeypatch.setattr("mingpt.snapshot.files.MAX_UPLOAD_PARTS", 4)
-    store = SnapshotStore("memory://parts/snapshots", upload_part_bytes=10)
-    asked: list[int] = []
-    whole = store.files.open
-
-    def open_file(path: str, mode: str, block_size: int) -> Any:
-        asked.append(block_size)
-        return whole(path, mode, block_size=block_size)
-
-    monkeypatch.setattr(store.files, "open", open_file)
-    layout = transfer(1, {"model.a": torch.zeros(100)}).layouts[0]
-    store.write_file(layout, [memoryview(bytes(layout.size))])
-    assert asked == [-(-layout.size // 4)]

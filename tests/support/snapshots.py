@@ -2,24 +2,27 @@
 
 import hashlib
 import json
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 from torch import Tensor
 
 from mingpt.snapshot import (
     PART_BYTES,
+    Snapshot,
     SnapshotSaver,
     SnapshotStore,
     StagingBuffer,
     Transfer,
     make_layout,
     specs_of,
-    to_safetensors,
 )
 from mingpt.snapshot.manifest import add_checksum
+from mingpt.snapshot.reading import SourceFile, TensorFile
 
 TENSORS = {
     "model.wte": torch.arange(12.0).view(3, 4),
@@ -42,6 +45,26 @@ def make_manifest(step: int, loss: float | None = None) -> dict[str, Any]:
         "audit": "0" * 64,
         "metrics": {} if loss is None else {"val": {"step": step, "val/loss": loss}},
     }
+
+
+def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """The bytes of one safetensors file."""
+    staging = StagingBuffer(tensors)
+    staging.fill(tensors)
+    return bytes(staging.content)
+
+
+def open_content(content: bytes) -> TensorFile:
+    """A safetensors file with these bytes."""
+    files = fsspec.filesystem("memory")
+    path = f"/{uuid.uuid4().hex}"
+    files.pipe_file(path, content)
+    return TensorFile(SourceFile(files, path, "the file", ()))
+
+
+def snapshot_of(manifest: dict[str, Any], tensors: Mapping[str, Tensor]) -> Snapshot:
+    """One that is in no folder."""
+    return Snapshot(manifest, [open_content(to_safetensors(tensors))])
 
 
 def make_store(tmp_path: Path) -> SnapshotStore:
@@ -76,7 +99,7 @@ def write_schema_1(
     store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS
 ) -> None:
     """As versions before the one with parts have written it."""
-    content, step = bytes(to_safetensors(tensors)), manifest["step"]
+    content, step = to_safetensors(tensors), manifest["step"]
     fields = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     Path(store.path(f"step_{step:08d}.safetensors")).write_bytes(content)
     Path(store.path(f"step_{step:08d}.json")).write_bytes(add_checksum({"schema": 1, **manifest, **fields}))

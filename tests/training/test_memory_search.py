@@ -18,7 +18,7 @@ from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
 from mingpt.snapshot import MemorySaver, MemorySnapshots, Sharding, SnapshotStore
 from mingpt.snapshot.layout import specs_of
-from mingpt.snapshot.memory import Copies
+from mingpt.snapshot.memory import plan_copies
 from mingpt.snapshot.slots import Slots
 from mingpt.training.search import find_in_memory, find_latest
 from mingpt.training.state import TOKENIZER_TENSOR, check_model, check_shard, is_sharded
@@ -37,7 +37,7 @@ class Nodes:
         self.slots: dict[tuple[int, str], Slots] = {}
         self.fields: dict[str, Any] = {}  # of all manifests
         self.whole: dict[str, Tensor] = {}  # tensors besides those of model and optimizer
-        self.keeper = Copies.plan(node_of).keeper
+        self.keeper = plan_copies(node_of)
 
     def save(self, step: int, lost: Sequence[int] = (), **fields: Any) -> None:
         """What the workers write, but for those of `lost`. `fields` are the last one's, in its manifest."""
@@ -205,6 +205,7 @@ def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_di
     assert saver.thread
     saver.thread.join()
     assert newest() == 30
+    nodes.slots.clear()  # a later generation opens them anew
     nodes.save(35)
     assert newest() == 35
 

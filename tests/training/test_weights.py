@@ -4,13 +4,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.snapshots import snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
 from mingpt.data import CharTokenizer
-from mingpt.snapshot import Snapshot, to_safetensors
 from mingpt.snapshot.reading import TensorEntry
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights, open_weights
 from mingpt.training.state import check_model, load_weights, manifest_tokenizer, snapshot_tokenizer
@@ -28,9 +28,7 @@ def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, Ten
     )
     tensors = {f"model.{key}": weight.detach() for key, weight in model.named_parameters()}
     tensors |= {f"optimizer.{key}": tensor for key, tensor in optimizer.state_dict().items()}
-    return {"config": to_dict(config), "vocabulary": VOCABULARY}, Snapshot.from_content(
-        {}, to_safetensors(tensors)
-    ).entries
+    return {"config": to_dict(config), "vocabulary": VOCABULARY}, snapshot_of({}, tensors).entries
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,15 +129,15 @@ def test_a_tokenizer_among_the_tensors_belongs_to_a_manifest_that_says_so() -> N
 
 def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_is_one_sentence() -> None:
     manifest, _ = json_snapshot()
-    content = to_safetensors({"tokenizer": torch.arange(7, dtype=torch.uint8)})
+    tensors = {"tokenizer": torch.arange(7, dtype=torch.uint8)}
     with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
-        snapshot_tokenizer(Snapshot.from_content(manifest, content))
+        snapshot_tokenizer(snapshot_of(manifest, tensors))
 
 
 @pytest.mark.parametrize("tokenizer", [None, CharTokenizer(VOCABULARY)])
 def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokenizer | None) -> None:
     fields, tensors = manifest_tokenizer(tokenizer, 12)
-    copy = snapshot_tokenizer(Snapshot.from_content(fields, to_safetensors(tensors)))
+    copy = snapshot_tokenizer(snapshot_of(fields, tensors))
     assert (copy and copy.fingerprint()) == (tokenizer and tokenizer.fingerprint())
     assert fields["tokenizer"]["vocab_size"] == 12
 
