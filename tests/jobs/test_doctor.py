@@ -79,7 +79,7 @@ def test_a_worker_that_does_not_come_and_a_store_that_is_not_there_are_named(
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = str(store.port) if store else free_port()
+    port = str(store.port if store else free_port())
     env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     job = start(
