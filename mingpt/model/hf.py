@@ -50,7 +50,7 @@ def hf_fields(
     config: ModelConfig, *, vocab_size: int, block_size: int, end_of_text: int | None = None
 ) -> dict[str, Any]:
     """The arguments of transformers' configuration. Its sampling ends at `end_of_text`, if there is one."""
-    fields = {
+    fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "max_position_embeddings": block_size,
         "hidden_size": config.n_embd,

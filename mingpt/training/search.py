@@ -21,7 +21,7 @@ from mingpt.config import Config, flatten, settings
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
 from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
-from mingpt.snapshot.reading import DTYPES
+from mingpt.snapshot.layout import DTYPES
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 from mingpt.training.state import (
     Rows,
