@@ -106,18 +106,6 @@ def test_a_nanogpt_folder_is_read_as_it_is(tmp_path: Path) -> None:
         assert (data.folder, data.meta) == (tmp_path, None)
 
 
-def test_a_path_relative_to_the_working_directory_or_home_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "shards").mkdir()
-    write_nanogpt(tmp_path / "shards" / "train.bin", range(20))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for path in ("shards", "~/shards", "shards/train.bin", "~/shards/tr*.bin"):
-        assert is_shards(path)
-        assert len(open_shards(path, 0.5).train) == 10
-
-
 def test_a_known_header_counts_even_where_the_name_would_allow_none(tmp_path: Path) -> None:
     write_llmc(tmp_path / "train.bin", range(10))
     write_llmc(tmp_path / "val.bin", range(70_000, 70_004), wide=True)
@@ -240,21 +228,6 @@ def test_a_prepared_folder_has_its_fingerprints_from_meta_json(tmp_path: Path) -
     digests = "".join(data.files.values()).encode()
     assert data.fingerprint == hashlib.sha256(digests).hexdigest()
     assert (len(data.train), len(data.val)) == (37, 12)
-
-
-@pytest.mark.parametrize("what", ["content", "meta"])
-def test_a_change_beside_meta_json_changes_the_fingerprint(what: str, tmp_path: Path) -> None:
-    """Of the file's content, which meta.json no longer describes, or of the checksum in meta.json."""
-    prepared(tmp_path)
-    before = open_shards(str(tmp_path), 0.5).files
-    if what == "content":
-        overwrite("train_00001.bin", 1030, b"xx")(tmp_path)
-    else:
-        meta = json.loads((tmp_path / "meta.json").read_bytes())
-        meta["files"][1]["sha256"] = "b" * 64
-        (tmp_path / "meta.json").write_text(json.dumps(meta))
-    after = open_shards(str(tmp_path), 0.5).files
-    assert [name for name in after if after[name] != before[name]] == ["train_00001.bin"]
 
 
 # Damage: each kind has its sentence, which names the file
