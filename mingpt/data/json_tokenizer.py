@@ -1,10 +1,9 @@
 """Any Hugging Face tokenizer.json, run by the `tokenizers` package, which is imported when one is made.
 
-Of byte-level tokenizers it is known which bytes a token stands for, and where a text may be cut and still
-have the same tokens.
+Of byte-level tokenizers it is known how many bytes a token stands for, and of GPT-2's kind where a text may
+be cut and still have the same tokens.
 """
 
-import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from mingpt.base.errors import UserError
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as PackageTokenizer
 
 # GPT-2's pattern ends a word at every whitespace, and a run of whitespace never begins before its first
@@ -25,16 +25,16 @@ CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
 KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # behaviors of Split
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
-CHUNK_CHARACTERS = 1 << 16
-CHUNKS_AT_ONCE = 16  # the package needs about 100 bytes for a token while it encodes
+PIECE_CHARACTERS = 1 << 16
+PIECES_AT_ONCE = 16  # the package needs about 100 bytes for a token while it encodes
 MAX_TOKENS = 1 << 24  # memory is taken for each number up to the highest
 
 
-def byte_alphabet() -> dict[str, int]:
-    """The byte that each of the 256 characters of a byte-level vocabulary stands for, as GPT-2 has them."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def byte_alphabet() -> set[str]:
+    """The 256 characters that stand for bytes in a byte-level vocabulary, as GPT-2 has them."""
+    from tokenizers import pre_tokenizers
+
+    return set(pre_tokenizers.ByteLevel.alphabet())
 
 
 def decodes_bytes(spec: dict[str, Any]) -> bool:
@@ -54,24 +54,16 @@ def encodes_bytes(spec: dict[str, Any]) -> bool:
         and all(part.get("type") == "Split" and part.get("behavior") in KEEPS_TEXT for part in before)
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
-        and byte_alphabet().keys() <= model["vocab"].keys()
-        and all(has_own_bytes(token, model) for token in added_tokens(spec))
+        and byte_alphabet() <= model["vocab"].keys()
+        and not any(is_altered(token, model) for token in added_tokens(spec))
     )
 
 
-def has_own_bytes(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether an added token always has the bytes that `token_bytes` gives it.
-
-    These are its UTF-8 bytes; none if it is special, so that no plain text may become that token.
-    """
-    content, alphabet = token["content"], byte_alphabet()
-    if not token.get("special"):
-        is_alike = content not in model["vocab"] or bytes_of_token(content, alphabet) == content.encode()
-        return is_alike and not token.get("lstrip") and not token.get("rstrip")
-    if content not in model["vocab"]:
-        return True
-    merged = ("".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
-    return not model.get("ignore_merges") and content not in alphabet and content not in merged
+def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
+    """Whether an added token, unless it is special, may stand for other bytes of a text than its own."""
+    is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
+    takes_blanks = token.get("lstrip") or token.get("rstrip")
+    return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:
@@ -112,25 +104,6 @@ def split_text(text: str, size: int) -> Iterator[str]:
         start = end
 
 
-def bytes_of_token(token: str, alphabet: dict[str, int]) -> bytes:
-    """The bytes that a token of the vocabulary stands for: itself, where it has other characters."""
-    codes = [alphabet.get(character) for character in token]
-    return token.encode() if None in codes else bytes(code for code in codes if code is not None)
-
-
-def text_of_bytes(pieces: Iterable[bytes]) -> Iterator[str]:
-    """The text so far decodable after each piece; bytes that are no UTF-8 become U+FFFD."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for piece in pieces:
-        yield decoder.decode(piece)
-    yield decoder.decode(b"", final=True)
-
-
-def look_up(table: Sequence[bytes], token: int) -> bytes:
-    """A token's bytes; none for a token past the vocabulary, which a model with a wider output may draw."""
-    return table[token] if 0 <= token < len(table) else b""
-
-
 class JsonTokenizer(Tokenizer):
     """The tokenizer that a tokenizer.json describes.
 
@@ -139,7 +112,6 @@ class JsonTokenizer(Tokenizer):
     """
 
     stored_as_tensor = True
-    can_be_cut: bool  # whether `split_text` cuts
 
     def __init__(self, content: bytes) -> None:
         """Raises ValueError for content that cannot be used, UserError if the package is missing."""
@@ -158,22 +130,12 @@ class JsonTokenizer(Tokenizer):
         self._dtype = np.min_scalar_type(self._size - 1)
         is_bpe = type(self._tokenizer.model).__name__ == "BPE"  # a file need not say which kind it is
         try:
-            self._table = self._make_table() if decodes_bytes(spec) else None
-            self._encodes_bytes = is_bpe and encodes_bytes(spec)
-            self.can_be_cut = can_be_cut(spec)
+            self.is_byte_level = decodes_bytes(spec)  # the text of tokens is that of their bytes
+            self._has_bytes = is_bpe and encodes_bytes(spec)
+            self._can_be_cut = can_be_cut(spec)
         except (KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"this tokenizer.json is of an unknown form: {reason}") from None
-
-    def _make_table(self) -> list[bytes]:
-        """The bytes of each token, none for special ones and for numbers that no token has."""
-        alphabet = byte_alphabet()
-        table = [b""] * self._size
-        for string, token in self._ids.items():
-            is_added = token in self._is_special and self._tokenizer.model.token_to_id(string) is None
-            own = string.encode() if is_added else bytes_of_token(string, alphabet)
-            table[token] = b"" if self._is_special.get(token) else own
-        return table
 
     @classmethod
     def train(cls, text: str) -> "JsonTokenizer":
@@ -197,13 +159,12 @@ class JsonTokenizer(Tokenizer):
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """(tokens,) of the whole text; needs little memory besides where `can_be_cut`."""
-        tokens = bytearray()
-        chunks = self.split_text(text)
-        while batch := list(islice(chunks, CHUNKS_AT_ONCE)):
-            for part in self.encode_batch(batch):
-                tokens += part.tobytes()
-        return np.frombuffer(tokens, dtype=self._dtype)
+        """(tokens,) of the whole text; of GPT-2's kind in pieces, which needs little memory besides."""
+        pieces = split_text(text, PIECE_CHARACTERS) if self._can_be_cut else iter([text])
+        arrays = [np.empty(0, dtype=self._dtype)]
+        while some := list(islice(pieces, PIECES_AT_ONCE)):
+            arrays += self.encode_batch(some)
+        return np.concatenate(arrays)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores. Raises UserError for text that is not valid Unicode."""
@@ -213,29 +174,12 @@ class JsonTokenizer(Tokenizer):
         encodings = encode(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
-    def split_text(self, text: str, size: int = CHUNK_CHARACTERS) -> Iterator[str]:
-        """Pieces of about `size` characters with, one after the other, the tokens of the whole.
-
-        One piece, the text, unless `can_be_cut`.
-        """
-        if self.can_be_cut:
-            yield from split_text(text, size)
-        elif text:
-            yield text
-
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens but for special ones; bytes that are no UTF-8 become U+FFFD."""
         return "".join(self.decode_pieces(tokens))
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of tokens as they come: an incomplete character waits for its other bytes, or the end."""
-        if self._table is None:
-            return self._decode_windows(tokens)
-        table = self._table
-        return text_of_bytes(look_up(table, int(token)) for token in tokens)
-
-    def _decode_windows(self, tokens: Iterable[int]) -> Iterator[str]:
-        """What each token adds to the text of the tokens right before it.
+        """The text of tokens as they come: an incomplete character waits for its other bytes, or the end.
 
         A decoder may treat the first token in a way of its own and turn bytes into U+FFFD until they are
         complete, so tokens are decoded behind those that gave text last.
@@ -259,19 +203,34 @@ class JsonTokenizer(Tokenizer):
 
     def token_bytes(self) -> np.ndarray | None:
         """(vocabulary,) int64 for byte-level tokenizers that change nothing of the text, else None."""
-        if self._table is None or not self._encodes_bytes:
+        if not self._has_bytes or any(self._is_in_texts(token) for token in self._is_special):
             return None
-        return np.array([len(piece) for piece in self._table], dtype=np.int64)
+        sizes, alphabet = np.zeros(self._size, dtype=np.int64), byte_alphabet()
+        for string, token in self._ids.items():
+            is_of_bytes = self._tokenizer.model.token_to_id(string) is not None and alphabet >= set(string)
+            sizes[token] = len(string) if is_of_bytes else len(string.encode())
+        sizes[[token for token, is_special in self._is_special.items() if is_special]] = 0
+        return sizes
+
+    def _is_in_texts(self, token: int) -> bool:
+        """Whether a special token, which has no bytes, may be a token of plain text."""
+        string = self._tokenizer.id_to_token(token)
+        return self._is_special[token] and token in self._encode_one(string).ids
+
+    def first_token_bytes(self, text: str) -> int:
+        sizes = self.token_bytes()
+        encoding = self._encode_one(text)
+        if not encoding.ids:
+            return 0
+        return len(text[: encoding.offsets[0][1]].encode()) if sizes is None else int(sizes[encoding.ids[0]])
+
+    def _encode_one(self, text: str) -> "Encoding":
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     @property
     def end_of_text(self) -> int | None:
         named = (self._ids[name] for name in END_OF_TEXT if name in self._ids)
         return next((token for token in named if self._is_special.get(token)), None)
-
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether the text of tokens is that of their bytes, one after the other."""
-        return self._table is not None
 
     def tokens_by_name(self) -> dict[tuple[str, bool], int]:
         """{(a token's string, whether it is special): the token}"""

@@ -5,30 +5,27 @@ modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 o
 `python -m mingpt prepare` knows of the shards beside it; it is checked before anybody uses it.
 """
 
-import errno
 import glob
 import hashlib
 import itertools
 import os
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 import pydantic
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import BadJson, Count, Sha256, check_json, read_json
+from mingpt.base.files import BadJson, Count, Sha256, check_json, read_json, reason_of
 from mingpt.data.source import hint_to_prepare, relative_to
 
 HEADER_BYTES = 1024
 UINT16: np.dtype[Any] = np.dtype("<u2")
 UINT32: np.dtype[Any] = np.dtype("<u4")
-FORMATS = {20240520: (1, UINT16), 20240801: (7, UINT32)}  # magic: version, type of a token
-EVAL_MAGIC = 20240522
+FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # the first, the last and two between are part of a fingerprint
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
@@ -152,72 +149,36 @@ def in_order(folder: Path, names: Iterable[str]) -> list[str]:
     return [by_key[key] for key in ordered]
 
 
-def open_file(path: str) -> int:
-    """The descriptor of a regular file. Raises UserError for a folder, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block for ever
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        kind = "a folder, not a file of tokens" if stat.S_ISDIR(mode) else "not a regular file"
-        raise UserError(f"{path} is {kind}: rename or remove it")
-    return descriptor
-
-
-def read_at(descriptor: int, count: int, offset: int) -> bytes:
-    """The bytes from `offset` on; fewer than `count` only where the file ends."""
-    content = os.pread(descriptor, count, offset)
-    while len(content) < count:  # a network file system may give a part
-        more = os.pread(descriptor, count - len(content), offset + len(content))
-        if not more:
-            break
-        content += more
-    return content
-
-
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     """Read the header and what the fingerprint needs; `entry` is the file's in meta.json, if it is there.
 
     Raises UserError, naming the file, unless its size is that which its header, or its name, asks for.
     """
     try:
-        descriptor = open_file(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            first = read_at(descriptor, BLOCK_BYTES, 0)
-            tokens, offset, dtype = layout(path, first[:HEADER_BYTES], size)
-            fingerprint = sampled_fingerprint(os.path.basename(path), size, first, descriptor)
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError as error:
-        if os.path.lexists(path):
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None  # a link to nowhere
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(HEADER_BYTES)
+            fingerprint = sampled_fingerprint(os.path.basename(path), size, file)
+    except FileNotFoundError:
         raise UserError(f"{path} does not exist{relative_to(path)}") from None
-    except UserError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} cannot be read: {reason}") from None
+        raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
+    tokens, offset, dtype = layout(path, header, size)
     if entry is not None:
         fingerprint = hashlib.sha256((entry["sha256"] + fingerprint).encode()).hexdigest()
-        for what, is_there in (("tokens", tokens), ("bytes", size)):
-            if entry[what] != is_there:
-                raise UserError(
-                    f"{path} has {is_there:,} {what}, and the meta.json beside it says {entry[what]:,}: "
-                    "prepare the data again"
-                )
+        if (entry["tokens"], entry["bytes"]) != (tokens, size):
+            raise UserError(
+                f"{path} has {tokens:,} tokens in {size:,} bytes, and the meta.json beside it says "
+                f"{entry['tokens']:,} in {entry['bytes']:,}: prepare the data again"
+            )
     return ShardFile(path, size, tokens, offset, dtype, fingerprint)
 
 
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
     """Number of tokens, byte of the first one and their type. Raises UserError naming the file."""
-    if not size:
-        raise UserError(f"{path} is empty: remove it or copy it again")
-    magic = int.from_bytes(header[:4], "little", signed=True)
-    if magic == EVAL_MAGIC:
-        raise UserError(
-            f"{path} is an evaluation file of llm.c (magic {magic}), not token shards: leave it out"
-        )
-    if os.path.basename(path) in HEADERLESS and magic not in FORMATS:
+    magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
+    known = [magic for magic, _ in FORMATS]
+    if os.path.basename(path) in HEADERLESS and magic not in known:
         if size % UINT16.itemsize:
             raise UserError(
                 f"{path} has {size:,} bytes, and without a header tokens take two bytes each: copy it again"
@@ -225,21 +186,13 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
         return size // UINT16.itemsize, 0, UINT16
     if size < HEADER_BYTES:
         raise UserError(f"{path} has {size:,} bytes, less than the header of 1,024: copy it again")
-    if magic not in FORMATS:
-        known = " or ".join(map(str, FORMATS))
+    dtype = FORMATS.get((magic, version))
+    if dtype is None:
         raise UserError(
-            f"{path} begins with {magic}, and token shards begin with {known}: if it holds nanoGPT's tokens, "
-            f"name it {' or '.join(HEADERLESS)}; otherwise leave it out of data.path"
+            f"{path} begins with {magic} and version {version}, and token shards begin with "
+            f"{' or '.join(map(str, known))}: if it holds nanoGPT's tokens, name it "
+            f"{' or '.join(HEADERLESS)}; otherwise leave it out of data.path"
         )
-    version, dtype = FORMATS[magic]
-    its_version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (4, 8))
-    if its_version != version:
-        raise UserError(
-            f"{path} has version {its_version} in its header, and expected is {version} for magic {magic}: "
-            "write it again in that format"
-        )
-    if count < 1:
-        raise UserError(f"{path} has {count:,} tokens by its header, at least 1 is needed: copy it again")
     expected = HEADER_BYTES + count * dtype.itemsize
     if size != expected:
         raise UserError(
@@ -248,19 +201,14 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
     return count, HEADER_BYTES, dtype
 
 
-def sampled_fingerprint(name: str, size: int, first: bytes, descriptor: int) -> str:
+def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
     """SHA-256 in hex of name, size and 4 KiB at 4 fixed places; of all bytes, if there are no more."""
     digest = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(name), size))
-    digest.update(first)
     last = size - BLOCK_BYTES
-    for place in (last // 3, last * 2 // 3, last) if last > 0 else ():
-        digest.update(read_at(descriptor, BLOCK_BYTES, place))  # overlapping ones in a small file
+    for place in (0, last // 3, last * 2 // 3, last) if last > 0 else (0,):
+        file.seek(place)
+        digest.update(file.read(BLOCK_BYTES))  # overlapping ones in a small file
     return digest.hexdigest()
-
-
-def is_users_mistake(error: OSError) -> bool:
-    """Whether trying again cannot help, as it may with a file system that fails for a while."""
-    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR)
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
@@ -271,47 +219,19 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     path = folder / "meta.json"
     try:
         meta = read_json(path)
+        if isinstance(meta, dict) and meta.get("format") != META_FORMAT:
+            raise UserError(
+                f"{path} is not of format {META_FORMAT}, which this program's prepare writes: prepare the "
+                "data again, or rename it to read the shards without it"
+            )
+        if isinstance(meta, dict) and meta.get("complete") is False:
+            raise UserError(f"{path} says that prepare has not finished: run the same command of it again")
+        check_json(meta, Meta)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except BadJson as error:
-        raise damaged(path, str(error)) from None
-    if not isinstance(meta, dict):
-        raise damaged(path, "no JSON object")
-    if "format" not in meta:
-        raise UserError(
-            f"{path} has no format, so prepare did not write it: rename it to read the shards without it"
-        )
-    if meta["format"] != META_FORMAT:
-        raise UserError(
-            f"{path} has format {str(meta['format'])[:20]}, and this program reads format {META_FORMAT}: "
-            "prepare the data again"
-        )
-    if meta.get("complete") is False:
-        raise UserError(f"{path} says that prepare has not finished: run the same command of it again")
-    try:
-        check_json(meta, Meta)
-    except BadJson as error:
-        raise damaged(path, f"{in_words(error.place)} is missing or not what it should be") from None
-    names = [entry["name"] for entry in meta["files"]]
-    if len(set(names)) != len(names):
-        raise damaged(path, "it lists a file twice")
-    return meta
-
-
-def damaged(path: Path, reason: str) -> UserError:
-    return UserError(f"{path} is damaged: {reason}; prepare the data again")
-
-
-def in_words(place: tuple[str | int, ...]) -> str:
-    """Which value of meta.json it is that `place` leads to."""
-    match place:
-        case ("files", number):
-            return f"file {number}"
-        case ("files", number, name):
-            return f'"{name}" of file {number}'
-        case (outer, name):
-            return f'"{name}" of "{outer}"'
-        case _:
-            return f'"{place[0]}"'
+        raise UserError(f"{path} is damaged: {error}; prepare the data again") from None
+    checked: dict[str, Any] = meta
+    return checked

@@ -1,18 +1,19 @@
 """Token shards as one array: a folder or pattern of nanoGPT's or llm.c's .bin files, never read whole.
 
-Nothing is mapped: a window is one `pread`, so resident memory does not grow with the data.
+Nothing is mapped: a file that is cut short, or a network that fails, would end the process by a signal, and
+the resident memory would grow with the data.
 """
 
+import bisect
 import contextlib
 import hashlib
+import itertools
+import operator
 import os
-import resource
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -23,14 +24,10 @@ from mingpt.data.shard_files import (
     has_pattern,
     in_order,
     inspect,
-    is_users_mistake,
     is_validation,
-    open_file,
-    read_at,
     read_meta,
 )
 
-MAX_OPEN_FILES = 256
 LOCAL = ("file://", "local://")
 
 
@@ -57,83 +54,37 @@ def local_path(path: str) -> str | None:
     return None if "://" in path else os.path.expanduser(path)
 
 
-class ShardReader:
-    """Reads tokens of checked files with a bounded number of open ones, the most recently used.
-
-    Any thread may read. The descriptors are closed with the object.
-    """
-
-    def __init__(self, files: Sequence[ShardFile]) -> None:
-        self.files = files
-        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        few = 4 if soft_limit == resource.RLIM_INFINITY else soft_limit // 4
-        self._max_open = max(1, min(MAX_OPEN_FILES, few))
-        self._open: dict[int, int] = {}  # by file number, least recently used first
-        self._lock = threading.Lock()  # a descriptor must not be closed, and given anew, during a read
-        weakref.finalize(self, close_all, self._open)
-
-    def read(self, number: int, first: int, count: int) -> np.ndarray:
-        """(count,) tokens of a file from token `first` on, in the file's type.
-
-        Raises UserError if the file is not what it was when it was checked, ExpectedError if reading fails.
-        """
-        file = self.files[number]
-        size = file.dtype.itemsize
-        offset = file.offset + first * size
-        with self._lock, errors_name(file):
-            descriptor = self._descriptor(number)
-            content = read_at(descriptor, count * size, offset)
-            if len(content) < count * size:
-                raise changed(file, os.fstat(descriptor).st_size)
-        return np.frombuffer(content, dtype=file.dtype)
-
-    def _descriptor(self, number: int) -> int:
-        """That of an open file, which it opens if need be. Raises UserError if its size has changed."""
-        descriptor = self._open.pop(number, None)
-        if descriptor is None:
-            while len(self._open) >= self._max_open:
-                os.close(self._open.pop(next(iter(self._open))))
-            file = self.files[number]
-            descriptor = open_file(file.path)
-            size = os.fstat(descriptor).st_size
-            if size != file.size:
-                os.close(descriptor)
-                raise changed(file, size)
-        self._open[number] = descriptor
-        return descriptor
-
-
-def close_all(descriptors: dict[int, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
-
-
-def changed(file: ShardFile, size: int) -> UserError:
-    return UserError(
-        f"{file.path} has changed while it was in use, from {file.size:,} bytes to {size:,}: put back the "
-        "file that the run began with"
-    )
-
-
 @contextlib.contextmanager
-def errors_name(file: ShardFile) -> Iterator[None]:
-    """An OSError becomes a sentence that names the file."""
+def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
+    """Open a checked file. What goes wrong until the block ends becomes a sentence that names the file.
+
+    Raises UserError if it is gone or has another size, ExpectedError if reading fails, which may end.
+    """
     try:
-        yield
+        with open(file.path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != file.size:
+                raise UserError(
+                    f"{file.path} has changed while it was in use, from {file.size:,} bytes to {size:,}: put "
+                    "back the file that the run began with"
+                )
+            yield stream
+    except (FileNotFoundError, PermissionError) as error:
+        sentence = f"{file.path} cannot be read: {error.strerror}; it was there when the run began"
+        raise UserError(sentence) from None
     except OSError as error:
-        sentence = f"{file.path} cannot be read: {error.strerror}"
-        if is_users_mistake(error):
-            raise UserError(f"{sentence}; it was there when the run began") from None
-        raise ExpectedError(sentence) from None
+        raise ExpectedError(f"{file.path} cannot be read: {error.strerror}") from None
 
 
 class TokenShards:
-    """The tokens `first` .. `stop` of all files, one after the other: one array, read by windows."""
+    """The tokens `first` .. `stop` of all files, one after the other: one array, read by windows.
 
-    def __init__(self, reader: ShardReader, first: int, stop: int) -> None:
-        self._reader = reader
-        self._first, self._stop = first, stop
-        self._borders = np.cumsum([0, *(file.tokens for file in reader.files)])  # where each file begins
+    A file is open only while some of it is read, so any thread or forked process may read.
+    """
+
+    def __init__(self, files: Sequence[ShardFile], first: int, stop: int) -> None:
+        self._files, self._first, self._stop = files, first, stop
+        self._borders = [0, *itertools.accumulate(file.tokens for file in files)]  # where each file begins
 
     def __len__(self) -> int:
         return self._stop - self._first
@@ -141,45 +92,45 @@ class TokenShards:
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
         """(B, length) int64: for each start s the tokens s .. s + length, also across files.
 
-        Raises IndexError for a window outside of the array, UserError if a file has changed or is gone.
+        Raises IndexError for a window outside of the array, UserError if a file has changed or is gone,
+        ExpectedError if reading fails.
         """
         windows = np.empty((len(starts), length), dtype=np.int64)
-        for row, column, number, first, count in self._pieces(starts, length):
-            windows[row, column : column + count] = self._reader.read(number, first, count)
+        for number, pieces in itertools.groupby(self._pieces(starts, length), key=operator.itemgetter(0)):
+            file = self._files[number]
+            with open_unchanged(file) as stream:
+                for _, row, column, first, count in pieces:
+                    stream.seek(file.offset + first * file.dtype.itemsize)
+                    content = stream.read(count * file.dtype.itemsize)
+                    windows[row, column : column + count] = np.frombuffer(content, dtype=file.dtype)
         return windows
 
     def where(self, position: int) -> str:
         """The token's number in its file, and the file, for an error message."""
-        number = int(np.searchsorted(self._borders, position + self._first, side="right")) - 1
-        token = position + self._first - int(self._borders[number])
-        return f"token {token:,} of {self._reader.files[number].path}"
+        number = self._file_at(position + self._first)
+        token = position + self._first - self._borders[number]
+        return f"token {token:,} of {self._files[number].path}"
+
+    def _file_at(self, position: int) -> int:
+        return bisect.bisect_right(self._borders, position) - 1
 
     def _pieces(
         self, starts: Sequence[int] | np.ndarray, length: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """What to read: row and column of a window, file, its first token, how many.
+        """What to read: file, row and column of a window, first token in the file, how many.
 
-        File by file, so that a batch opens each file once at most, however few may be open.
+        In the order of the files, so that a batch opens few of them.
         """
-        positions = np.asarray(starts, dtype=np.int64)
-        if len(positions) and not 0 <= positions.min() <= positions.max() <= len(self) - length:
-            raise IndexError(f"windows of {length} from {starts} do not lie in {len(self)} tokens")
-        positions = positions + self._first
-        order = np.argsort(positions)
-        positions = positions[order]
-        numbers = np.searchsorted(self._borders, positions, side="right") - 1
-        firsts = positions - self._borders[numbers]
-        left = self._borders[numbers + 1] - positions  # tokens from here to the end of the file
-        windows = (order.tolist(), numbers.tolist(), firsts.tolist(), left.tolist())
-        for row, number, first, here in zip(*windows, strict=True):
-            if here >= length:
-                yield row, 0, number, first, length
-                continue
-            column = 0
+        for row in np.argsort(starts).tolist():
+            start = int(starts[row])
+            if not 0 <= start <= len(self) - length:
+                raise IndexError(f"the window of {length} from {start} does not lie in {len(self)} tokens")
+            position, column = start + self._first, 0
+            number = self._file_at(position)
             while column < length:
-                count = min(length - column, self._reader.files[number].tokens - first)
-                yield row, column, number, first, count
-                column, number, first = column + count, number + 1, 0
+                count = min(length - column, self._borders[number + 1] - position)
+                yield number, row, column, position - self._borders[number], count
+                position, column, number = position + count, column + count, number + 1
 
 
 @dataclass(frozen=True)
@@ -234,13 +185,12 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
                 f"the {part} part of {path} has {count} token{'' if count == 1 else 's'}, at least 2 are "
                 f"needed: use longer shards{way_out}"
             )
-    reader = ShardReader(files)
     digests = {name: file.fingerprint for name, file in zip(names, files, strict=True)}
     return ShardData(
         hashlib.sha256("".join(digests.values()).encode()).hexdigest(),
         digests,
-        TokenShards(reader, 0, n_train),
-        TokenShards(reader, n_train, total),
+        TokenShards(files, 0, n_train),
+        TokenShards(files, n_train, total),
         folder,
         meta,
     )

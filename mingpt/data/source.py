@@ -61,13 +61,11 @@ def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: s
 
 
 def read_cache(url: str) -> bytes | None:
-    """The text as it was downloaded before; None if it was not, or cannot be read."""
+    """The text as it was downloaded before; None, so that it is downloaded, where that cannot be read."""
     try:
         return cache_path(url).read_bytes()
-    except FileNotFoundError:
-        return None
     except (OSError, RuntimeError) as error:
-        log.warning("the cached text of %s cannot be read (%s) and is downloaded again", url, error)
+        log.debug("the text of %s is not in the cache: %s", url, error)
         return None
 
 

@@ -43,6 +43,14 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) of the smallest unsigned type. Raises UserError for text that cannot be encoded."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def first_token_bytes(self, text: str) -> int:
+        """The UTF-8 bytes of `text` that its first token covers."""
+        return len(self.decode(self.encode(text)[:1].tolist()).encode())
+
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens."""

@@ -8,8 +8,9 @@ gather from the array. The order is a seeded permutation per epoch, cut into mic
 import hashlib
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
 PREFETCH_BATCHES = 64  # gathered, and moved to the device, at once
 PREFETCH_FROM_DISK = 128  # windows
-FIRST_FROM_DISK = 8  # batches; the first step waits for them
 FEISTEL_ROUNDS = 6
 PREFETCH_STEPS = 32  # a permutation of a thousand windows costs about as much as one of ten
 MIX_1, MIX_2, GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
@@ -87,23 +87,14 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
             while chunk := list(itertools.islice(remaining, PREFETCH_BATCHES * batch_size)):
                 yield from self.split(self.__getitems__(chunk), batch_size, device)
             return
-        count = min(PREFETCH_BATCHES, math.ceil(PREFETCH_FROM_DISK / batch_size)) * batch_size
-        chunk = list(itertools.islice(remaining, min(count, FIRST_FROM_DISK * batch_size)))
-        with ThreadPoolExecutor(1) as thread:  # the next windows are read while these are used
-            reading = thread.submit(self.__getitems__, chunk)
-            while chunk:
-                this, being_read = chunk, reading
-                chunk = list(itertools.islice(remaining, count))
-                if chunk:
-                    reading = thread.submit(self.__getitems__, chunk)
-                try:
-                    windows = being_read.result()
-                except UserError:  # the batches before the bad one can be used
-                    for first in range(0, len(this), batch_size):
-                        batch = this[first : first + batch_size]
-                        yield from self.split(self.__getitems__(batch), batch_size, device)
-                    raise
-                yield from self.split(windows, batch_size, device)
+        reading = deque[Future[tuple[Tensor, Tensor]]]()
+        with ThreadPoolExecutor(1) as thread:  # the next batches are read while these are used
+            while batch := list(itertools.islice(remaining, batch_size)):
+                reading.append(thread.submit(self.__getitems__, batch))
+                if len(reading) > max(1, PREFETCH_FROM_DISK // batch_size):
+                    yield from self.split(reading.popleft().result(), batch_size, device)
+            for windows in reading:
+                yield from self.split(windows.result(), batch_size, device)
 
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str

@@ -104,15 +104,6 @@ def test_a_folder_without_tokenizer_says_what_may_lie_there(tmp_path: Path) -> N
         )
 
 
-def test_a_word_that_is_no_file_points_to_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as error:
-        read_named_tokenizer("bpe")
-    assert str(error.value).startswith("data.tokenizer bpe is neither gpt2, nor a .json file, nor a folder ")
-    hint = "`python -m mingpt prepare --tokenizer bpe` makes a BPE of a text"
-    assert str(error.value).endswith(f"(relative paths start at {tmp_path}); {hint}")
-
-
 @pytest.mark.parametrize("content", ["[1, 2]", "{", '{"a": "b", "c": 1}', '{"a": 0}'])
 def test_files_of_another_form_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(content)

@@ -78,11 +78,6 @@ def test_seeking_goes_on_where_another_number_of_workers_stopped(windows_seen: i
     assert steps(3, 5, windows_seen) == steps(1, first_step + 5)[first_step:]
 
 
-def test_a_surplus_worker_reads_nothing() -> None:
-    assert [len(sampler(rank, 8).my_micro_batches()) for rank in range(8)].count(0) == 2
-    assert list(sampler(0, 8)) == []
-
-
 def test_seeking_far_takes_no_time_and_all_offsets_are_reached() -> None:
     one = sampler()
     one.seek(10**15)

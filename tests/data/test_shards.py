@@ -3,11 +3,9 @@
 import hashlib
 import json
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from conftest import ROOT
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
 from mingpt.base.errors import ExpectedError, UserError
-from mingpt.data import shards
 from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
 
 RNG = np.random.default_rng(0)
@@ -53,12 +50,6 @@ def prepared(folder: Path, **changes: Any) -> dict[str, Any]:
     } | changes
     (folder / "meta.json").write_text(json.dumps(meta))
     return meta
-
-
-def change_file_entry(folder: Path, **changes: Any) -> None:
-    meta = prepared(folder)
-    meta["files"][1].update(changes)
-    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 # What is shards
@@ -113,28 +104,6 @@ def test_a_nanogpt_folder_is_read_as_it_is(tmp_path: Path) -> None:
         assert everything(data.train) == train.tolist() and everything(data.val) == val.tolist()
         assert list(data.files) == ["train.bin", "val.bin"]
         assert (data.folder, data.meta) == (tmp_path, None)
-
-
-def test_a_file_of_two_bytes_and_a_folder_with_dots_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / "v1.0.bin"  # its name alone does not make it a file
-    folder.mkdir()
-    write_nanogpt(folder / "train.bin", [1, 2, 3])
-    write_nanogpt(folder / "val.bin", [4, 5])
-    (folder / ".hidden.bin").write_bytes(b"not a shard")
-    data = open_shards(str(folder), 0.1)
-    assert (everything(data.train), everything(data.val)) == ([1, 2, 3], [4, 5])
-
-
-def test_a_path_relative_to_the_working_directory_or_home_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "shards").mkdir()
-    write_nanogpt(tmp_path / "shards" / "train.bin", range(20))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for path in ("shards", "~/shards", "shards/train.bin", "~/shards/tr*.bin"):
-        assert is_shards(path)
-        assert len(open_shards(path, 0.5).train) == 10
 
 
 def test_a_known_header_counts_even_where_the_name_would_allow_none(tmp_path: Path) -> None:
@@ -206,104 +175,24 @@ def test_a_position_is_named_by_its_file(tmp_path: Path) -> None:
     for number, count in enumerate((5, 1, 10)):
         write_llmc(tmp_path / f"a_{number}.bin", range(count))
     data = open_shards(f"{tmp_path}/a_*.bin", 0.5)  # 8 tokens each
-    assert data.train.where(4) == f"token 4 of {tmp_path}/a_0.bin"
     assert data.train.where(5) == f"token 0 of {tmp_path}/a_1.bin"
-    assert data.train.where(7) == f"token 1 of {tmp_path}/a_2.bin"
     assert data.val.where(0) == f"token 2 of {tmp_path}/a_2.bin"
 
 
-def test_a_read_that_the_system_cuts_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regular file gives all at once here; a network file system need not."""
-    write_llmc(tmp_path / "a.bin", range(100))
-    fingerprint, pread = open_shards(str(tmp_path), 0.1).fingerprint, os.pread
-    monkeypatch.setattr(os, "pread", lambda file, count, offset: pread(file, min(count, 7), offset))
-    data = open_shards(str(tmp_path), 0.1)
-    assert everything(data.train) == list(range(90)) and data.fingerprint == fingerprint
-
-
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_file_that_shrinks_while_it_is_read_is_named(is_open: bool, tmp_path: Path) -> None:
-    write_llmc(tmp_path / "a.bin", range(1000))
+def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    write_llmc(path, range(1000))
     tokens = open_shards(str(tmp_path), 0.1).train
-    if is_open:
-        tokens.read([0], 4)
-    os.truncate(tmp_path / "a.bin", 1100)
-    with pytest.raises(UserError, match=rf"{tmp_path}/a\.bin .*changed while"):
-        tokens.read([500], 4)
-
-
-def test_a_file_that_grew_before_it_was_opened_again_is_named(tmp_path: Path) -> None:
-    write_llmc(tmp_path / "a.bin", range(1000))
-    tokens = open_shards(str(tmp_path), 0.1).train
-    write_llmc(tmp_path / "a.bin", range(1001))
+    tokens.read([0], 4)
+    write_llmc(path, range(1001))
     with pytest.raises(UserError, match=r"/a\.bin has changed while .* 3,024 bytes to 3,026"):
         tokens.read([500], 4)
-
-
-def test_a_file_that_is_removed_or_fails_while_it_is_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_llmc(tmp_path / "a.bin", range(1000))
-    tokens = open_shards(str(tmp_path), 0.1).train
-    (tmp_path / "a.bin").rename(tmp_path / "b.bin")
+    path.unlink()
     with pytest.raises(UserError, match=r"a\.bin cannot be read: No such file"):
         tokens.read([0], 4)
-    (tmp_path / "b.bin").rename(tmp_path / "a.bin")
-
-    def fail(file: int, count: int, offset: int) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(ExpectedError, match=r"a\.bin cannot be read: Input/output error"):
+    path.mkdir()  # stands for a file system that fails for a while
+    with pytest.raises(ExpectedError, match=r"a\.bin cannot be read: Is a directory"):
         tokens.read([0], 4)
-
-
-@pytest.mark.slow
-def test_2000_shards_need_few_file_descriptors(tmp_path: Path) -> None:
-    for number in range(2000):
-        write_llmc(tmp_path / f"a_{number}.bin", [number % 997, number])
-    program = (
-        "import resource, sys, numpy\n"
-        "from mingpt.data.shards import open_shards\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "tokens = open_shards(sys.argv[1], 0.1).train\n"
-        "starts = numpy.random.default_rng(0).integers(0, 1799, 5000) * 2\n"
-        "windows = tokens.read(starts, 4)\n"
-        "assert (windows[:, 1] == starts // 2).all() and (windows[:, 3] == starts // 2 + 1).all()\n"
-        "files = [open(sys.argv[1] + '/a_0.bin') for _ in range(32)]  # half of them are left\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_several_threads_may_read_while_files_are_opened_and_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A descriptor that is closed during a read would give the tokens of another file."""
-    monkeypatch.setattr(shards, "MAX_OPEN_FILES", 2)
-    for number in range(50):
-        write_llmc(tmp_path / f"a_{number}.bin", [number] * 2000)
-    tokens = open_shards(str(tmp_path), 0.1).train
-
-    def wrong_windows(seed: int) -> int:
-        starts = np.random.default_rng(seed).integers(0, 45, 5000) * 2000
-        return sum(
-            int((tokens.read(few, 2000) != few[:, np.newaxis] // 2000).sum()) for few in np.split(starts, 500)
-        )
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(wrong_windows, range(4))) == [0] * 4
-
-
-def test_the_descriptors_are_given_back(tmp_path: Path) -> None:
-    mixed_shards(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
-    data = open_shards(str(tmp_path), 0.1)
-    everything(data.train)
-    assert len(os.listdir("/proc/self/fd")) > before
-    del data
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # Fingerprints
@@ -326,31 +215,6 @@ def test_a_change_of_content_changes_the_fingerprint_of_its_file_alone(tmp_path:
         before = after
 
 
-@pytest.mark.parametrize("size", [4098, 8192, 12_300, 16_384])
-def test_every_byte_counts_of_a_file_of_up_to_16_kib(size: int, tmp_path: Path) -> None:
-    write_nanogpt(tmp_path / "train.bin", np.zeros(size // 2))
-    fingerprints = {open_shards(str(tmp_path), 0.5).fingerprint}
-    places = range(0, size, 511)
-    for place in places:
-        content = bytearray(size)
-        content[place] = 1
-        (tmp_path / "train.bin").write_bytes(content)
-        fingerprints.add(open_shards(str(tmp_path), 0.5).fingerprint)
-    assert len(fingerprints) == len(places) + 1
-
-
-def test_every_byte_of_a_small_file_and_its_name_count(tmp_path: Path) -> None:
-    seen = set()
-    for place in range(20):
-        write_nanogpt(tmp_path / "train.bin", [7 if other == place else 0 for other in range(20)])
-        seen.add(open_shards(str(tmp_path), 0.5).fingerprint)
-    write_llmc(tmp_path / "a.bin", range(20))
-    seen.add(open_shards(str(tmp_path / "a.bin"), 0.5).fingerprint)
-    (tmp_path / "a.bin").rename(tmp_path / "b.bin")
-    seen.add(open_shards(str(tmp_path / "b.bin"), 0.5).fingerprint)
-    assert len(seen) == 22
-
-
 def test_a_prepared_folder_has_its_fingerprints_from_meta_json(tmp_path: Path) -> None:
     meta = prepared(tmp_path)
     data = open_shards(str(tmp_path), 0.5)
@@ -364,36 +228,6 @@ def test_a_prepared_folder_has_its_fingerprints_from_meta_json(tmp_path: Path) -
     digests = "".join(data.files.values()).encode()
     assert data.fingerprint == hashlib.sha256(digests).hexdigest()
     assert (len(data.train), len(data.val)) == (37, 12)
-
-
-@pytest.mark.parametrize("what", ["content", "meta"])
-def test_a_change_beside_meta_json_changes_the_fingerprint(what: str, tmp_path: Path) -> None:
-    """Of the file's content, which meta.json no longer describes, or of the checksum in meta.json."""
-    prepared(tmp_path)
-    before = open_shards(str(tmp_path), 0.5).files
-    if what == "content":
-        overwrite("train_00001.bin", 1030, b"xx")(tmp_path)
-    else:
-        meta = json.loads((tmp_path / "meta.json").read_bytes())
-        meta["files"][1]["sha256"] = "b" * 64
-        (tmp_path / "meta.json").write_text(json.dumps(meta))
-    after = open_shards(str(tmp_path), 0.5).files
-    assert [name for name in after if after[name] != before[name]] == ["train_00001.bin"]
-
-
-def test_a_part_of_a_prepared_folder_keeps_fingerprints_but_not_the_bytes_of_validation(
-    tmp_path: Path,
-) -> None:
-    meta = prepared(tmp_path)
-    write_llmc(tmp_path / "other.bin", [1, 2])  # a pattern leaves it out
-    data = open_shards(f"{tmp_path}/train_*.bin", 0.5)
-    whole = {entry["name"] for entry in meta["files"]}
-    (tmp_path / "other.bin").rename(tmp_path / "other")
-    assert data.files.items() < open_shards(str(tmp_path), 0.5).files.items() and data.files.keys() < whole
-    (tmp_path / "other").rename(tmp_path / "other.bin")
-    assert data.meta == meta | {"val_bytes": None}
-    assert open_shards(f"{tmp_path}/*_0*.bin", 0.5).meta == meta
-    assert len(open_shards(f"{tmp_path}/*.bin", 0.5).train) == 39
 
 
 # Damage: each kind has its sentence, which names the file
@@ -416,46 +250,6 @@ def cut(name: str, size: int) -> Callable[[Path], object]:
     return lambda folder: os.truncate(folder / name, size)
 
 
-def replace_by_folder(folder: Path) -> None:
-    (folder / "train_3.bin").unlink()
-    (folder / "train_3.bin").mkdir()
-
-
-def replace_by_fifo(folder: Path) -> None:
-    (folder / "train_3.bin").unlink()
-    os.mkfifo(folder / "train_3.bin")
-
-
-def replace_by_broken_link(folder: Path) -> None:
-    (folder / "train_3.bin").unlink()
-    (folder / "train_3.bin").symlink_to("nowhere")
-
-
-def link_to_itself(folder: Path) -> None:
-    (folder / "train_3.bin").unlink()
-    (folder / "train_3.bin").symlink_to("train_3.bin")
-
-
-def only_validation(folder: Path) -> None:
-    for path in folder.glob("train_*"):
-        path.unlink()
-
-
-def no_shards(folder: Path) -> None:
-    for path in folder.glob("*.bin"):
-        path.rename(path.with_suffix(".tokens"))
-
-
-def documents(folder: Path) -> None:
-    no_shards(folder)
-    for name in ("text.txt", "b.parquet", "a.jsonl"):
-        (folder / name).touch()
-
-
-def one_token_of_validation(folder: Path) -> None:
-    write_llmc(folder / "val_0.bin", [1])
-
-
 def headerless(name: str, size: int) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(bytes(size))
 
@@ -468,8 +262,16 @@ def remove(*names: str) -> Callable[[Path], object]:
     return damage
 
 
-def copy_as(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes((folder / "train_3.bin").read_bytes())
+def only(*names: str) -> Callable[[Path], object]:
+    """Leave empty files of these names alone."""
+
+    def damage(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        for name in names:
+            (folder / name).touch()
+
+    return damage
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -479,57 +281,39 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"train\.bin or val\.bin; otherwise leave it out of data\.path$",
     ),
     "headerless under another name": (headerless("tokens.bin", 4000), r"/tokens\.bin begins with 0"),
-    "an evaluation file": (
-        overwrite("train_3.bin", 0, int32(20240522)),
-        r"/train_3\.bin is an evaluation file of llm\.c.*not token",
-    ),
-    "an evaluation file named val.bin": (
-        lambda folder: (folder / "val.bin").write_bytes(int32(20240522) + bytes(1020)),
-        r"/val\.bin is an evaluation file of llm\.c",
-    ),
-    "version": (overwrite("train_3.bin", 4, int32(2)), r"/train_3\.bin has version 2 .*expected is 1"),
+    "version": (overwrite("train_3.bin", 4, int32(2)), r"/train_3\.bin begins with .* version 2"),
     "version of the wide type": (
         overwrite("train_3.bin", 0, int32(20240801)),
-        r"/train_3\.bin has version 1 .*expected is 7",
+        r"/train_3\.bin begins with 20240801 and version 1",
     ),
     "longer than it says": (
         overwrite("train_3.bin", 1224, b"xx"),
         r"/train_3\.bin has 1,226 bytes.* 100 tokens take 1,224: copy it again",
     ),
-    "cut short": (cut("train_3.bin", 1222), r"/train_3\.bin has 1,222 bytes.* 100 tokens .* 1,224"),
     "cut in its header": (cut("train_3.bin", 600), r"/train_3\.bin has 600 bytes.* header of 1,024"),
-    "cut in its magic": (cut("train_3.bin", 3), r"/train_3\.bin has 3 bytes.* header of 1,024"),
-    "empty": (cut("train_3.bin", 0), r"/train_3\.bin is empty"),
-    "no tokens": (overwrite("train_3.bin", 8, int32(0)), r"/train_3\.bin .* 0 tokens.* at least 1"),
-    "negative count": (overwrite("train_3.bin", 8, int32(-5)), r"/train_3\.bin .* -5 tokens.* at least 1"),
+    "empty": (cut("train_3.bin", 0), r"/train_3\.bin has 0 bytes.* header of 1,024"),
+    "negative count": (overwrite("train_3.bin", 8, int32(-5)), r"/train_3\.bin .* -5 tokens"),
     "odd size": (headerless("train.bin", 4001), r"/train\.bin has 4,001 bytes.* two bytes each"),
-    "empty and headerless": (headerless("train.bin", 0), r"/train\.bin is empty"),
-    "a folder": (replace_by_folder, r"/train_3\.bin is a folder"),
-    "a pipe": (replace_by_fifo, r"/train_3\.bin is not a regular file"),
-    "a broken link": (replace_by_broken_link, r"/train_3\.bin cannot be read: No such file"),
-    "a link to itself": (
-        link_to_itself,
-        r"/train_3\.bin cannot be read: Too many levels of symbolic links",
-    ),
+    "a folder": (lambda folder: (folder / "a.bin").mkdir(), r"/a\.bin cannot be read: Is a directory"),
+    "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
     "a gap": (remove("train_3.bin"), r"/train_3\.bin is missing: .*train_2\.bin and train_4\.bin"),
     "a wide gap": (
         remove("train_8.bin", "train_9.bin"),
         r"/train_8\.bin and 1 more are missing: .*train_7\.bin and train_10\.bin",
     ),
-    "a gap in padded numbers": (copy_as("c_0007.bin"), ""),
     "a number twice": (
-        copy_as("train_03.bin"),
+        lambda folder: (folder / "train_03.bin").touch(),
         r"/train_03\.bin and .*train_3\.bin have the same number",
     ),
-    "validation only": (only_validation, r"only files named \*val\*.*val_0\.bin.* for training"),
-    "no shards": (no_shards, r"has no \.bin file: name a folder of token shards, or a text$"),
+    "validation only": (only("val_0.bin"), r"only files named \*val\*.*val_0\.bin.* for training"),
+    "no shards": (only("a.txt"), r"has no \.bin file: name a folder of token shards, or a text$"),
     "documents": (
-        documents,
+        only("text.txt", "b.parquet", "a.jsonl"),
         r"has no \.bin file, and a\.jsonl is not read by training: make token shards of it with `python -m "
         r"mingpt prepare`",
     ),
     "one token of validation": (
-        one_token_of_validation,
+        lambda folder: write_llmc(folder / "val_0.bin", [1]),
         r"the validation part of .* has 1 token.* at least 2",
     ),
 }
@@ -543,20 +327,9 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
     open_shards(str(tmp_path), 0.1)
     damage, sentence = DAMAGE[kind]
     damage(tmp_path)
-    if kind == "a gap in padded numbers":
-        copy_as("c_0009.bin")(tmp_path)
-        sentence = r"/c_0008\.bin is missing"
     with pytest.raises(UserError, match=sentence) as caught:
         open_shards(str(tmp_path), 0.1)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
-    write_llmc(tmp_path / "a.bin", range(10))
-    (tmp_path / "a.bin").chmod(stat.S_IWUSR)
-    with pytest.raises(UserError, match=r"/a\.bin cannot be read: Permission denied"):
-        open_shards(str(tmp_path), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -566,7 +339,6 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
         ("{}/none_*.bin", r"none_\*\.bin matches no file"),
         ("{}/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
         ("{}/*/*.bin", r"in several folders, .*/one and .*/two"),
-        ("{}/one/\0.bin", "cannot be read: embedded null"),
     ],
 )
 def test_a_path_without_shards_is_told_in_a_sentence(path: str, sentence: str, tmp_path: Path) -> None:
@@ -585,43 +357,42 @@ def test_a_split_that_leaves_a_part_without_tokens_is_refused(tmp_path: Path) ->
             open_shards(str(tmp_path), val_fraction)
 
 
+def change_entry(**changes: Any) -> Callable[[Path], object]:
+    """Prepare a folder, and change what its meta.json says of train_00001.bin."""
+
+    def damage(folder: Path) -> None:
+        meta = prepared(folder)
+        meta["files"][1].update(changes)
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+    return damage
+
+
+def change_meta(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: prepared(folder, **changes)
+
+
+def no_vocabulary(size: object) -> Callable[[Path], object]:
+    return change_meta(tokenizer={"sha256": None, "vocab_size": size, "end_of_text": None})
+
+
 META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not finished": (lambda folder: prepared(folder, complete=False), "prepare has not finished.*again"),
-    "not JSON": (lambda folder: (folder / "meta.json").write_text("{"), "is damaged"),
+    "not finished": (change_meta(complete=False), "prepare has not finished.*again"),
     "not text": (lambda folder: (folder / "meta.json").write_bytes(b"\xff\xfe"), "is damaged"),
-    "nested": (lambda folder: (folder / "meta.json").write_text("[" * 100_000), "is damaged"),
-    "no object": (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged: no JSON object"),
-    "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "no format"),
-    "a later format": (lambda folder: prepared(folder, format=2), "format 2.*reads format 1"),
-    "complete is a word": (lambda folder: prepared(folder, complete="yes"), 'damaged: "complete"'),
-    "tokenizer": (lambda folder: prepared(folder, tokenizer=None), 'damaged: "tokenizer"'),
-    "vocabulary": (
-        lambda folder: prepared(folder, tokenizer={"sha256": None, "vocab_size": 0, "end_of_text": None}),
-        'damaged: "vocab_size" of "tokenizer"',
-    ),
-    "vocabulary is true": (
-        lambda folder: prepared(folder, tokenizer={"sha256": None, "vocab_size": True, "end_of_text": None}),
-        'damaged: "vocab_size" of "tokenizer"',
-    ),
-    "bytes of validation": (lambda folder: prepared(folder, val_bytes=-1), 'damaged: "val_bytes"'),
-    "documents": (lambda folder: prepared(folder, documents={"train": 1}), '"val" of "documents"'),
-    "no files": (lambda folder: prepared(folder, files=[]), 'damaged: "files"'),
-    "a file without a name": (lambda folder: change_file_entry(folder, name=7), '"name" of file 1'),
-    "a file elsewhere": (lambda folder: change_file_entry(folder, name="../a.bin"), '"name" of file 1'),
-    "a file twice": (lambda folder: change_file_entry(folder, name="train_00000.bin"), "lists.*twice"),
-    "sha256": (lambda folder: change_file_entry(folder, sha256="A" * 63), '"sha256" of file 1'),
-    "other tokens": (
-        lambda folder: change_file_entry(folder, tokens=8),
-        r"train_00001\.bin has 7 tokens.* 8",
-    ),
-    "other bytes": (
-        lambda folder: change_file_entry(folder, bytes=2),
-        r"train_00001\.bin has 1,038 bytes.* 2",
-    ),
-    "a missing file": (
-        remove("train_00001.bin"),
-        r"train_00001\.bin is missing.*meta\.json",
-    ),
+    "no object": (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged"),
+    "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "not of format 1"),
+    "a later format": (change_meta(format=2), "not of format 1"),
+    "complete is a word": (change_meta(complete="yes"), "damaged: complete: "),
+    "vocabulary": (no_vocabulary(0), r"damaged: tokenizer\.vocab_size: "),
+    "vocabulary is true": (no_vocabulary(True), r"damaged: tokenizer\.vocab_size: "),
+    "bytes of validation": (change_meta(val_bytes=-1), "damaged: val_bytes: "),
+    "documents": (change_meta(documents={"train": 1}), r"damaged: documents\.val: "),
+    "no files": (change_meta(files=[]), "damaged: files: "),
+    "a file elsewhere": (change_entry(name="../a.bin"), r"damaged: files\.1\.name: "),
+    "sha256": (change_entry(sha256="A" * 63), r"damaged: files\.1\.sha256: "),
+    "other tokens": (change_entry(tokens=8), r"train_00001\.bin has 7 tokens.* 8 in"),
+    "other bytes": (change_entry(bytes=2), r"train_00001\.bin .* 1,038 bytes.* in 2"),
+    "a missing file": (remove("train_00001.bin"), r"train_00001\.bin is missing.*meta\.json"),
     "another file": (
         lambda folder: write_llmc(folder / "train_00002.bin", [1]),
         r"train_00002\.bin is not in .*meta\.json",
@@ -642,7 +413,10 @@ def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) ->
 # Size
 
 
-def test_200_gb_open_at_once_and_take_no_memory(tmp_path: Path) -> None:
+# Size
+
+
+def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
     """Sparse files. The bounds are several times what it takes: shared machines are slow at times."""
     count = (200_000_000 - 1024) // 2
     for number in range(1000):
@@ -650,8 +424,9 @@ def test_200_gb_open_at_once_and_take_no_memory(tmp_path: Path) -> None:
         path.write_bytes(llmc_header(count))
         os.truncate(path, 1024 + 2 * count)
     program = (
-        "import json, re, sys, time, numpy\n"
+        "import json, re, resource, sys, time, numpy\n"
         "from mingpt.data.shards import open_shards\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         # ru_maxrss would begin with the size of the process that started this one.
         "def memory():\n"
         "    return int(re.search('VmHWM:\\\\s*(\\\\d+)', open('/proc/self/status').read())[1]) / 1024\n"

@@ -46,10 +46,6 @@ def test_tokens_are_matched_with_those_of_another_vocabulary() -> None:
     assert CharTokenizer("abd").matching_tokens(CharTokenizer("bcd")) == {1: 0, 2: 2}
 
 
-def test_other_characters_give_another_fingerprint() -> None:
-    assert CharTokenizer("ab").fingerprint() != CharTokenizer("ac").fingerprint()
-
-
 def test_a_sample_begins_with_a_line_break_if_there_is_one() -> None:
     assert CharTokenizer("\nab").default_prompt() == [0]
     assert CharTokenizer("ab").default_prompt() == [0]

@@ -1,6 +1,5 @@
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -73,13 +72,6 @@ def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
     assert make_corpus(content, DataConfig(path=path, tokenizer="char")).entropy_floor == floor
     assert make_corpus(content, DataConfig(path=path, val_fraction=0.2)).entropy_floor is None
     assert make_corpus(content[:-1], DataConfig(path=path)).entropy_floor is None
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "no JSON"])
-def test_a_json_file_of_another_purpose_gives_no_entropy_floor(content: str, tmp_path: Path) -> None:
-    (tmp_path / "text.json").write_text(content)
-    config = DataConfig(path=str(tmp_path / "text.txt"), block_size=8)
-    assert make_corpus(TEXT.encode(), config).entropy_floor is None
 
 
 @pytest.mark.skipif(

@@ -10,115 +10,87 @@ row of the column "text"; needs pyarrow), by path, pattern ('data/*.jsonl') or U
 DIR gets train_00000.bin, ..., val_00000.bin, ... in llm.c's format, tokenizer.json and meta.json. Validation
 is the tail: whole documents by count of bytes, of a single document the last characters. Where the tokenizer
 has an end-of-text it follows each document; spelled in a text it is plain text. Files appear when they are
-complete. A command that was killed goes on when it is started again, from its last finished shard.
+complete. A command that was killed goes on when it is started again: it reads the text once more, and encodes
+what its finished shards do not have.
 
 bpe trains a byte-level BPE as GPT-2's on the training part: its first 200 MB, or less if these have more than
 4 MB of distinct words, so that memory stays below 1 GB.
 
 --check reads a folder through: sizes, headers, checksums, tokens past the vocabulary. Of shards that other
 programs wrote it checks sizes and headers, reads every token and prints the largest. Exit code 1 if something
-is wrong.
+is wrong, with a line for each file that is not right.
 """
 
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
+from mingpt.base.files import PIECE_BYTES
 from mingpt.data.shard_files import ShardFile, inspect, read_meta
-from mingpt.tools.prepare.folder import META, PARTIAL, TOKENIZER, read_through
+from mingpt.tools.prepare.folder import META, check_tokenizer
 from mingpt.tools.prepare.job import Options, prepare
-
-
-@dataclass
-class Findings:
-    """What is wrong, a sentence each that names the file; and what is there."""
-
-    problems: list[str] = field(default_factory=list)
-    tokens: int = 0
-    files: int = 0
-    largest: int = -1  # token
 
 
 def check_folder(folder: Path) -> tuple[bool, list[str]]:
     """Whether all is well, and lines that say so. Raises UserError if there is no such folder."""
     if not folder.is_dir():
         raise UserError(f"--check {folder} is no folder")
-    found = Findings()
     try:
         meta = read_meta(folder)
     except UserError as error:
         return False, [str(error)]
-    if meta is None:
-        check_without_meta(folder, found)
-    else:
-        check_prepared(folder, meta, found)
-    whole = f"{folder}: {found.tokens:,} tokens in {found.files} files, largest token {found.largest}"
-    return not found.problems, found.problems or [whole]
-
-
-def check_prepared(folder: Path, meta: dict[str, Any], found: Findings) -> None:
-    """Everything that meta.json says of the folder."""
-    listed = [file["name"] for file in meta["files"]]
-    for file in meta["files"]:
-        check_file(folder / file["name"], file, meta["tokenizer"]["vocab_size"], found)
-    for path in sorted(folder.glob("*.bin")):
-        if path.name not in listed:
-            found.problems.append(f"{path}: {META} does not list it")
-    expected = meta["tokenizer"]["sha256"]
-    path = folder / TOKENIZER
-    try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if expected is not None else None
-    except OSError as error:
-        found.problems.append(f"{path}: cannot be read: {error.strerror}")
-        return
-    if digest != expected:
-        found.problems.append(f"{path}: sha256 is {digest}, and {META} says {expected}")
-
-
-def check_file(path: Path, file: dict[str, Any], vocab_size: int, found: Findings) -> None:
-    try:
-        info = inspect(str(path), None)
-        digest, largest = read_through(path, info)
-    except OSError as error:
-        found.problems.append(f"{path}: cannot be read: {error.strerror}")
-        return
-    except UserError as error:
-        found.problems.append(str(error))
-        return
-    add(found, info, largest)
-    if info.tokens != file["tokens"]:
-        found.problems.append(f"{path}: {info.tokens:,} tokens, and {META} says {file['tokens']:,}")
-    if largest >= vocab_size:
-        found.problems.append(f"{path}: holds token {largest}, and the vocabulary has {vocab_size}")
-    if digest != file["sha256"]:
-        found.problems.append(f"{path}: sha256 is {digest}, and {META} says {file['sha256']}")
-
-
-def check_without_meta(folder: Path, found: Findings) -> None:
-    """Shards of other programs: headers, sizes and the largest token."""
-    paths = sorted(folder.glob("*.bin"))
-    if not paths:
-        partial = any(path.name.endswith(PARTIAL) for path in folder.iterdir())
-        found.problems.append(f"{folder}: holds no .bin file" + (", only unfinished ones" if partial else ""))
-    for path in paths:
+    entries = {entry["name"]: entry for entry in meta["files"]} if meta else {}
+    names = sorted({path.name for path in folder.glob("*.bin")} | entries.keys())
+    problems = [] if names else [f"{folder}: holds no .bin file"]
+    tokens, largest = 0, -1
+    for name in names:
         try:
-            info = inspect(str(path), None)
-            add(found, info, read_through(path, info)[1])
-        except OSError as error:
-            found.problems.append(f"{path}: cannot be read: {error.strerror}")
+            info, largest_here = read_through(folder / name, entries.get(name), meta)
         except UserError as error:
-            found.problems.append(str(error))
+            problems.append(str(error))
+            continue
+        tokens += info.tokens
+        largest = max(largest, largest_here)
+    if meta and meta["tokenizer"]["sha256"] is not None:
+        try:
+            check_tokenizer(folder, meta["tokenizer"]["sha256"])
+        except UserError as error:
+            problems.append(str(error))
+    whole = f"{folder}: {tokens:,} tokens in {len(names)} files, largest token {largest}"
+    return not problems, problems or [whole]
 
 
-def add(found: Findings, info: ShardFile, largest: int) -> None:
-    found.tokens += info.tokens
-    found.files += 1
-    found.largest = max(found.largest, largest)
+def read_through(
+    path: Path, entry: dict[str, Any] | None, meta: dict[str, Any] | None
+) -> tuple[ShardFile, int]:
+    """A shard, and the largest of its tokens. Raises UserError for what is wrong first.
+
+    `entry` is the shard's in meta.json, and `meta` all of that; both None for shards of other programs.
+    """
+    if meta and not entry:
+        raise UserError(f"{path}: {META} does not list it")
+    info = inspect(str(path), entry)
+    digest, largest = hashlib.sha256(), -1
+    try:
+        with open(path, "rb") as file:
+            digest.update(file.read(info.offset))
+            while content := file.read(PIECE_BYTES):
+                digest.update(content)
+                largest = max(largest, int(np.frombuffer(content, dtype=info.dtype).max()))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if meta and largest >= meta["tokenizer"]["vocab_size"]:
+        size = meta["tokenizer"]["vocab_size"]
+        raise UserError(f"{path}: holds token {largest}, and the vocabulary has {size}")
+    if entry and digest.hexdigest() != entry["sha256"]:
+        raise UserError(f"{path}: sha256 is {digest.hexdigest()}, and {META} says {entry['sha256']}")
+    return info, largest
 
 
 def make_parser() -> CommandParser:

@@ -12,16 +12,25 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import PIECE_BYTES, fsync_path, read_json, write_all, write_atomic
-from mingpt.data.shard_files import FORMATS, HEADER_BYTES, ShardFile, read_meta
-from mingpt.tools.prepare.documents import Batch, Encoder, Position
+from mingpt.base.files import (
+    BadJson,
+    Count,
+    Sha256,
+    atomic_file,
+    check_json,
+    read_json,
+    write_all,
+    write_atomic,
+)
+from mingpt.data.shard_files import FORMATS, HEADER_BYTES, FileMeta, inspect, read_meta
+from mingpt.tools.prepare.documents import InputStats
 
 RECORD = "prepare.json"
 META = "meta.json"
@@ -31,24 +40,16 @@ WAY_OUT = "name another --out"
 
 
 def make_header(tokens: int, dtype: np.dtype) -> bytes:
-    magic, version = next((magic, version) for magic, (version, kind) in FORMATS.items() if kind == dtype)
+    magic, version = next(known for known, kind in FORMATS.items() if kind == dtype)
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = [magic, version, tokens]
     return header.tobytes()
 
 
-def read_through(path: Path, info: ShardFile | None = None) -> tuple[str, int]:
-    """sha256 of the whole file, and the largest of its tokens (-1 without `info`, or for none)."""
-    digest, largest = hashlib.sha256(), -1
+def digest_of(path: Path) -> str:
+    """sha256 of a whole file."""
     with open(path, "rb") as file:
-        if info:
-            digest.update(file.read(info.offset))
-        while content := file.read(PIECE_BYTES):
-            digest.update(content)
-            if info:
-                whole = len(content) // info.dtype.itemsize * info.dtype.itemsize
-                largest = max(largest, int(np.frombuffer(content[:whole], dtype=info.dtype).max(initial=0)))
-    return digest.hexdigest(), largest
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -63,14 +64,12 @@ def writable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole, and durable, or not at all. Raises UserError."""
+def write_file(path: Path, content: bytes | dict[str, Any]) -> None:
+    """Write bytes, or JSON, so that the file is there whole, and durable, or not at all. Raises UserError."""
+    if isinstance(content, dict):
+        content = (json.dumps(content, indent=1) + "\n").encode()
     with writable(path):
         write_atomic(path, content)
-
-
-def to_json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 @contextlib.contextmanager
@@ -79,213 +78,171 @@ def open_folder(path: Path) -> Iterator[None]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"--out {path} is a file, or below one: name a folder") from None
     except OSError as error:
-        raise UserError(f"--out {path} cannot be made: {error.strerror}") from None
+        raise UserError(f"--out {path} cannot be made a folder: {error.strerror}") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another command writes to --out {path} now") from None
-        except OSError:
-            pass  # a file system that has no locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"another command writes to --out {path} now") from None
+    except OSError:
+        pass  # a file system that has no locks
+    try:
         yield
     finally:
         os.close(descriptor)
 
 
-@dataclass
-class Record:
+class Shard(FileMeta):
+    """A finished shard. The next one begins in the batch number `batch`, behind `skip` of its tokens."""
+
+    batch: Count
+    skip: Count
+
+    @property
+    def is_val(self) -> bool:
+        return self.name.startswith("val")
+
+
+class Record(pydantic.BaseModel):
     """What a command has done so far in its folder."""
 
-    folder: Path
     command: dict[str, Any]
-    stats: dict[str, Any] | None = None
-    tokenizer: str | None = None  # sha256 of tokenizer.json
-    shards: list[dict[str, Any]] = field(default_factory=list)  # finished, in order
-    val: dict[str, int] | None = None  # where the validation part begins
+    stats: InputStats | None = None
+    tokenizer: Sha256 | None = None  # of tokenizer.json
+    shards: list[Shard] = []  # finished, in order
     is_complete: bool = False
 
-    def save(self) -> None:
+    def save(self, folder: Path) -> None:
         """Raises UserError."""
-        names = ("command", "stats", "tokenizer", "shards", "val", "is_complete")
-        write_file(self.folder / RECORD, to_json({name: getattr(self, name) for name in names}))
-
-    def finish(self) -> None:
-        """Nothing is left to go on from. Raises UserError."""
-        self.stats, self.shards, self.val, self.is_complete = None, [], None, True
-        self.save()
+        write_file(folder / RECORD, self.model_dump())
 
 
 def open_record(folder: Path, command: dict[str, Any]) -> Record:
     """That of the same command before, or a new one. Raises UserError if other content is there."""
-    if not (folder / RECORD).exists():
+    path = folder / RECORD
+    try:
+        record = check_json(read_json(path), Record)
+    except FileNotFoundError:
         others = sorted(set(os.listdir(folder)) - {RECORD + PARTIAL})
         if others:
-            raise UserError(f"--out {folder} holds other files ({others[0]}): {WAY_OUT}")
-        return Record(folder, command)
-    try:
-        record = Record(folder, **read_json(folder / RECORD))
-        check_types(record)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{folder / RECORD} cannot be read ({reason}): {WAY_OUT}") from None
-    changed = next((key for key in command if record.command.get(key) != command[key]), None)
-    if changed:
-        difference = describe_change(changed, record.command, command)
-        raise UserError(f"--out {folder} holds the work of a command with {difference}: {WAY_OUT}")
-    keep_intact_shards(record)
+            raise UserError(f"--out {folder} holds other files ({others[0]}): {WAY_OUT}") from None
+        return Record(command=command)
+    except (OSError, BadJson) as error:
+        raise UserError(f"{path} cannot be read ({error}): {WAY_OUT}") from None
+    for key, value in command.items():
+        if record.command.get(key) != value:
+            difference = describe_change(key, record.command.get(key), value)
+            raise UserError(f"--out {folder} holds the work of a command with {difference}: {WAY_OUT}")
+    for place, shard in enumerate(record.shards):
+        shard_path = folder / shard.name
+        if not shard_path.is_file() or shard_path.stat().st_size != shard.bytes:
+            del record.shards[place:]  # and all behind it are written again
+            break
     return record
 
 
-def check_types(record: Record) -> None:
-    """Raises TypeError or KeyError for a record that this program did not write."""
-    shard = {"name": str, "bytes": int, "tokens": int, "sha256": str, "part": str, "skip": int}
-    checks: list[tuple[Any, Any]] = [
-        (record.command, dict),
-        (record.command["files"], list),
-        *((file[key], str) for file in record.command["files"] for key in ("path", "path_sha256", "version")),
-        (record.stats, (dict, type(None))),
-        (record.tokenizer, (str, type(None))),
-        (record.shards, list),
-        *((entry[key], kind) for entry in record.shards for key, kind in shard.items()),
-        *((entry["position"], dict) for entry in record.shards),
-        (record.val, (dict, type(None))),
-        (record.is_complete, bool),
-    ]
-    wrong = next((value for value, kind in checks if not isinstance(value, kind)), None)
-    if wrong is not None:
-        raise TypeError(f"a value of another type, {str(wrong)[:50]}")
-
-
-def describe_change(key: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+def describe_change(key: str, old: Any, new: Any) -> str:
     """What differs between two commands, with both values."""
-    if key == "tokenizer_sha256":
-        return (
-            f"--tokenizer {new['tokenizer']} of sha256 {str(old.get(key))[:12]}, now it has {new[key][:12]}"
-        )
     if key != "files":
-        return f"--{key} {old.get(key)}, and this one has --{key} {new[key]}"
-    if len(old[key]) != len(new[key]):
-        return f"{len(old[key])} files, and this one has {len(new[key])}"
-    before, now = next(pair for pair in zip(old[key], new[key], strict=True) if pair[0] != pair[1])
+        option = "--tokenizer of sha256" if key == "tokenizer_sha256" else f"--{key}"
+        return f"{option} {old}, and this one has {option} {new}"
+    if len(old) != len(new):
+        return f"{len(old)} files, and this one has {len(new)}"
+    before, now = next(pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
     if before["path_sha256"] != now["path_sha256"]:
         return f"{before['path']}, and this one has {now['path']} in its place"
     return f"{before['path']} of {before['version']}, and now it has {now['version']}"
+
+
+def check_tokenizer(folder: Path, digest: str | None) -> None:
+    """Raises UserError unless the folder's tokenizer.json is that of this sha256."""
+    path = folder / TOKENIZER
+    try:
+        found = digest_of(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if found != digest:
+        raise UserError(f"{path} has sha256 {found}, and the shards were made with {digest}")
 
 
 def check_complete(folder: Path) -> None:
     """Raises UserError unless a finished folder has its files, the shards with their sizes."""
     try:
         meta = read_meta(folder)
+        if meta is None:
+            raise UserError(f"{folder / META} does not exist")
+        for entry in meta["files"]:
+            inspect(str(folder / entry["name"]), entry)
+        check_tokenizer(folder, meta["tokenizer"]["sha256"])
     except UserError as error:
-        raise UserError(f"{error}, with another --out") from None
-    sizes = {entry["name"]: entry["bytes"] for entry in meta["files"]} if meta else {}
-    for name in (META, *sizes, TOKENIZER):
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path} is missing: put it back, or {WAY_OUT}")
-        size = path.stat().st_size
-        if name in sizes and size != sizes[name]:
-            raise UserError(
-                f"{path} has {size:,} bytes, and {META} says {sizes[name]:,}: put back the file that prepare "
-                f"wrote, or {WAY_OUT}"
-            )
-    digest = hashlib.sha256((folder / TOKENIZER).read_bytes()).hexdigest()
-    if meta and digest != meta["tokenizer"]["sha256"]:
-        raise UserError(
-            f"{folder / TOKENIZER} is not that of {META}: put back the file that prepare wrote, or {WAY_OUT}"
-        )
-
-
-def keep_intact_shards(record: Record) -> None:
-    """Forget the first shard that is not there with its size, and all behind it."""
-    for place, shard in enumerate(record.shards):
-        path = record.folder / shard["name"]
-        if not path.is_file() or path.stat().st_size != shard["bytes"]:
-            del record.shards[place:]
-            return
+        raise UserError(f"{error}; put back what prepare wrote, or {WAY_OUT}") from None
 
 
 class ShardWriter:
-    """Writes batches in their order. After each shard the record says from where to go on.
+    """Writes the tokens of batches in their order. After each shard the record says from where to go on.
 
-    `position` is where reading must begin; the tokens that lie in finished shards already are dropped.
+    Batches before number `first_batch` are in finished shards. Used as a context, which removes the
+    unfinished shard after an error.
     """
 
-    def __init__(self, record: Record, encoder: Encoder, shard_tokens: int) -> None:
-        self.record, self.encoder, self.shard_tokens = record, encoder, shard_tokens
-        nothing = {"position": {}, "skip": 0, "part": "train"}
-        last: dict[str, Any] = record.shards[-1] if record.shards else nothing
-        self.position = Position(**last["position"])
-        self._skip: int = last["skip"]
-        self._part: str = last["part"]
+    def __init__(self, folder: Path, record: Record, dtype: np.dtype, shard_tokens: int) -> None:
+        self.folder, self.record, self.dtype, self.shard_tokens = folder, record, dtype, shard_tokens
+        last = record.shards[-1] if record.shards else None
+        self.first_batch = last.batch if last else 0
+        self._next_batch = self.first_batch
+        self._skip = last.skip if last else 0
+        self._is_val = last.is_val if last else False
+        self._stack = contextlib.ExitStack()
         self._file: io.FileIO | None = None
         self._count = 0  # tokens in the shard at hand
 
-    def write(self, batch: Batch, tokens: np.ndarray) -> None:
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def write(self, tokens: np.ndarray, is_val: bool) -> None:
         """Append the tokens of the next batch. Raises UserError if they cannot be written."""
-        if batch.is_val and self._part == "train":
-            self._finish_shard(batch.before, 0)
-            self._part = "val"
-            start = batch.before.start + batch.before.bytes
-            self.record.val = {"document": batch.before.document, "start": start}
-        if self.record.val is not None and "first_token" not in self.record.val and len(tokens):
-            text = next((text for text in batch.texts if text), "")
-            self.record.val["first_token"] = self.encoder.first_token_bytes(text, int(tokens[0]))
-        done = min(self._skip, len(tokens))
-        self._skip -= done
+        if is_val and not self._is_val:
+            self.finish_shard(0)
+            self._is_val = True
+        done, self._skip = self._skip, 0
         while done < len(tokens):
             part = tokens[done : done + self.shard_tokens - self._count]
             self._append(part)
             done += len(part)
             if self._count == self.shard_tokens:
-                self._finish_shard(batch.before, done)
-        self.position = batch.after
+                self.finish_shard(done)
+        self._next_batch += 1
 
-    def close(self) -> None:
-        """The last shard. Raises UserError."""
-        self._finish_shard(self.position, 0)
-
-    def abandon(self) -> None:
-        """Give the room of an unfinished shard back, which may be what the disk lacks."""
-        if self._file:
-            with contextlib.suppress(OSError):
-                os.unlink(self._file.name)
-            with contextlib.suppress(OSError):
-                self._file.close()
-
-    def _name(self) -> str:
-        number = sum(shard["part"] == self._part for shard in self.record.shards)
-        return f"{self._part}_{number:05d}.bin"
+    def _path(self) -> Path:
+        """The file of the shard at hand."""
+        number = sum(shard.is_val == self._is_val for shard in self.record.shards)
+        return self.folder / f"{'val' if self._is_val else 'train'}_{number:05d}.bin"
 
     def _append(self, tokens: np.ndarray) -> None:
-        path = self.record.folder / (self._name() + PARTIAL)
-        with writable(path):
+        with writable(self._path()):
             if self._file is None:
-                self._file = io.FileIO(path, "wb")
+                self._file = self._stack.enter_context(atomic_file(self._path()))
                 write_all(self._file.write, bytes(HEADER_BYTES))  # the real one follows when all is there
             write_all(self._file.write, tokens.tobytes())
         self._count += len(tokens)
 
-    def _finish_shard(self, position: Position, skip: int) -> None:
-        """Name the shard. Going on begins at `position`, without the first `skip` tokens from there."""
+    def finish_shard(self, skip: int = 0) -> None:
+        """Name the shard, if there is one. Going on begins at the next batch, without its first tokens."""
         if self._file is None:
             return
-        name = self._name()
-        path = self.record.folder / name
-        partial = path.with_name(name + PARTIAL)
+        path = self._path()
         with writable(path):
             self._file.seek(0)
-            write_all(self._file.write, make_header(self._count, self.encoder.dtype))
-            os.fsync(self._file.fileno())
-            self._file.close()
-            digest, _ = read_through(partial)
-            os.replace(partial, path)
-            fsync_path(path.parent)
-            size = path.stat().st_size
-        shard = {"name": name, "tokens": self._count, "bytes": size, "sha256": digest}
-        self._file, self._count = None, 0
-        self.record.shards.append({**shard, "part": self._part, "position": asdict(position), "skip": skip})
-        self.record.save()
+            write_all(self._file.write, make_header(self._count, self.dtype))
+            self._stack.close()
+            size, digest = path.stat().st_size, digest_of(path)
+        self._file, tokens, self._count = None, self._count, 0
+        shard = Shard(
+            name=path.name, tokens=tokens, bytes=size, sha256=digest, batch=self._next_batch, skip=skip
+        )
+        self.record.shards.append(shard)
+        self.record.save(self.folder)

@@ -1,16 +1,13 @@
 """The command from its arguments to a complete folder: count, make the tokenizer, encode, describe.
 
 The tokenizer is that which --tokenizer asks for: characters, a BPE trained on the text, or one from
-elsewhere. Progress is a bar on a terminal, elsewhere a line now and then.
+elsewhere. A bar on stderr shows the progress; where that is no terminal, every LINE_EVERY_S.
 """
 
-import contextlib
 import hashlib
-import itertools
 import sys
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,21 +17,20 @@ import numpy as np
 from tqdm import tqdm
 
 from mingpt.base.errors import UserError
-from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer, read_named_tokenizer
-from mingpt.data.source import parse_named_tokenizer
+from mingpt.data.json_tokenizer import parse_tokenizer_json
+from mingpt.data.source import read_named_tokenizer
+from mingpt.data.tokenizers import CharTokenizer, Tokenizer
 from mingpt.tools.prepare.documents import (
     Batch,
     Counter,
     Encoder,
     InputFile,
     InputStats,
-    Position,
-    Split,
-    content_of,
+    Piece,
     find_inputs,
     read_batches,
     read_pieces,
-    utf8_length,
+    split_pieces,
 )
 from mingpt.tools.prepare.folder import (
     META,
@@ -42,9 +38,9 @@ from mingpt.tools.prepare.folder import (
     Record,
     ShardWriter,
     check_complete,
+    check_tokenizer,
     open_folder,
     open_record,
-    to_json,
     write_file,
 )
 
@@ -58,53 +54,37 @@ BPE_TOKENS = 4096
 TOKENIZER_WORDS = ("char", "bpe", "gpt2")  # others are files
 
 
-class Progress:
-    """Counts bytes of text on stderr."""
-
-    def __init__(self, what: str, total: int | None, initial: int = 0) -> None:
-        self._what, self._total, self._done, self._first = what, total, initial, initial
-        self._began = self._last = time.monotonic()
-        self._bar: tqdm[Never] | None = None
-        if sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total, initial=initial, desc=what, unit="B", unit_scale=True, dynamic_ncols=True
-            )
-
-    def add(self, size: int) -> None:
-        self._done += size
-        if self._bar is not None:
-            self._bar.update(size)
-        elif time.monotonic() - self._last >= LINE_EVERY_S:
-            self._last = time.monotonic()
-            speed = (self._done - self._first) / (self._last - self._began) / 1e6
-            share = f" ({100 * self._done / self._total:.1f}%)" if self._total else ""
-            sys.stderr.write(f"{self._what}: {self._done / 1e6:,.0f} MB{share}, {speed:.1f} MB/s\n")
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+def progress(what: str, total: int | None = None) -> "tqdm[Never]":
+    """A count of bytes of text."""
+    pause_s = 0.1 if sys.stderr.isatty() else LINE_EVERY_S
+    return tqdm(
+        total=total,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        mininterval=pause_s,
+        delay=pause_s,
+    )
 
 
-@contextlib.contextmanager
-def progress(what: str, total: int | None, initial: int = 0) -> Iterator[Progress]:
-    """Counting from `initial` bytes on, to `total` where it is known."""
-    counted = Progress(what, total, initial)
-    try:
-        yield counted
-    finally:
-        counted.close()
+def tokenizer_content(
+    files: Sequence[InputFile], stats: InputStats, options: "Options", given: bytes | None
+) -> bytes:
+    """The tokenizer.json that the options ask for. Raises UserError for one that cannot be had.
+
+    `given` is the content of the file that --tokenizer names, None where it names none.
+    """
+    if given is not None:
+        return given
+    if options.tokenizer == "char":
+        return CharTokenizer(stats.alphabet).to_tokenizer_json()
+    if options.tokenizer == "bpe":
+        return train_bpe(options.bpe_tokens, split_pieces(files, stats, options.val_fraction))
+    return read_named_tokenizer(options.tokenizer, "--tokenizer")
 
 
-def make_tokenizer(name: str, vocab_size: int, files: Sequence[InputFile], split: Split) -> Tokenizer:
-    """Raises UserError for a tokenizer that cannot be had."""
-    if name == "char":
-        return CharTokenizer(split.stats.alphabet)
-    if name == "bpe":
-        return JsonTokenizer(train_bpe(vocab_size, files, split))
-    return load_named_tokenizer(name, "--tokenizer")
-
-
-def train_bpe(vocab_size: int, files: Sequence[InputFile], split: Split) -> bytes:
+def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
     """A tokenizer.json of a byte-level BPE as GPT-2's, trained on the beginning of the training part.
 
     `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has not
@@ -126,33 +106,24 @@ def train_bpe(vocab_size: int, files: Sequence[InputFile], split: Split) -> byte
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    package.train_from_iterator([], trainer)  # the bytes alone
-    cutter = Encoder(JsonTokenizer(package.to_str().encode()))
-    texts = sample(read_batches(files, split, cutter, Position()))
-    package.train_from_iterator(texts, trainer)
+    package.train_from_iterator(sample(pieces), trainer)
     package.add_special_tokens([END_OF_TEXT])
     content: str = package.to_str(pretty=True)
     return content.encode()
 
 
-def sample(batches: Iterator[Batch]) -> Iterator[str]:
+def sample(pieces: Iterable[Piece]) -> Iterator[str]:
     """Texts of the training part, until there are enough of them, or of distinct words."""
     words: set[str] = set()
     size = word_bytes = 0
-    for batch in batches:
-        for text in batch.texts:
-            if batch.is_val or size >= SAMPLE_BYTES or word_bytes >= SAMPLE_WORD_BYTES:
-                return
-            new = set(text.split()) - words
-            word_bytes += sum(map(utf8_length, new))
-            words |= new
-            size += utf8_length(text)
-            yield text
-
-
-def restore_tokenizer(name: str, stats: InputStats, content: bytes) -> Tokenizer:
-    """The tokenizer of a command that goes on, from its tokenizer.json."""
-    return CharTokenizer(stats.alphabet) if name == "char" else JsonTokenizer(content)
+    for piece in pieces:
+        if piece.is_val or size >= SAMPLE_BYTES or word_bytes >= SAMPLE_WORD_BYTES:
+            return
+        new = set(piece.text.split()) - words
+        word_bytes += sum(len(word.encode()) for word in new)
+        words |= new
+        size += piece.bytes
+        yield piece.text
 
 
 @dataclass(frozen=True)
@@ -187,7 +158,7 @@ class Options:
 def prepare(names: Sequence[str], out: Path, options: Options) -> str:
     """Write the shards of the files that `names` stand for to the folder `out`; returns a summary.
 
-    A command that was killed goes on where it was. Raises UserError.
+    A command that was killed goes on behind its last finished shard. Raises UserError.
     """
     files = find_inputs(names)
     command = asdict(options) | {"files": [file.identity() for file in files]}
@@ -198,142 +169,131 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
     given = None  # the content of the tokenizer's file
     if options.tokenizer not in TOKENIZER_WORDS:
         given = read_named_tokenizer(options.tokenizer, "--tokenizer")
-        command["tokenizer_sha256"] = sha256(given)
+        command["tokenizer_sha256"] = hashlib.sha256(given).hexdigest()
     with open_folder(out):
         record = open_record(out, command)
         if record.is_complete:
             check_complete(out)
             return f"{out} is complete already; --check reads it through"
-        stats = count(files, record, options)
-        split = Split(stats, options.val_fraction)
-        check_split(split)
-        tokenizer = load_or_make_tokenizer(files, record, split, options, given)
-        encoder = Encoder(tokenizer)
-        write_shards(files, record, split, encoder, options)
-        meta = make_meta(record, stats, encoder)
-        write_file(out / META, to_json(meta))
-        record.finish()
+        if record.stats is None:
+            record.save(out)  # an output folder that cannot be written to is found before all is read
+            record.stats = count(files, options)
+            record.save(out)
+        stats = record.stats
+        tokenizer = load_or_make_tokenizer(files, stats, out, record, options, given)
+        meta = write_shards(files, stats, out, record, Encoder(tokenizer), options)
+        write_file(out / META, meta)
+        Record(command=command, tokenizer=record.tokenizer, is_complete=True).save(out)
     return summary(out, meta, stats)
 
 
-def count(files: Sequence[InputFile], record: Record, options: Options) -> InputStats:
-    """Read all documents once. Raises UserError for a file without text."""
-    if record.stats is not None:
-        return InputStats(**record.stats)
-    record.save()  # an output folder that cannot be written to is found before all is read
+def count(files: Sequence[InputFile], options: Options) -> InputStats:
+    """Read all documents once. Raises UserError for a file without text, and if a part would be empty."""
     counter = Counter(wants_alphabet=options.tokenizer == "char")
-    with progress("counting", None) as shown:
+    with progress("counting") as shown:
         for file in files:
             before = counter.stats.bytes
             for piece in read_pieces(file):
-                shown.add(counter.add(piece))
+                counter.add(piece)
+                shown.update(piece.bytes)
             if counter.stats.bytes == before:
                 raise UserError(f"{file.shown} holds no text")
     stats = counter.result()
-    record.stats = asdict(stats)
-    record.save()
+    if stats.documents == 1 and int(stats.characters * (1 - options.val_fraction)) == 0:
+        raise UserError(
+            f"a single document of {stats.characters} characters leaves nothing to train on with "
+            f"--val_fraction {options.val_fraction}"
+        )
     return stats
 
 
-def check_split(split: Split) -> None:
-    """Raises UserError if a part would be empty."""
-    if split.characters == 0:
-        raise UserError(
-            f"a single document of {split.stats.characters} characters leaves nothing to train on with "
-            f"--val_fraction {split.val_fraction}"
-        )
-
-
 def load_or_make_tokenizer(
-    files: Sequence[InputFile], record: Record, split: Split, options: Options, given: bytes | None
+    files: Sequence[InputFile],
+    stats: InputStats,
+    out: Path,
+    record: Record,
+    options: Options,
+    given: bytes | None,
 ) -> Tokenizer:
-    """The tokenizer, whose file is in the folder from now on. Raises UserError.
-
-    `given` is the content of the file that --tokenizer names, None where it names none.
-    """
-    path = record.folder / TOKENIZER
-    if record.tokenizer is not None and path.is_file():
-        content = path.read_bytes()
-        if sha256(content) == record.tokenizer:
-            return restore_tokenizer(options.tokenizer, split.stats, content)
-    tokenizer: Tokenizer
-    if given is not None:
-        tokenizer = parse_named_tokenizer(given, options.tokenizer, "--tokenizer")
-    else:
-        tokenizer = make_tokenizer(options.tokenizer, options.bpe_tokens, files, split)
-    content = content_of(tokenizer)
-    if record.tokenizer not in (None, sha256(content)):
-        raise UserError(
-            f"--tokenizer {options.tokenizer} is no longer what {record.folder} was begun with: "
-            "name another --out, or remove it"
-        )
-    unfinished = {"format": 1, "complete": False, **describe(record, len(tokenizer), None)}
-    write_file(record.folder / META, to_json(unfinished))  # so that nobody takes a part for the whole
+    """The tokenizer, whose file is in the folder from now on. Raises UserError."""
+    path = out / TOKENIZER
+    if record.tokenizer is not None:
+        check_tokenizer(out, record.tokenizer)
+        return parse_tokenizer_json(path.read_bytes())
+    content = tokenizer_content(files, stats, options, given)
+    try:
+        tokenizer = parse_tokenizer_json(content)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"--tokenizer {options.tokenizer} cannot be used: {error}") from None
+    write_file(out / META, {"format": 1, "complete": False})  # so that nobody takes a part for the whole
     write_file(path, content)
-    record.tokenizer = sha256(content)
-    record.save()
+    record.tokenizer = hashlib.sha256(content).hexdigest()
+    record.save(out)
     return tokenizer
 
 
 def write_shards(
-    files: Sequence[InputFile], record: Record, split: Split, encoder: Encoder, options: Options
-) -> None:
-    """Encode and write what is missing; reading, encoding and writing overlap. Raises UserError."""
-    stats = split.stats
-    writer = ShardWriter(record, encoder, options.shard_tokens)
-    batches = read_batches(files, split, encoder, writer.position)
-    pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
-    pool = ThreadPoolExecutor(ENCODING_THREADS)
-    begin = writer.position.start + writer.position.bytes
-    try:
-        with progress("encoding", stats.bytes, begin) as shown:
-            for batch in itertools.chain(batches, itertools.repeat(None)):
-                if batch is not None:
-                    pending.append((batch, pool.submit(encoder.encode, batch.texts, batch.ends)))
-                if not pending:
-                    break
-                if batch is None or len(pending) > MAX_PENDING:
-                    first, tokens = pending.popleft()
-                    writer.write(first, tokens.result())
-                    shown.add(first.bytes)
-        position = writer.position
-        if (position.start, position.document) != (stats.bytes, stats.documents):
+    files: Sequence[InputFile],
+    stats: InputStats,
+    out: Path,
+    record: Record,
+    encoder: Encoder,
+    options: Options,
+) -> dict[str, Any]:
+    """Encode and write the shards that are missing; returns the content of meta.json. Raises UserError."""
+    batches = read_batches(split_pieces(files, stats, options.val_fraction))
+    train, val = InputStats(), InputStats()
+    first_token_bytes: int | None = None  # of validation
+    with (
+        progress("encoding", stats.bytes) as shown,
+        ShardWriter(out, record, encoder.dtype, options.shard_tokens) as writer,
+    ):
+        for batch, tokens in encode_batches(batches, encoder, writer.first_batch):
+            part = val if batch.is_val else train
+            part.documents += sum(batch.ends)
+            part.bytes += batch.bytes
+            if batch.is_val and first_token_bytes is None:
+                first_token_bytes = encoder.first_token_bytes(batch)
+            if tokens is not None:
+                writer.write(tokens, batch.is_val)
+            shown.update(batch.bytes)
+        if (train.documents + val.documents, train.bytes + val.bytes) != (stats.documents, stats.bytes):
             raise UserError("the input has changed while it was read: remove the folder, and start again")
-        writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def make_meta(record: Record, stats: InputStats, encoder: Encoder) -> dict[str, Any]:
-    """The content of meta.json. Raises UserError if a part has no token."""
-    parts = {shard["part"] for shard in record.shards}
-    if parts != {"train", "val"} or record.val is None:
+        writer.finish_shard()
+    if first_token_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
         raise UserError("the training or the validation part has no token: more text is needed")
     return {
         "format": 1,
         "complete": True,
-        **describe(record, len(encoder.tokenizer), encoder.end_of_text),
-    } | {
-        "val_bytes": stats.bytes - record.val["start"] - record.val["first_token"],
-        "documents": {
-            "train": max(1, record.val["document"]),
-            "val": stats.documents - record.val["document"],
+        "tokenizer": {
+            "sha256": record.tokenizer,
+            "vocab_size": len(encoder.tokenizer),
+            "end_of_text": encoder.end_of_text,
         },
+        "val_bytes": val.bytes - first_token_bytes,
+        "documents": {"train": max(1, train.documents), "val": val.documents},
+        "files": [shard.model_dump(exclude={"batch", "skip"}) for shard in record.shards],
     }
 
 
-def describe(record: Record, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
-    """The fields of meta.json that are the same for a part and for the whole."""
-    keys = ("name", "tokens", "bytes", "sha256")
-    return {
-        "tokenizer": {"sha256": record.tokenizer, "vocab_size": vocab_size, "end_of_text": end_of_text},
-        "val_bytes": None,
-        "documents": {"train": 0, "val": 0},
-        "files": [{key: shard[key] for key in keys} for shard in record.shards],
-    }
+def encode_batches(
+    batches: Iterable[Batch], encoder: Encoder, first: int
+) -> Iterator[tuple[Batch, np.ndarray | None]]:
+    """Each batch and its tokens, None for those before number `first`; reading and encoding overlap."""
+    pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
+    with ThreadPoolExecutor(ENCODING_THREADS) as pool:
+        for number, batch in enumerate(batches):
+            if number < first:
+                yield batch, None
+                continue
+            pending.append((batch, pool.submit(encoder.encode, batch)))
+            if len(pending) > MAX_PENDING:
+                oldest, tokens = pending.popleft()
+                yield oldest, tokens.result()
+        for oldest, tokens in pending:
+            yield oldest, tokens.result()
 
 
 def summary(out: Path, meta: dict[str, Any], stats: InputStats) -> str:
@@ -344,7 +304,3 @@ def summary(out: Path, meta: dict[str, Any], stats: InputStats) -> str:
         f"a vocabulary of {meta['tokenizer']['vocab_size']:,}, "
         f"{stats.documents:,} document{'' if stats.documents == 1 else 's'}, {len(meta['files'])} files"
     )
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import random
 import re
 import subprocess
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer as PackageTokenizer
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from mingpt.data import CharTokenizer, JsonTokenizer
+from mingpt.tools.prepare import documents
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,8 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short text is read, cut and encoded as a long one."""
-    for name, size in (
-        ("documents.PIECE_BYTES", 3001),
-        ("documents.BATCH_CHARACTERS", 6000),
-        ("documents.SHORTEST_CUT", 700),
-        ("documents.PIECE_CHARACTERS", 500),
-        ("documents.GROUP_BYTES", 2000),
-    ):
-        monkeypatch.setattr(f"mingpt.tools.prepare.{name}", size)
+    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
+    monkeypatch.setattr(documents, "BATCH_BYTES", 6000)
 
 
 def expected(path: Path, documents: list[str]) -> list[int]:
@@ -114,7 +108,7 @@ def test_documents_end_with_end_of_text_and_are_never_cut(
     assert tokens_of(out, "val") == expected(out / "tokenizer.json", documents[border:])
 
 
-def test_a_tokenizer_that_cannot_be_cut_gets_whole_documents(tmp_path: Path, small_pieces: None) -> None:
+def test_a_text_of_one_piece_is_encoded_as_a_whole_by_any_tokenizer(tmp_path: Path) -> None:
     """With a normalizer the bytes of validation are counted in the source."""
     text = mixed(40_000, 6)
     (tmp_path / "a.txt").write_bytes(text.encode())
@@ -127,30 +121,11 @@ def test_a_tokenizer_that_cannot_be_cut_gets_whole_documents(tmp_path: Path, sma
     package.save(str(tmp_path / "tokenizer.json"))
     out = tmp_path / "out"
     prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tmp_path / "tokenizer.json")
-    assert not JsonTokenizer((tmp_path / "tokenizer.json").read_bytes()).can_be_cut
     parts = text[:36_000], text[36_000:]
     assert tokens_of(out, "train") == expected(tmp_path / "tokenizer.json", [parts[0]])[:-1]
     assert tokens_of(out, "val") == expected(tmp_path / "tokenizer.json", [parts[1]])
     end = package.encode(parts[1]).offsets[0][1]
     assert read_meta(out)["val_bytes"] == len(parts[1][end:].encode())
-
-
-@pytest.mark.slow
-def test_own_bpe_is_the_same_on_one_core_and_on_two(tmp_path: Path) -> None:
-    """All files are, from training to shards."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    if len(cores) < 2:
-        pytest.skip("this machine gives the test one core alone")
-    argv = [ROOT / "data/input.txt", "--tokenizer", "bpe", "--vocab_size", 400]
-    for some in (cores[:1], cores):
-        affinity = (
-            f"import os; os.sched_setaffinity(0, {some})\n"
-            f"import atexit; atexit.register(lambda: print(len(os.sched_getaffinity(0))))"
-        )
-        done = run_apart(*argv, "--out", tmp_path / str(len(some)), before=affinity)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split()[-1] == str(len(some))
-    assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
 @pytest.mark.slow
@@ -162,20 +137,12 @@ def test_own_bpe_is_the_same_with_one_thread_and_trains_on_no_validation(tmp_pat
     assert run_apart(ROOT / "data/input.txt", *one, *words, RAYON_NUM_THREADS="1").returncode == 0
     assert digests(tmp_path / "one") == digests(bpe)
     tokenizer = JsonTokenizer((bpe / "tokenizer.json").read_bytes())
-    assert len(tokenizer) == 400 and tokenizer.end_of_text == 399 and tokenizer.can_be_cut
+    assert len(tokenizer) == 400 and tokenizer.end_of_text == 399
     text = (ROOT / "data/input.txt").read_text()
     (tmp_path / "other.txt").write_text(text[:900_000] + "".join(random.Random(0).sample(text, 100_000)))
     prepared(tmp_path / "other.txt", "--out", tmp_path / "other", *words)
     assert digests(tmp_path / "other")["tokenizer.json"] == digests(bpe)["tokenizer.json"]
     assert digests(tmp_path / "other")["val_00000.bin"] != digests(bpe)["val_00000.bin"]
-
-
-def test_a_bpe_that_finds_fewer_pairs_says_how_many_tokens_it_has(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "the the the"}\n{"text": "sea"}\n')
-    argv = ["--tokenizer", "bpe", "--vocab_size", 500_000]
-    line = prepared(tmp_path / "a.jsonl", "--out", tmp_path / "out", *argv)
-    size = read_meta(tmp_path / "out")["tokenizer"]["vocab_size"]
-    assert 257 < size < 270 and f"a vocabulary of {size}, 2 documents, 2 files" in line
 
 
 def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> None:
@@ -187,14 +154,6 @@ def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> Non
     assert tokens_of(tmp_path / "out", "train") + tokens_of(tmp_path / "out", "val") == list(range(count))
     assert (tmp_path / "out/val_00000.bin").stat().st_size % 4 == 0
     assert f"largest token {count - 1}" in prepared("--check", tmp_path / "out")
-
-
-def test_a_finished_folder_is_left_as_it_is(tmp_path: Path) -> None:
-    words = [ROOT / "data/README.md", "--out", tmp_path / "out"]
-    prepared(*words)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert "complete already" in prepared(*words)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_long_lines_without_whitespace_are_read_in_time(bpe: Path, tmp_path: Path) -> None:

@@ -101,9 +101,8 @@ def test_no_text_or_no_folder_is_a_sentence(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "is a file, or below one" in refused(PLAY, "--out", tmp_path / "file")
-    assert "is a file, or below one" in refused(PLAY, "--out", tmp_path / "file" / "out")
-    assert "cannot be made" in refused(PLAY, "--out", "/proc/out")
+    assert "cannot be made a folder: File exists" in refused(PLAY, "--out", tmp_path / "file")
+    assert "cannot be made a folder: Not a directory" in refused(PLAY, "--out", tmp_path / "file" / "out")
 
 
 @pytest.mark.slow
@@ -121,11 +120,6 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_a_url_without_a_network_is_told_from_one_that_does_not_exist(tmp_path: Path) -> None:
-    said = refused("http://127.0.0.1:9/a.txt", "--out", tmp_path / "out")
-    assert said.startswith("error: http://127.0.0.1:9/a.txt cannot be read: ClientConnectorError: ")
-
-
 def test_credentials_of_a_url_are_not_shown(tmp_path: Path) -> None:
     said = refused("http://me:secret@127.0.0.1:9/a.txt", "--out", tmp_path / "out")
     assert "secret" not in said and "http://me:***@127.0.0.1" in said
@@ -133,25 +127,25 @@ def test_credentials_of_a_url_are_not_shown(tmp_path: Path) -> None:
 
 ELSEWHERE = {"name": "../a", "tokens": 1, "bytes": 1, "sha256": ""}
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
-    ("a bit", lambda out: flip(out / "train_00001.bin", 1500), "train_00001.bin: sha256 is"),
-    ("cut", lambda out: (out / "train_00000.bin").write_bytes(b""), "train_00000.bin is empty"),
+    ("a bit", lambda out: flip(out / "train_00001.bin", 1500, 1), "train_00001.bin: sha256 is"),
+    ("cut", lambda out: (out / "train_00000.bin").write_bytes(b""), "train_00000.bin has 0 bytes"),
     ("gone", lambda out: (out / "val_00000.bin").unlink(), "val_00000.bin does not exist"),
     ("header", lambda out: flip(out / "val_00000.bin", 0), "val_00000.bin begins with"),
-    ("version", lambda out: flip(out / "val_00000.bin", 4), "val_00000.bin has version 254"),
+    ("version", lambda out: flip(out / "val_00000.bin", 4), "val_00000.bin begins with 20240520 and version 254"),
     ("token", lambda out: flip(out / "train_00000.bin", -1), "train_00000.bin: holds token"),
-    ("tokenizer", lambda out: flip(out / "tokenizer.json", 9), "tokenizer.json: sha256 is"),
-    ("no tokenizer", lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json: cannot be read"),
+    ("tokenizer", lambda out: flip(out / "tokenizer.json", 9), "tokenizer.json has sha256"),
+    ("no tokenizer", lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
     ("stray", lambda out: (out / "more.bin").touch(), "more.bin: meta.json does not list it"),
     ("meta", lambda out: flip(out / "meta.json", 0), "meta.json is damaged: "),
-    ("meta field", lambda out: change_meta(out, files=3), 'meta.json is damaged: "files"'),
-    ("meta path", lambda out: change_meta(out, files=[ELSEWHERE]), 'meta.json is damaged: "name" of file 0'),
+    ("meta field", lambda out: change_meta(out, files=3), "meta.json is damaged: files: "),
+    ("meta path", lambda out: change_meta(out, files=[ELSEWHERE]), "meta.json is damaged: files.0.name: "),
     ("unfinished", lambda out: change_meta(out, complete=False), "meta.json says that prepare has not"),
 ]  # fmt: skip
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, place: int, bits: int = 0xFF) -> None:
     content = bytearray(path.read_bytes())
-    content[place] ^= 0xFF
+    content[place] ^= bits
     path.write_bytes(content)
 
 
