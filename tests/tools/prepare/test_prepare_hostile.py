@@ -131,7 +131,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("cut", lambda out: (out / "train_00000.bin").write_bytes(b""), "train_00000.bin has 0 bytes"),
     ("gone", lambda out: (out / "val_00000.bin").unlink(), "val_00000.bin does not exist"),
     ("header", lambda out: flip(out / "val_00000.bin", 0), "val_00000.bin begins with"),
-    ("version", lambda out: flip(out / "val_00000.bin", 4), "val_00000.bin begins with 20240520 and version 254"),
+    ("version", lambda out: flip(out / "val_00000.bin", 4), "begins with 20240520 and version 254"),
     ("token", lambda out: flip(out / "train_00000.bin", -1), "train_00000.bin: holds token"),
     ("tokenizer", lambda out: flip(out / "tokenizer.json", 9), "tokenizer.json has sha256"),
     ("no tokenizer", lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
