@@ -214,7 +214,7 @@ class JsonTokenizer(Tokenizer):
 
     def _is_in_texts(self, token: int) -> bool:
         """Whether a special token, which has no bytes, may be a token of plain text."""
-        string = self._tokenizer.id_to_token(token)
+        string = self._tokenizer.id_to_token(token) or ""
         return self._is_special[token] and token in self._encode_one(string).ids
 
     def first_token_bytes(self, text: str) -> int:
