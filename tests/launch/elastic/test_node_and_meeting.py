@@ -29,9 +29,6 @@ class FakeBoard:
         self.exchanges += 1
         return [mine, *self._entries(self.exchanges)]
 
-    def remove(self, mine: Entry) -> None:
-        self._entries(self.exchanges)
-
 
 def started(*boards: Any) -> Node:
     node = Node("host", HERE, 1)
@@ -114,7 +111,6 @@ def test_a_board_that_hangs_keeps_no_agent_from_ending() -> None:
     node = started(FakeBoard("board", hang))
     began = time.monotonic()
     node.end(LEFT, within_s=0.3)
-    node.remove(within_s=0.3)
     assert time.monotonic() - began < 5
 
 
