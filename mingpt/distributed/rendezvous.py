@@ -159,13 +159,13 @@ def passive(why: str) -> str:
 class FailedStarts(NamedTuple):
     """Generations that failed before they had begun to train, one after the other, at the same step."""
 
-    count: int = 0
+    number: int = 0
     step: int | None = None
 
     def followed_by(self, end: GenerationEnd) -> "FailedStarts":
         if not end.failed_to_begin():
             return FailedStarts()
-        return FailedStarts(self.count + 1 if end.step() == self.step else 1, end.step())
+        return FailedStarts(self.number + 1 if end.step() == self.step else 1, end.step())
 
 
 def repeated_sentence(where: str, end: str) -> str:
@@ -299,7 +299,7 @@ class Rendezvous:
                 before = json.loads(store.get("failed_starts")) if has_failed else []
                 failed = FailedStarts(*before).followed_by(previous)
                 store.set("failed_starts", json.dumps(failed))
-                if failed.count >= MAX_REPEATS:
+                if failed.number >= MAX_REPEATS:
                     self.repeated_failure = repeated_sentence("before the first step", previous.sentence())
         store.set("generation", json.dumps([self.generation, self.launch.world_size, self.launch.round]))
         has_missing = store.check(["missing_workers"])

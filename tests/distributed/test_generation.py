@@ -46,7 +46,7 @@ def test_failures_before_the_first_step_are_counted_while_they_are_the_same(
     failed = FailedStarts()
     for one in ends:
         failed = failed.followed_by(one)
-    assert (failed.count >= MAX_REPEATS) == is_repeated
+    assert (failed.number >= MAX_REPEATS) == is_repeated
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_peer_that_left_no_orderly_reason_is_lost(
     ],
 )
 def test_the_end_of_a_generation_is_one_sentence(whys: dict[str, str], sentence: str) -> None:
-    assert end(**whys).sentence() == sentence
+    assert end(0, False, **whys).sentence() == sentence
 
 
 def test_the_last_step_is_the_furthest_that_any_rank_has_reported() -> None:
