@@ -19,23 +19,21 @@ if TYPE_CHECKING:
 
 
 BATCH = 16  # samples at once; each has a key/value cache
-PROMPTS = ("prompt", "prompt_file", "prompt_tokens")
-EMPTY = "the prompt is empty and there is nothing to continue: give at least one "
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("python sample.py", __doc__)
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
     parser.add_argument("run", nargs="?", default="out/default", help=where)
-    parser.add_argument(
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
         "--prompt",
-        action="append",
         help="text to continue (default: end-of-text if there is such a token, else a newline)",
     )
     file = "file with the text to continue; - for stdin"
-    parser.add_argument("--prompt_file", action="append", metavar="PATH", help=file)
+    prompt.add_argument("--prompt_file", metavar="PATH", help=file)
     tokens = "tokens to continue, as in 464,3290; prints tokens, not text"
-    parser.add_argument("--prompt_tokens", action="append", metavar="IDS", help=tokens)
+    prompt.add_argument("--prompt_tokens", metavar="IDS", help=tokens)
     parser.add_argument(
         "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
     )
@@ -56,31 +54,13 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)"
     )
     arguments = parser.parse_args(words)
-    check_arguments(parser, arguments)
-    return arguments
-
-
-def check_arguments(parser: CommandParser, arguments: argparse.Namespace) -> None:
-    """Raises UserError for what cannot be; a prompt is then text, or None."""
-    given = [(name, value) for name in PROMPTS for value in getattr(arguments, name) or []]
-    if len(given) > 1:
-        parser.error(f"{len(given)} prompts are given: give one --prompt, --prompt_file or --prompt_tokens")
-    for name, value in given:
-        setattr(arguments, name, value)
-        if not value.strip(" ,") and name == "prompt_tokens":
-            raise UserError(f"{EMPTY}token, as in --prompt_tokens 464,3290")
-        if not value:
-            raise UserError(
-                f"{EMPTY}character" if name == "prompt" else "--prompt_file is empty: give a path"
-            )
     for name, low in (("tokens", 0), ("num_samples", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
         value = getattr(arguments, name)
         if value is not None and not low <= value < 2**63:
             parser.error(f"--{name} must be at least {low}, not {value}")
-    if arguments.stop == "":
-        parser.error("--stop is empty")
-    if arguments.stop and arguments.prompt_tokens:
+    if arguments.stop and arguments.prompt_tokens is not None:
         parser.error("--stop is text, and --prompt_tokens prints tokens")
+    return arguments
 
 
 def main(words: Sequence[str]) -> int:
@@ -103,7 +83,8 @@ def sample(arguments: argparse.Namespace) -> None:
 
     snapshot = open_snapshot(arguments.run, check_model, weights_only=True)
     config, vocab_size = snapshot.config, snapshot_vocab_size(snapshot.manifest)
-    tokenizer = None if arguments.prompt_tokens else snapshot_tokenizer(snapshot)
+    has_tokens = arguments.prompt_tokens is not None
+    tokenizer = None if has_tokens else snapshot_tokenizer(snapshot)
     if tokenizer is None:
         text, prompt, known = "", read_prompt_tokens(arguments, vocab_size), vocab_size
     else:
@@ -163,7 +144,7 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
         tokens = tokenizer.default_prompt()
         return tokenizer.decode(tokens), tokens
     if not text:
-        raise UserError(f"{EMPTY}character")
+        raise UserError("the prompt is empty and there is nothing to continue: give at least one character")
     return text, tokenizer.encode(text).tolist()
 
 

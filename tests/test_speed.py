@@ -104,12 +104,12 @@ import sys
 import torch
 from mingpt.config import Config
 from mingpt.model import GPT
-from mingpt.optim import Optimizer
+from mingpt.optim import Exchange, Optimizer
 from mingpt.parallel.ddp import allocate
 import mingpt.training.trainer, mingpt.distributed
 weights = dict(GPT(Config().model, vocab_size=5, block_size=4).named_parameters())
 shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-optimizer = Optimizer(weights, shapes, Config().optimizer)
+optimizer = Optimizer(weights, shapes, Config().optimizer, Exchange(0, 1, False, None, None, None))
 with torch.device("meta"):
     model = GPT(Config().model, vocab_size=5, block_size=4)
 allocate(model, torch.device("cpu"))

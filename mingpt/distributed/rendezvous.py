@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mingpt.base.errors import PeersMissing
 from mingpt.base.system import run_within
@@ -118,13 +118,6 @@ class GenerationEnd:
     world_size: int
     exit_reasons: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
 
-    def to_json(self) -> list[Any]:
-        return [self.world_size, list(self.exit_reasons.items())]
-
-    @classmethod
-    def from_json(cls, content: list[Any]) -> "GenerationEnd":
-        return cls(content[0], dict(content[1]))
-
     def step(self) -> int | None:
         """The last step that the generation had completed."""
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
@@ -145,9 +138,9 @@ class GenerationEnd:
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
         parts = []
         if missing:
-            who = ("worker " if len(missing) == 1 else "workers ") + ", ".join(map(str, missing))
             timeouts = [why.removeprefix(TIMED_OUT) for why in reasons.values() if why.startswith(TIMED_OUT)]
-            parts.append(f"{who} timed out{timeouts[0]}" if timeouts else f"{who} vanished")
+            what = f"timed out{timeouts[0]}" if timeouts else "vanished"
+            parts.append(f"{list_workers(missing)} {what}")
         parts += [f"worker {rank} {why}" for rank, why in self.failures().items()]
         if parts:
             return "; ".join(parts)
@@ -163,13 +156,16 @@ def passive(why: str) -> str:
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 
-def repeated_failure(ends: Sequence[GenerationEnd]) -> str | None:
-    """One sentence if the last generations all failed before they had begun to train, at the same step."""
-    last = ends[-MAX_REPEATS:]
-    same_step = len({end.step() for end in last}) == 1
-    if len(last) < MAX_REPEATS or not same_step or not all(end.failed_to_begin() for end in last):
-        return None
-    return repeated_sentence("before the first step", last[-1].sentence())
+class FailedStarts(NamedTuple):
+    """Generations that failed before they had begun to train, one after the other, at the same step."""
+
+    number: int = 0
+    step: int | None = None
+
+    def followed_by(self, end: GenerationEnd) -> "FailedStarts":
+        if not end.failed_to_begin():
+            return FailedStarts()
+        return FailedStarts(self.number + 1 if end.step() == self.step else 1, end.step())
 
 
 def repeated_sentence(where: str, end: str) -> str:
@@ -299,7 +295,12 @@ class Rendezvous:
             # With another leader in between, this store knows nothing of the generation before.
             if round is None or round + 1 == self.launch.round:
                 previous = GenerationEnd(world_size, self._read_exit_reasons(name, world_size))
-                self.repeated_failure = repeated_failure(self._note_end(previous))
+                has_failed = store.check(["failed_starts"])
+                before = json.loads(store.get("failed_starts")) if has_failed else []
+                failed = FailedStarts(*before).followed_by(previous)
+                store.set("failed_starts", json.dumps(failed))
+                if failed.number >= MAX_REPEATS:
+                    self.repeated_failure = repeated_sentence("before the first step", previous.sentence())
         store.set("generation", json.dumps([self.generation, self.launch.world_size, self.launch.round]))
         has_missing = store.check(["missing_workers"])
         if has_missing:
@@ -316,14 +317,6 @@ class Rendezvous:
             if has_reason:
                 reasons[rank] = json.loads(self._store.get(key))
         return reasons
-
-    def _note_end(self, end: GenerationEnd) -> list[GenerationEnd]:
-        """How the last generations ended, this one included."""
-        has_ends = self._store.check(["ends"])
-        ends = json.loads(self._store.get("ends")) if has_ends else []
-        ends = [*ends, end.to_json()][-MAX_REPEATS:]
-        self._store.set("ends", json.dumps(ends))
-        return [GenerationEnd.from_json(entry) for entry in ends]
 
     def record_exit_reason(self, why: str, step: int, rank: int | None = None, agreed: bool = False) -> None:
         """Tell the next generation why this or another rank exits after `step`; the first reason counts."""

@@ -100,13 +100,9 @@ def draw_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: in
         return weight
     else:
         std = 1.0 if name == "wte.weight" else shape[1] ** -0.5
-    generator = torch.Generator(device="cpu").manual_seed(stream_seed(seed, name))
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little"))
     return weight.normal_(std=std, generator=generator)
-
-
-def stream_seed(seed: int, name: str) -> int:
-    """64 bits that depend on both."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
 
 
 class CausalSelfAttention(nn.Module):
@@ -142,19 +138,15 @@ class CausalSelfAttention(nn.Module):
             query, key = (positions.rotary(rms_norm(part), start) for part in (query, key))
         if cache:
             key, value = cache.extend(block, key, value)
-        end = start + query.size(2)
+        length = query.size(2)
         dropout = self.dropout if self.training else 0.0
-        if compiling_for_cpu(query) and query.size(2) <= MAX_MATH_ATTENTION:
-            mask = positions.mask[:end, :end].to(query.dtype)
+        if compiling_for_cpu(query) and length <= MAX_MATH_ATTENTION:
+            mask = positions.mask[:length, :length].to(query.dtype)
             scores = (query / math.sqrt(query.size(3))) @ key.mT + mask
             weights = compiled_dropout(F.softmax(scores, dim=-1).to(value.dtype), dropout)
             return (weights @ value).transpose(1, 2)
-        attn_mask = None  # one token after all the others sees them all
-        if start and query.size(2) > 1:
-            attn_mask = positions.mask[start:end, :end].to(query.dtype)  # (T, positions so far)
-        y = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, is_causal=not start, dropout_p=dropout
-        )
+        # One token after all the others sees them all.
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=not start, dropout_p=dropout)
         return y.transpose(1, 2)
 
 
@@ -243,8 +235,8 @@ class GPT(nn.Module):
         """(B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
         With targets, logits are None if there are more than loss.MAX_LOGITS of them: they are then computed
-        in chunks. With a cache the input continues the positions stored there. Raises ValueError past
-        block_size.
+        in chunks. With a cache the input continues the positions stored there: any number of tokens if there
+        are none, else one. Raises ValueError past block_size.
         """
         start = cache.length if cache else 0
         if start + tokens.size(1) > self.block_size:
@@ -293,6 +285,7 @@ class Cache:
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append (B, H, T, D) keys and values; returns those of all positions, (B, H, length + T, D)."""
+        assert not self.length or key.size(2) == 1, "several tokens would see those after them"
         end = self.length + key.size(2)
         for stored, new in zip(self.stored[:, block], (key, value), strict=True):
             stored[:, :, self.length : end] = new

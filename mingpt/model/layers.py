@@ -124,14 +124,11 @@ class Positions(nn.Module):
         self.rotary = rotary
         self.register_buffer("mask", torch.empty(block_size, block_size), persistent=False)
         self.mask: Tensor
-        self.init_mask()
-
-    def init_mask(self) -> None:
-        if not self.mask.is_meta:
-            self.mask.fill_(float("-inf")).triu_(1)
+        self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute everything again, after Module.to_empty."""
-        self.init_mask()
+        """Compute everything, again after Module.to_empty; on the meta device there is nothing to compute."""
+        if not self.mask.is_meta:
+            self.mask.fill_(float("-inf")).triu_(1)
         if self.rotary:
             self.rotary.init_buffers()

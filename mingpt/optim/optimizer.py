@@ -20,7 +20,6 @@ from mingpt.optim.muon import Exchange, Muon
 
 EPSILON = 1e-8
 CPU_MULTIPLE = 16  # elements
-ALONE = Exchange()
 
 
 class AdamW:
@@ -142,7 +141,7 @@ class Optimizer:
         weights: Mapping[str, Tensor],
         shapes: Mapping[str, tuple[int, ...]],
         config: OptimizerConfig,
-        exchange: Exchange = ALONE,
+        exchange: Exchange,
     ) -> None:
         hidden = {name: weight for name, weight in weights.items() if uses_muon(name, shapes[name], config)}
         rest = {name: weight for name, weight in weights.items() if name not in hidden}

@@ -1,9 +1,19 @@
 import pytest
+from torch.distributed import TCPStore
 
-from mingpt.distributed import GenerationEnd
-from mingpt.distributed.rendezvous import LOST_PEER, TOLD, PeerEnd, repeated_failure
+from mingpt.distributed import GenerationEnd, Launch
+from mingpt.distributed.rendezvous import (
+    LOST_PEER,
+    MAX_REPEATS,
+    TIMED_OUT,
+    TOLD,
+    FailedStarts,
+    PeerEnd,
+    Rendezvous,
+)
 
 FAILED = "failed (OSError: planted)"
+NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
 
 
 def end(step: int = 0, began: bool = False, **whys: str) -> GenerationEnd:
@@ -30,17 +40,13 @@ BAD = end(r0=LOST_PEER, r1=FAILED)
         ([end(r0=LOST_PEER), BAD, BAD, BAD], True),
     ],
 )
-def test_three_failures_before_the_first_step_are_one_sentence(
+def test_failures_before_the_first_step_are_counted_while_they_are_the_same(
     ends: list[GenerationEnd], is_repeated: bool
 ) -> None:
-    sentence = repeated_failure(ends)
-    assert (sentence is not None) == is_repeated
-    if sentence:
-        assert "3 generations failed one after the other before the first step (worker" in sentence
-
-
-def test_the_end_of_a_generation_survives_the_store() -> None:
-    assert GenerationEnd.from_json(BAD.to_json()) == BAD
+    failed = FailedStarts()
+    for one in ends:
+        failed = failed.followed_by(one)
+    assert (failed.number >= MAX_REPEATS) == is_repeated
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,51 @@ def test_a_peer_that_left_no_orderly_reason_is_lost(
     assert PeerEnd.of(reason) == expected
 
 
-def test_orderly_reasons_make_a_sentence_too() -> None:
-    assert end(r0="finished", r1="finished").sentence() == "the workers finished"
-    assert end(r0="stopped by STOP", r1="stopped by STOP").sentence() == "the workers were stopped by STOP"
-    assert end(r0="finished").sentence() == "worker 1 vanished"
+@pytest.mark.parametrize(
+    ("whys", "sentence"),
+    [
+        ({}, "workers 0, 1 vanished"),
+        ({"r0": NO_PEER}, "worker 1 vanished"),
+        ({"r0": "finished"}, "worker 1 vanished"),
+        ({"r0": f"{TIMED_OUT} after 2.5 s"}, "worker 1 timed out after 2.5 s"),
+        ({"r0": NO_PEER, "r1": FAILED}, f"worker 1 {FAILED}"),
+        ({"r0": FAILED, "r1": FAILED}, f"worker 0 {FAILED}; worker 1 {FAILED}"),
+        (
+            {"r0": f"{TOLD} by SIGTERM", "r1": NO_PEER},
+            f"the workers {NO_PEER}; the workers were told to stop by SIGTERM",
+        ),
+        ({"r0": NO_PEER, "r1": LOST_PEER}, "the workers lost a peer (Connection closed by peer)"),
+        ({"r0": "finished", "r1": "finished"}, "the workers finished"),
+        ({"r0": "stopped by STOP", "r1": "stopped by STOP"}, "the workers were stopped by STOP"),
+    ],
+)
+def test_the_end_of_a_generation_is_one_sentence(whys: dict[str, str], sentence: str) -> None:
+    assert end(0, False, **whys).sentence() == sentence
+
+
+def test_the_last_step_is_the_furthest_that_any_rank_has_reported() -> None:
+    reasons = {rank: {"why": NO_PEER, "step": 10 + rank} for rank in (0, 1)}
+    assert GenerationEnd(3, reasons).step() == 11
+    assert GenerationEnd(3, {}).step() is None
+
+
+def test_a_store_tells_only_of_the_generation_right_before() -> None:
+    """It lives in an agent that may have been away while another one led the job."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    known = []
+    for round in (1, 2, 4, 5):
+        launch = Launch(master_addr="127.0.0.1", master_port=store.port, agent_hosts_store=True, round=round)
+        known.append(Rendezvous(launch, timeout_s=10).previous_generation is not None)
+    assert known == [False, True, False, True]
+
+
+def test_the_third_failed_start_is_one_sentence_that_tells_the_last_failure() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = []
+    for _ in range(MAX_REPEATS + 1):
+        launch = Launch(master_addr="127.0.0.1", master_port=store.port, agent_hosts_store=True)
+        rendezvous = Rendezvous(launch, timeout_s=10)
+        rendezvous.record_exit_reason(FAILED, 0)
+        told.append(rendezvous.repeated_failure)
+    assert told[:-1] == [None] * MAX_REPEATS
+    assert told[-1] is not None and f"before the first step (worker 0 {FAILED})" in told[-1]

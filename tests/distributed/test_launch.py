@@ -36,7 +36,6 @@ def test_without_a_launcher_there_is_one_worker_and_no_process_group() -> None:
     launch = Launch.from_environment()
     assert launch == Launch()
     assert (launch.rank, launch.world_size, launch.is_distributed) == (0, 1, False)
-    assert launch.agent_pid is None
 
 
 def test_the_variables_of_torchrun_say_who_a_worker_is(

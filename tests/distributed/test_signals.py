@@ -107,9 +107,16 @@ def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str
     assert process.stderr is not None and "lost a peer" in process.stderr.read()
 
 
-@pytest.mark.parametrize("end", ["PeerEnd.AGREED", "PeerEnd.STOPPED"])
-def test_a_peer_that_left_in_order_does_not(end: str) -> None:
-    process = listen(PEER, end=end)
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("", "PeerEnd.AGREED"),
+        ("", "PeerEnd.STOPPED"),
+        ("listener.exit.exiting.acquire()", "PeerEnd.LOST"),  # another thread is exiting
+    ],
+)
+def test_a_peer_that_left_in_order_does_not_nor_one_during_an_exit(code: str, end: str) -> None:
+    process = listen(f"{PEER}\n{code}", end=end)
     time.sleep(1.5)
     assert process.poll() is None
     process.kill()
@@ -120,14 +127,6 @@ def test_sigterm_is_obeyed_at_once_if_the_peer_was_told_to_stop_alone() -> None:
     process = listen(PEER + "\nlistener.defer()\nlistener.exit.timeout_s = 60", end="PeerEnd.STOPPED")
     process.send_signal(signal.SIGTERM)
     assert code_of(process) == 143
-
-
-def test_another_thread_that_is_exiting_is_not_disturbed() -> None:
-    process = listen(PEER + "\nlistener.exit.exiting.acquire()", end="PeerEnd.LOST")
-    time.sleep(1.5)
-    assert process.poll() is None
-    process.kill()
-    process.wait()
 
 
 def test_the_end_of_the_agent_ends_the_process() -> None:

@@ -95,22 +95,10 @@ def test_a_folder_in_the_format_of_hugging_face_is_told_from_an_empty_one(run: P
             ["--prompt", ""],
             "the prompt is empty and there is nothing to continue: give at least one character",
         ),
-        (
-            ["--prompt_tokens", ""],
-            "the prompt is empty and there is nothing to continue: give at least one token, "
-            "as in --prompt_tokens 464,3290",
-        ),
-        (["--prompt_file", ""], "--prompt_file is empty: give a path"),
         (["--prompt_file", "/nope"], "--prompt_file /nope cannot be read: No such file or directory"),
         (
             ["--prompt", "a", "--prompt_tokens", "1"],
-            "2 prompts are given: give one --prompt, --prompt_file or --prompt_tokens; "
-            "see python sample.py --help",
-        ),
-        (
-            ["--prompt", "a", "--prompt", "b"],
-            "2 prompts are given: give one --prompt, --prompt_file or --prompt_tokens; "
-            "see python sample.py --help",
+            "argument --prompt_tokens: not allowed with argument --prompt; see python sample.py --help",
         ),
     ],
 )

@@ -101,24 +101,16 @@ def test_every_script_parses_and_its_flags_and_settings_are_known(name: str, scr
     assert name == "elastic.sh" or any("train.py" in line or "node.sh" in line for line in lines)
 
 
-@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
-def test_the_commands_in_the_heads_of_scripts_name_files_and_settings_that_there_are(path: Path) -> None:
-    for line in path.read_text().splitlines():
-        if line.startswith("#     sbatch"):
-            words = shlex.split(line.removeprefix("#"))
-            script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
-            assert (ROOT / words[script]).samefile(path)
-            parse(words[script + 1 :])
-    if path.suffix == ".sh":
-        assert path.stat().st_mode & stat.S_IXUSR
-
-
-def test_the_commands_of_the_page_on_clusters_are_those_of_the_recipes() -> None:
+def test_the_commands_of_the_page_on_clusters_and_of_the_scripts_heads_are_those_of_the_recipes() -> None:
     blocks = re.findall(
         r"^```bash\n(.*?)^```$", (ROOT / "docs/clusters.md").read_text(), re.MULTILINE | re.DOTALL
     )
     lines = [shlex.split(line) for block in blocks for line in block.splitlines()]
     assert len(lines) >= 10
+    for path in SHELL:
+        assert path.suffix != ".sh" or path.stat().st_mode & stat.S_IXUSR
+        heads = [line for line in path.read_text().splitlines() if line.startswith("#     sbatch")]
+        lines += [shlex.split(line.removeprefix("#")) for line in heads]
     for words in lines:
         for word in words:
             assert not word.startswith("launch/") or (ROOT / word).is_file(), word

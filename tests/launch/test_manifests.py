@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
-import pydantic
 import pytest
 import yaml
 from conftest import ROOT
@@ -38,10 +37,6 @@ SKYPILOT_RESOURCES = {"accelerators": str, "use_spot": bool, "infra": str, "cpus
 }
 
 
-class WrongManifest(Exception):
-    pass
-
-
 def lost(given: Any, kept: Any, path: str = "") -> list[str]:
     """The keys of `given` that are not in `kept`."""
     if isinstance(given, dict) and isinstance(kept, dict):
@@ -57,42 +52,27 @@ def lost(given: Any, kept: Any, path: str = "") -> list[str]:
 def check_custom(resource: dict[str, Any]) -> None:
     """As Kubernetes' API server with `--validate=strict`. The models themselves pass over unknown keys."""
     model = CUSTOM[resource["kind"]]
-    if resource["apiVersion"] != API_VERSIONS[resource["kind"]]:
-        raise WrongManifest(resource["apiVersion"])
-    try:
-        read = model.from_dict(copy.deepcopy(resource))
-    except pydantic.ValidationError as error:
-        raise WrongManifest(str(error)) from None
+    assert resource["apiVersion"] == API_VERSIONS[resource["kind"]]
+    read = model.from_dict(copy.deepcopy(resource))
     assert read is not None
-    unknown = lost(resource, read.to_dict())
-    if unknown:
-        raise WrongManifest(f"unknown: {unknown}")
+    assert lost(resource, read.to_dict()) == []
 
 
 def check_skypilot(task: dict[str, Any]) -> None:
     for allowed, section in ((SKYPILOT, task), (SKYPILOT_RESOURCES, task.get("resources", {}))):
         for key, value in section.items():
-            kind = allowed.get(key)
-            if kind is None or not isinstance(value, kind):  # type: ignore[arg-type]
-                raise WrongManifest(f"{key}: {value}")
-    if "run" not in task:
-        raise WrongManifest("no run")
+            assert isinstance(value, allowed[key]), key  # type: ignore[arg-type]
 
 
 def check(resource: dict[str, Any]) -> None:
-    """Raises WrongManifest."""
-    if "apiVersion" not in resource and "run" in resource:
+    """Raises what the checker of this kind raises."""
+    if "run" in resource:
         check_skypilot(resource)
-    elif resource.get("kind") in CUSTOM and "apiVersion" in resource:
+    elif resource["kind"] in CUSTOM:
         check_custom(resource)
     else:
         for version in (OLDEST, NEWEST):
-            try:
-                kubernetes_validate.validate(resource, version, strict=True)
-            except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
-                raise WrongManifest(str(error)) from None
-            except KeyError as error:
-                raise WrongManifest(f"no {error}") from None
+            kubernetes_validate.validate(resource, version, strict=True)
 
 
 def resources() -> list[tuple[str, dict[str, Any]]]:
@@ -105,20 +85,16 @@ def resources() -> list[tuple[str, dict[str, Any]]]:
 
 
 RESOURCES = resources()
-NAMES = [name for name, _ in RESOURCES]
 
 
-@pytest.mark.parametrize(("name", "resource"), RESOURCES, ids=NAMES)
-def test_a_manifest_passes_its_schema(name: str, resource: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "resource"), RESOURCES, ids=[name for name, _ in RESOURCES])
+def test_a_manifest_passes_its_schema_and_a_misspelt_key_does_not(
+    name: str, resource: dict[str, Any]
+) -> None:
     check(resource)
-
-
-@pytest.mark.parametrize(("name", "resource"), RESOURCES, ids=NAMES)
-def test_a_misspelt_key_fails(name: str, resource: dict[str, Any]) -> None:
     section = "metadata" if "metadata" in resource else "resources"
-    for changed in (resource | {"specx": {}}, resource | {section: resource[section] | {"namex": "one"}}):
-        with pytest.raises(WrongManifest):
-            check(changed)
+    with pytest.raises((AssertionError, KeyError, kubernetes_validate.ValidationError)):
+        check(resource | {section: resource[section] | {"namex": "one"}})
 
 
 def pod_specs(value: Any) -> Iterator[dict[str, Any]]:

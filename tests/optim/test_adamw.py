@@ -2,7 +2,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.exchanges import FakeWorkers, pieces
+from support.exchanges import FakeWorkers, pieces, single_worker
 from support.training import ARCHITECTURES, Arch, compute_gradients, gradients_of, make_model
 from torch import Tensor
 
@@ -60,7 +60,7 @@ def trained(exchange: Exchange) -> dict[str, dict[str, Tensor]]:
 
 @cache
 def trained_whole() -> dict[str, dict[str, Tensor]]:
-    return trained(Exchange())
+    return trained(single_worker())
 
 
 @pytest.mark.parametrize("workers", range(1, 9))

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.exchanges import FakeWorkers, pieces
+from support.exchanges import FakeWorkers, pieces, single_worker
 from torch import Tensor
 
 from mingpt.config import OptimizerConfig
@@ -38,7 +38,7 @@ def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
     """Also where some have no batch to compute."""
-    alone = trained(Exchange())
+    alone = trained(single_worker())
     for together in FakeWorkers(workers, is_sharded=False).run(trained):
         for expected, found in zip(alone, together, strict=True):
             assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
@@ -48,7 +48,7 @@ def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -> None:
     """Also where a matrix has fewer rows than there are workers."""
-    alone = trained(Exchange())
+    alone = trained(single_worker())
     parts = FakeWorkers(workers, is_sharded=True).run(trained)
     for number, expected in enumerate(alone):
         for name in SHAPES:

@@ -72,6 +72,11 @@ class FakeWorkers:
         return results
 
 
+def single_worker() -> Exchange:
+    """That of a single worker."""
+    return FakeWorkers(1, is_sharded=False).exchange(0)
+
+
 def piece(tensor: Tensor, exchange: Exchange) -> Tensor:
     """A copy of this worker's rows, or of all rows if it holds tensors whole."""
     if not exchange.is_sharded:

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim import Exchange, Optimizer
+from mingpt.optim import Optimizer
 from mingpt.parallel import ExactReduction, StrategySetup, split_rows
 from mingpt.training.state import TrainState
+from support.exchanges import FakeWorkers
 from support.single_process import SingleProcess
 from support.training import Arch, Name, make_model
 
@@ -33,5 +34,5 @@ def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
         updates_are_sharded=True,
         held_weights=lambda: pieces if weights_too else dict(model.named_parameters()),
     )
-    exchange = Exchange(rank, workers, True, lambda count: split_rows(count, workers))
+    exchange = FakeWorkers(workers, is_sharded=True).exchange(rank)
     return TrainState(model, Optimizer(pieces, shapes, OptimizerConfig(name="adamw"), exchange), strategy)

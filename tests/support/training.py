@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from mingpt.config import ModelConfig, OptimizerConfig
 from mingpt.model import GPT
 from mingpt.optim import Optimizer
+from support.exchanges import single_worker
 from support.models import ARCHITECTURES as ARCHITECTURES
 from support.models import Arch as Arch
 
@@ -25,7 +26,9 @@ def make_model(name: Name, arch: Arch) -> tuple[GPT, Optimizer]:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Of a single worker."""
     weights = dict(model.named_parameters())
-    return Optimizer(weights, {key: tuple(weight.shape) for key, weight in weights.items()}, config)
+    return Optimizer(
+        weights, {key: tuple(weight.shape) for key, weight in weights.items()}, config, single_worker()
+    )
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -71,9 +71,6 @@ class Server:
             request_queue_size = 128
             address_family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
 
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a connection that was cut: no traceback in the log of the job
-
         self._server = Threads((address, port), Handler)
         self.port: int = self._server.server_address[1]
 
@@ -120,13 +117,9 @@ class FolderBoard:
                 if now - path.stat().st_mtime > (FORGET_FINISHED_S if is_finished else FORGET_S):
                     path.unlink(missing_ok=True)
             except OSError:
-                continue  # its agent has just ended, or this one file cannot be read now
+                continue  # another agent has just removed it, or this one file cannot be read now
             found += entries
         return found
-
-    def remove(self, mine: Entry) -> None:
-        """Raises OSError."""
-        (self._folder / f"{mine.id}.json").unlink(missing_ok=True)
 
 
 class HostBoard:
@@ -143,11 +136,6 @@ class HostBoard:
         if not isinstance(entries, list):
             raise OSError(f"{self.name} has no board")
         return parse_entries(entries)
-
-    def remove(self, mine: Entry) -> None:
-        """Raises OSError."""
-        message = {"op": "remove", "rdzv_id": self._rdzv_id, "id": mine.id}
-        request(self._host, self._port, message, POST_TIMEOUT_S)
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
@@ -172,16 +160,13 @@ class Posted:
 
 
 class BoardMemory:
-    """What a host board's server remembers: the operations `post` and `remove`."""
+    """What a host board's server remembers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, str], Posted] = {}
 
-    def operations(self) -> dict[str, Operation]:
-        return {"post": self._post, "remove": self._remove}
-
-    def _post(self, message: Message) -> str:
+    def post(self, message: Message) -> str:
         """The answer as JSON: for many agents, encoding each entry each time would be most of the work."""
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
@@ -192,17 +177,10 @@ class BoardMemory:
             found = [value.text for value in self._entries.values() if value.rdzv_id == rdzv_id]
         return f'{{"entries":[{",".join(found)}]}}'
 
-    def _remove(self, message: Message) -> Message:
-        with self._lock:
-            self._entries.pop((str(message["rdzv_id"]), str(message["id"])), None)
-        return {}
-
 
 def serve(address: str, port: int) -> None:
     """Hold a board for agents elsewhere, until this process is ended. Raises OSError if the port is taken."""
-    operations: dict[str, Operation] = {"ping": lambda message: {"id": "board"}}
-    operations |= BoardMemory().operations()
-    Server(address, port, operations).serve_forever()
+    Server(address, port, {"post": BoardMemory().post}).serve_forever()
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:

@@ -135,7 +135,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._restart: decisions.Restart | None = None
         self._restart_since = 0.0
         self._has_ended = False
-        operations = self._node.operations() | BoardMemory().operations()
+        operations = self._node.operations() | {"post": BoardMemory().post}
         port = own_port(endpoints, self._address)
         try:
             server = Server(self._address, port, operations)
@@ -298,7 +298,6 @@ class ElasticRendezvous(RendezvousHandler):
             return  # its last entry stays, for an agent that is frozen or cut off now
         self._node.end(LEFT, EXIT_S)
         time.sleep(NOTICE_S)
-        self._node.remove(EXIT_S)
 
 
 def count_workers(nproc: str | None) -> int:

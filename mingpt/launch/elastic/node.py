@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mingpt.base.files import check_json
-from mingpt.base.system import try_within
 from mingpt.launch.elastic import decisions
 from mingpt.launch.elastic.boards import FORGET_S, Board, Message, Operation, request
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Pulse, Round
@@ -203,18 +202,6 @@ class Node:
         deadline = time.monotonic() + within_s
         while state not in self._posted.values() and time.monotonic() < deadline:
             time.sleep(0.02)
-
-    def remove(self, within_s: float) -> None:
-        """Take this agent's entry from the boards; gives up after `within_s`."""
-
-        def work() -> None:
-            for board in self._boards:
-                try:
-                    board.remove(self._entry)
-                except OSError:
-                    continue  # it is seen as dead in DEAD_S
-
-        try_within(within_s, work)
 
     def _set_state(self, state: str) -> None:
         self._entry = dataclasses.replace(self._entry, state=state)

@@ -154,7 +154,9 @@ def test_too_few_agents_say_so_and_obey_sigterm(new_agents: Callable[..., Agents
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [False, True], ids=["folder", "hosts"])
-def test_any_agent_may_be_killed_and_replaced(hosts: bool, new_agents: Callable[..., Agents]) -> None:
+def test_any_agent_may_be_killed_and_replaced_or_told_to_leave(
+    hosts: bool, new_agents: Callable[..., Agents]
+) -> None:
     agents = new_agents(hosts)
     agents.start(1, 2, 3)
     agents.await_round(1, 1, 2, 3)
@@ -165,21 +167,9 @@ def test_any_agent_may_be_killed_and_replaced(hosts: bool, new_agents: Callable[
         agents.await_round(2 * victim, *others)
         agents.start(victim)
         agents.await_round(2 * victim + 1, 1, 2, 3)
-    agents.finish()
-
-
-@pytest.mark.slow
-def test_a_job_grows_and_shrinks(new_agents: Callable[..., Agents]) -> None:
-    agents = new_agents(hosts=True)
-    agents.start(2)
-    agents.await_round(1, 2)
-    agents.start(1)
-    agents.await_round(2, 1, 2)
-    agents.start(3)
-    agents.await_round(3, 1, 2, 3)
     leaving = agents.jobs.pop(1)
     leaving.process.send_signal(signal.SIGTERM)
     assert leaving.wait(20) == 1
     agents.end_workers(2, 3)
-    agents.await_round(4, 2, 3)
+    agents.await_round(8, 2, 3)
     agents.finish()

@@ -143,10 +143,11 @@ def test_a_round_of_which_all_are_here_goes_on() -> None:
     assert restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
 
 
-def test_a_member_that_left_ends_the_round_at_once() -> None:
-    a, left = running("a", "r", "ab"), entry("b", round="r", number=1)
-    found = restart(a, [a, left], 3)
-    assert found is not None and found.hold_s == 0.0 and "node2 (10.0.0.2)" in found.reason
+def test_a_member_that_left_or_went_on_alone_ends_the_round_at_once() -> None:
+    a = running("a", "r", "ab")
+    for member in (entry("b", round="r", number=1), running("b", "r2", "bc", number=2)):
+        found = restart(a, [a, member], 3)
+        assert found is not None and found.hold_s == 0.0 and "node2 (10.0.0.2)" in found.reason
 
 
 def test_a_member_that_is_seen_in_its_old_round_gets_a_moment() -> None:
@@ -154,12 +155,6 @@ def test_a_member_that_is_seen_in_its_old_round_gets_a_moment() -> None:
     for lagging in (entry("b", round="r1", number=1), running("b", "r1", "ab", number=1), entry("b")):
         found = restart(a, [a, lagging], 3)
         assert found is not None and found.hold_s == LAG_HOLD_S
-
-
-def test_a_member_that_went_on_without_this_one_ends_the_round_at_once() -> None:
-    a, b = running("a", "r1", "abc", number=1), running("b", "r2", "bc", number=2)
-    found = restart(a, [a, b], 3)
-    assert found is not None and found.hold_s == 0.0
 
 
 def members(text: str) -> list[Entry]:
@@ -202,6 +197,7 @@ def test_a_newcomer_that_all_members_reach_is_taken_in() -> None:
     for me in (a, b):
         found = restart(me, [a, b, entry("c")], 3)
         assert found is not None and found.hold_s == JOIN_HOLD_S and "node3 (10.0.0.3) joins" in found.reason
+    assert restart(a, [a, entry("c", "a")], 3) is not None  # b is dead
     assert restart(a, [a, b, entry("c")], 2) is None  # no room
     assert restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
 
@@ -216,22 +212,13 @@ def test_a_newcomer_that_only_some_reach_disturbs_nobody(reach: str) -> None:
         assert restart(me, [a, deaf, entry("c", "ab")], 3) is None
 
 
-def test_a_dead_member_does_not_keep_a_newcomer_out() -> None:
-    a = running("a", "r", "ab")
-    assert restart(a, [a, entry("c", "a")], 3) is not None
-
-
-def test_of_two_rounds_the_larger_goes_on() -> None:
+def test_of_two_rounds_the_larger_goes_on_and_of_one_size_exactly_one() -> None:
     a, b, c = running("a", "r1", "a"), running("b", "r2", "bc"), running("c", "r2", "bc")
     found = restart(a, [a, b, c], 3)
     assert found is not None and found.hold_s == JOIN_HOLD_S and "larger group" in found.reason
     assert restart(b, [a, b, c], 3) is None and restart(c, [a, b, c], 3) is None
-
-
-def test_of_two_rounds_of_one_size_exactly_one_goes_on() -> None:
-    a, b = running("a", "r1", "a"), running("b", "r2", "b")
-    assert restart(a, [a, b], 3) is None
-    assert restart(b, [a, b], 3) is not None
+    alone = running("b", "r2", "b")
+    assert restart(a, [a, alone], 3) is None and restart(alone, [a, alone], 3) is not None
 
 
 def test_a_barrier_is_over_once_a_member_has_gone_or_left() -> None:

@@ -25,18 +25,14 @@ def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) 
     assert "--rdzv_endpoint=n1:29400,n2:29400" in command and "--local_addr=127.0.0.1" in command
 
 
-def test_options_may_be_written_with_an_equals_sign() -> None:
-    words = ["--nnodes=2", "--nproc=auto", "--rdzv=a:1,b:2", "--local_addr=localhost", "--rdzv_id=7"]
-    _, command = torchrun_command([*words, "--", "train.py"])
-    assert {"--nnodes=2:2", "--nproc_per_node=auto", "--rdzv_endpoint=a:1,b:2", "--rdzv_id=7"} <= set(command)
-    assert "--local_addr=127.0.0.1" in command  # torch would resolve a name on every node anew
-
-
 def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    variables, _ = torchrun_command([*GOOD, "--", "train.py"])
+    words = ["--nnodes=2", "--nproc=auto", "--rdzv=a:1,b:2", "--local_addr=localhost", "--rdzv_id=7"]
+    variables, command = torchrun_command([*words, "--", "train.py"])
     assert "GLOO_SOCKET_IFNAME" not in variables and "OMP_NUM_THREADS" not in variables
+    assert {"--nnodes=2:2", "--nproc_per_node=auto", "--rdzv_endpoint=a:1,b:2", "--rdzv_id=7"} <= set(command)
+    assert "--local_addr=127.0.0.1" in command  # torch would resolve a name on every node anew
 
 
 @pytest.mark.parametrize(
@@ -90,8 +86,3 @@ def test_interfaces_are_those_that_the_system_lists() -> None:
     assert addresses["127.0.0.1"] == "lo"
     assert set(addresses.values()) <= set(os.listdir("/sys/class/net"))
     assert check_local_addr("127.0.0.77") == ("127.0.0.77", "lo")
-
-
-def test_a_program_is_needed() -> None:
-    with pytest.raises(UserError, match="program"):
-        torchrun_command(GOOD)

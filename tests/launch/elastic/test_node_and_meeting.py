@@ -29,14 +29,15 @@ class FakeBoard:
         self.exchanges += 1
         return [mine, *self._entries(self.exchanges)]
 
-    def remove(self, mine: Entry) -> None:
-        self._entries(self.exchanges)
-
 
 def started(*boards: Any) -> Node:
     node = Node("host", HERE, 1)
     node.start(1, boards)
     return node
+
+
+def silent(*_: object) -> dict[str, Any]:
+    raise TimeoutError
 
 
 def alive(node: Node) -> set[str]:
@@ -51,9 +52,6 @@ def test_an_agent_whose_port_refuses_has_ended() -> None:
 
 
 def test_a_board_whose_copy_is_older_makes_nobody_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(*_: object) -> dict[str, Any]:
-        raise TimeoutError
-
     monkeypatch.setattr(node_module, "request", silent)
     old = FakeBoard("old", lambda n: [other("dead", counter=3)])
     new = FakeBoard("new", lambda n: [other("dead", counter=9), other("lives", counter=n)])
@@ -67,12 +65,7 @@ def test_a_board_whose_copy_is_older_makes_nobody_alive(monkeypatch: pytest.Monk
 def test_who_posts_no_more_is_gone_once_it_does_not_answer(
     answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ping(*_: object) -> dict[str, Any]:
-        if not answers:
-            raise TimeoutError
-        return {"id": "a"}
-
-    monkeypatch.setattr(node_module, "request", ping)
+    monkeypatch.setattr(node_module, "request", (lambda *_: {"id": "a"}) if answers else silent)
     monkeypatch.setattr(node_module, "DEAD_S", 0.5)
     node = started(FakeBoard("board", lambda n: [other("a", counter=min(n, 4))]))
     wait_until(lambda: alive(node) == {"a"})
@@ -85,9 +78,6 @@ def test_who_sees_no_board_takes_nobody_for_gone(monkeypatch: pytest.MonkeyPatch
         if n > 4:
             raise TimeoutError
         return [other("a", counter=n)]
-
-    def silent(*_: object) -> dict[str, Any]:
-        raise TimeoutError
 
     monkeypatch.setattr(node_module, "request", silent)
     monkeypatch.setattr(node_module, "FRESH_S", 0.5)
@@ -114,7 +104,6 @@ def test_a_board_that_hangs_keeps_no_agent_from_ending() -> None:
     node = started(FakeBoard("board", hang))
     began = time.monotonic()
     node.end(LEFT, within_s=0.3)
-    node.remove(within_s=0.3)
     assert time.monotonic() - began < 5
 
 
@@ -185,14 +174,10 @@ def ids(group: list[Entry] | None) -> str | None:
     return "".join(member.id for member in group) if group else None
 
 
-def test_only_the_leader_proposes_and_at_once_if_all_are_here() -> None:
+def test_only_the_leader_proposes_and_in_the_first_round_once_nobody_has_come_for_a_while() -> None:
     a, b = entry("a"), entry("b")
-    assert ids(Meeting(1, 2, began=0).group_to_propose(view(a, b), 0.0)) == "ab"
+    assert ids(Meeting(1, 2, began=0).group_to_propose(view(a, b), 0.0)) == "ab"  # all are here
     assert Meeting(1, 2, began=0).group_to_propose(view(b, a), 0.0) is None
-
-
-def test_the_first_round_waits_until_nobody_has_come_for_a_while() -> None:
-    a, b = entry("a"), entry("b")
     meeting = Meeting(1, 3, began=0)
     assert meeting.group_to_propose(view(a), 0.0) is None
     assert meeting.group_to_propose(view(a), 4.9) is None
