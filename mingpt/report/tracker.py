@@ -8,7 +8,6 @@ import contextlib
 import functools
 import html
 import importlib
-import inspect
 import logging
 import os
 import queue
@@ -181,21 +180,18 @@ class Tracker(Destination):
         return self.first_step
 
     def init_arguments(self) -> dict[str, Any]:
-        """Return those that the package's `init` takes."""
+        """Return what the package's `init` is given."""
         folder = self.run.run_dir.resolve()
         project = re.sub(r"[^\w.-]+", "-", folder.parent.name).strip("-")
         arguments = {
             "project": os.environ.get(f"{self.package.upper()}_PROJECT") or project or "mingpt",
             "name": f"{folder.name}-{self.run.run_id[:8]}",  # trackio finds a run by its name
-            "id": self.run.run_id,
             "resume": "allow",
             "config": self.run.settings,
-            "dir": str(self.run.run_dir),
         }
-        parameters = inspect.signature(self.module.init).parameters
-        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return arguments
-        return {name: value for name, value in arguments.items() if name in parameters}
+        if self.package == "wandb":
+            arguments |= {"id": self.run.run_id, "dir": str(self.run.run_dir)}
+        return arguments
 
     def log(self, step: int, values: Values) -> None:
         if step >= self.first_step:
