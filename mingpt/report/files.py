@@ -135,7 +135,6 @@ class LineFile:
         self.status = WriteStatus(path)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
         self.handle: int | None = None
-        self.is_unsynced = False  # the last sync has failed
         self.lock = threading.RLock()  # what `status` says comes back as a line where this is log.txt
 
     def write(self, line: bytes) -> None:
@@ -158,10 +157,8 @@ class LineFile:
                 while self.pending:
                     append(self.handle, self.pending[0])
                     self.pending.popleft()
-                if sync or self.is_unsynced:
-                    self.is_unsynced = True
+                if sync or self.status.is_failing:  # a sync may be what has failed
                     os.fsync(self.handle)
-                    self.is_unsynced = False
             except OSError as error:
                 self.status.failed(error)
                 if self.handle is not None:
@@ -196,8 +193,8 @@ class JsonlSink(Sink):
     def prepare(self) -> None:
         """Keep the records of an earlier run; of this one, drop those past the step of the start.
 
-        Those at 0 are dropped if it starts there, since they come again. Dropping is a truncation, which needs
-        no room on the disk. A line cut short by a crash goes, too. Raises OSError.
+        Those at 0 are dropped if it starts there, since they come again. Dropping is a truncation, which
+        needs no room on the disk. A line cut short by a crash goes, too. Raises OSError.
         """
         if self.run.is_fresh and any(record["step"] for record in read_records(self.path)):
             names = (self.path.with_name(f"metrics-old-{number}.jsonl") for number in itertools.count(1))

@@ -208,29 +208,24 @@ class RunLogger:
         self.records.flush()
 
     def failed(self, step: int, why: str) -> None:
-        self.note_missing(step)
-        self.history.end("failed", step, f"failed: {why}")
-        self.close()
-
-    def note_missing(self, step: int) -> None:
-        """The metrics that cannot be written now are lost."""
-        self.flush()
-        first_missing = self.records.first_waiting()
-        if first_missing is not None:
-            self.history.note_missing(first_missing, step)
+        self._end("failed", step, f"failed: {why}")
 
     def ended(self, step: int, stopped_by: str | None, snapshots: str) -> None:
         """The run stands at `step`, durably. Raises SupersededError."""
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
-        self.note_missing(step)
         self.history.content["durable_step"] = step
-        self.history.end("stopped" if stopped_by else "finished", step, how)
-        self.close()
+        self._end("stopped" if stopped_by else "finished", step, how)
         log.info("%s at step %d: %s", how, step, self.history.summary())
         log.info("snapshot in %s, metrics and loss.png in %s", snapshots, self.config.run_dir)
 
-    def close(self) -> None:
+    def _end(self, status: str, step: int, how: str) -> None:
+        """Record the end, and close the sinks. Metrics that cannot be written now are lost."""
+        self.flush()
+        first_missing = self.records.first_waiting()
+        if first_missing is not None:
+            self.history.note_missing(first_missing, step)
+        self.history.end(status, step, how)
         for sink in self.sinks:
             sink.close()
         files = (self.config_file, self.history.file, self.records.file)

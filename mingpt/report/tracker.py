@@ -176,7 +176,9 @@ class Tracker(Destination):
         with contextlib.suppress(ImportError):  # LossPlot says so
             importlib.import_module("matplotlib.backends.backend_agg")
             importlib.import_module("matplotlib.figure")
-        self.first_step = next_step(self.module.init(**self.init_arguments()))
+        tracked = self.module.init(**self.init_arguments())
+        # trackio has no public name for it.
+        self.first_step = getattr(tracked, "step" if self.package == "wandb" else "_next_step", 0)
         return self.first_step
 
     def init_arguments(self) -> dict[str, Any]:
@@ -208,12 +210,3 @@ class Tracker(Destination):
 
     def close(self) -> None:
         self.module.finish()
-
-
-def next_step(tracked: Any) -> int:
-    """Return the first step that a tracker's run lacks: 0 for a new one."""
-    for name in ("step", "_next_step"):  # of wandb; of trackio, which has no public name for it
-        step = getattr(tracked, name, None)
-        if isinstance(step, int):
-            return step
-    return 0

@@ -164,24 +164,19 @@ def test_a_generation_whose_store_is_gone_is_told_by_the_hosts_that_are_missing(
     assert (first["to_step"], first["exact"], second["hosts"]) == (12, False, ["node2", "node3"])
 
 
-def test_the_newest_snapshot_on_disk_is_on_record_until_the_run_begins_anew(tmp_path: Path) -> None:
+def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_until_another_job_begins(
+    tmp_path: Path,
+) -> None:
+    assert read_job_start(tmp_path, RUN_ID) is None
     history = open_history(tmp_path)
-    begin(history, 1, 0, None, False, [])
+    begin(history, 1, 10, None, False, [])
     assert read_durable_step(tmp_path, RUN_ID) == 0
     history.note_durable(20)
     history.file.retry()
     assert read_durable_step(tmp_path, RUN_ID) == 20
-    assert read_durable_step(tmp_path, "another run") == 0
+    assert read_durable_step(tmp_path, "another") == 0 and read_job_start(tmp_path, "another") is None
     begin(open_history(tmp_path), 1, 15, None, True, [])
     assert read_durable_step(tmp_path, RUN_ID) == 20, "its disk may be gone, and a restart is in memory"
-    begin(open_history(tmp_path), 1, 0, None, False, [])
-    assert read_durable_step(tmp_path, RUN_ID) == 0
-
-
-def test_the_step_from_which_the_last_job_began_is_on_record(tmp_path: Path) -> None:
-    assert read_job_start(tmp_path, RUN_ID) is None
-    begin(open_history(tmp_path), 1, 0, None, False, [])
-    begin(open_history(tmp_path), 1, 40, None, False, [])
-    begin(open_history(tmp_path), 1, 55, None, True, [])
-    assert read_job_start(tmp_path, RUN_ID) == 40
-    assert read_job_start(tmp_path, "another") is None
+    assert read_job_start(tmp_path, RUN_ID) == 10
+    begin(open_history(tmp_path), 1, 5, None, False, [])
+    assert (read_durable_step(tmp_path, RUN_ID), read_job_start(tmp_path, RUN_ID)) == (0, 5)

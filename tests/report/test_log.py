@@ -2,6 +2,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.faults import FaultyDisk
@@ -58,21 +59,12 @@ def test_a_full_disk_is_one_line_and_the_log_goes_on_when_there_is_room(
     assert capsys.readouterr().err.splitlines() == ["1", "2", f"{full} again", "3", "4", again]
 
 
-class GoneStream:
-    """A terminal that has hung up."""
-
-    closed = False
-
-    def write(self, text: str) -> None:
-        raise OSError(5, "Input/output error")
-
-    def flush(self) -> None:
-        raise OSError(5, "Input/output error")
+GONE = Mock(closed=False, **{"write.side_effect": OSError(5, "Input/output error")})
 
 
-@pytest.mark.parametrize("stream", [GoneStream(), None])
+@pytest.mark.parametrize("stream", [GONE, None])
 def test_without_a_terminal_the_file_goes_on(
-    stream: GoneStream | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stream: Mock | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_log(0, tmp_path)
     monkeypatch.setattr(sys, "stderr", stream)

@@ -92,7 +92,7 @@ def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     for name, is_main, settings in [*runs, ("three", True, {})]:
         logger = make_logger(tmp_path / name, is_main=is_main, **settings)
         logger.log_training(STATS)
-        logger.close()
+        logger.ended(STATS.step, None, "snapshots")
     assert [path.parent.name for path in sorted(tmp_path.glob("*/tensorboard"))] == ["one"]
     assert [record.getMessage() for record in caplog.records if "report." in record.getMessage()] == [
         "report.tracker=wandb needs the package wandb, which is not installed: the run goes on without it"
