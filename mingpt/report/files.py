@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ class SmallFile:
         self.path, self.may_write, self.status = path, may_write, WriteStatus(path)
         self.unwritten: str | bytes | None = None
         self.lock = threading.Lock()
-        self.wanted = threading.Event()
-        self.thread: threading.Thread | None = None
+        # It starts its thread when it is first used.
+        self.background = ThreadPoolExecutor(max_workers=1)
 
     def write(self, content: str | bytes) -> None:
         """Replace the file; on return it is durable, unless a line says that it cannot be written."""
@@ -88,10 +89,7 @@ class SmallFile:
     def write_in_background(self, content: str | bytes) -> None:
         """Replace the file soon; of contents that come faster than they are written, the latest is."""
         self.unwritten = content
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._write_when_wanted, daemon=True)
-            self.thread.start()
-        self.wanted.set()
+        self.background.submit(self.retry)
 
     def retry(self) -> None:
         """Write what is not on disk yet."""
@@ -107,12 +105,6 @@ class SmallFile:
             if self.unwritten is content:
                 self.unwritten = None
             self.status.worked()
-
-    def _write_when_wanted(self) -> None:
-        while True:
-            self.wanted.wait()
-            self.wanted.clear()
-            self.retry()
 
 
 class LineFile:

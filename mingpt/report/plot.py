@@ -2,7 +2,7 @@
 
 import io
 from array import array
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from mingpt.report.files import SmallFile
@@ -22,8 +22,6 @@ class LossPlot(Sink):
         self.run = run
         self.curves: dict[str, Curve] = {name: (array("d"), array("d")) for name in STYLES}
         self.file = SmallFile(run.run_dir / "loss.png", run.may_write)
-        # One thread for all drawings: each thread's malloc keeps what it has freed.
-        self.executor = ThreadPoolExecutor(max_workers=1)
         self.drawing: Future[None] | None = None
         self.figure: Any = None
 
@@ -41,30 +39,30 @@ class LossPlot(Sink):
     def start_drawing(self) -> Future[None]:
         # A copy: an array cannot grow while somebody reads it.
         curves = {name: (steps[:], losses[:]) for name, (steps, losses) in self.curves.items()}
-        self.drawing = self.executor.submit(self.draw, curves)
+        # In one thread for all drawings: each thread's malloc keeps what it has freed.
+        self.drawing = self.file.background.submit(self.draw, curves)
         return self.drawing
 
     def close(self) -> None:
         self.start_drawing().result()
 
     def draw(self, curves: dict[str, Curve]) -> None:
-        """Draw the picture and write it; one line says why if that fails."""
+        """Draw the picture and write it; one line says why if that fails.
+
+        Restarts are dotted lines, the text's entropy is a dashed one.
+        """
         try:
-            self.file.write(self.render(curves))
+            if self.figure is None:
+                self.figure, self.axes, self.lines = self.make_figure()
+            for name, line in self.lines.items():
+                line.set_data(*curves[name])
+            self.axes.relim()
+            self.axes.autoscale_view()
+            picture = io.BytesIO()
+            self.figure.savefig(picture)
+            self.file.write(picture.getvalue())
         except Exception as error:  # matplotlib's own, or it is not installed: no reason to end a run
             self.file.status.failed(error)
-
-    def render(self, curves: dict[str, Curve]) -> bytes:
-        """The bytes of a PNG. Restarts as dotted lines, the text's entropy as a dashed one."""
-        if self.figure is None:
-            self.figure, self.axes, self.lines = self.make_figure()
-        for name, line in self.lines.items():
-            line.set_data(*curves[name])
-        self.axes.relim()
-        self.axes.autoscale_view()
-        picture = io.BytesIO()
-        self.figure.savefig(picture)
-        return picture.getvalue()
 
     def make_figure(self) -> tuple[Any, Any, dict[str, Any]]:
         """The figure, its axes and a line for each curve; its canvas holds the pixels of all drawings."""

@@ -34,7 +34,6 @@ class Destination(Sink):
     """
 
     label = ""  # names it in messages
-    package = ""  # that it needs
 
     def open(self, step: int) -> int:
         """Make ready for values past `step`. Returns the first step whose values it lacks."""
@@ -53,7 +52,7 @@ class Follower(Sink):
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.is_over = False  # it has failed, or was closed
         self.is_reported = False
-        self.thread = threading.Thread(target=self._work, name=destination.package, daemon=True)
+        self.thread = threading.Thread(target=self._work, name=destination.label, daemon=True)
         self.thread.start()
 
     def log(self, step: int, values: Values) -> None:
@@ -63,8 +62,6 @@ class Follower(Sink):
         self._put(functools.partial(self.destination.log_text, step, name, text))
 
     def close(self) -> None:
-        if self.is_over:
-            return
         self.tasks.put(None)
         self.thread.join(CLOSE_S)
         if self.thread.is_alive():
@@ -84,7 +81,7 @@ class Follower(Sink):
         try:
             self._follow()
         except ModuleNotFoundError as error:
-            name = (error.name or self.destination.package).split(".")[0]
+            name = str(error.name).split(".")[0]
             self._report(f"needs the package {name}, which is not installed: the run goes on without it")
         except BaseException as error:  # a package's own, SystemExit too, and no reason to end a run
             self._report(f"has failed ({reason_of(error)[:200]}): the run goes on without it")
@@ -92,8 +89,6 @@ class Follower(Sink):
 
     def _follow(self) -> None:
         """Open the destination, do the tasks in their order, close it."""
-        if not self.run.may_write():
-            return
         self._add_missing(self.destination.open(self.run.first_step))
         for task in iter(self.tasks.get, None):
             if not self.run.may_write():
@@ -126,8 +121,6 @@ class TensorBoard(Destination):
     Each generation appends a file. What earlier files hold past the step from which it goes on stays there,
     and TensorBoard does not show it (`purge_step`).
     """
-
-    package = "tensorboard"
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.folder = run, run.run_dir / "tensorboard"

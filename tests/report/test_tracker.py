@@ -21,11 +21,11 @@ from mingpt.report.tracker import Destination, Follower, TensorBoard, Tracker
 SETTINGS = {"seed": 1, "data": {"path": "s3://***@bucket/text"}}
 
 
-def make_destination(first_missing: int = 0, **faults: Any) -> Mock:
+def make_destination(first_missing: int = 0, faults: dict[str, Any] | None = None) -> Mock:
     """It notes its calls; `faults` says what happens in a method."""
-    destination = Mock(spec=Destination, label="the test's", package="package_of_the_test")
+    destination = Mock(spec=Destination, label="the test's")
     destination.open.return_value = first_missing
-    for method, fault in faults.items():
+    for method, fault in (faults or {}).items():
         getattr(destination, method).side_effect = fault
     return destination
 
@@ -74,7 +74,7 @@ def test_a_destination_is_told_everything_in_its_order(tmp_path: Path) -> None:
 def test_one_that_fails_is_one_line_and_gets_no_more_values(
     method: str, fault: BaseException, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    destination = make_destination(**{method: fault})
+    destination = make_destination(faults={method: fault})
     assert run_with(destination, tmp_path) < 3
     assert caplog.messages == [f"the test's {reason}: the run goes on without it"]
     assert destination.mock_calls[-1][0] == method
@@ -89,7 +89,7 @@ def test_one_that_blocks_for_ever_is_given_up_with_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracker, "CLOSE_S", 0.5)
-    assert run_with(make_destination(**{method: block}), tmp_path) < 2.0
+    assert run_with(make_destination(faults={method: block}), tmp_path) < 2.0
     assert caplog.messages == [
         "the test's did not end within 0.5 s and is given up: it may lack the last values"
     ]
@@ -103,7 +103,7 @@ def test_a_full_queue_leaves_values_out_and_says_so_once(
 ) -> None:
     monkeypatch.setattr(tracker, "MAX_QUEUED", 10)
     monkeypatch.setattr(tracker, "CLOSE_S", 0.2)
-    sink = Follower(make_run(tmp_path), make_destination(log=block))
+    sink = Follower(make_run(tmp_path), make_destination(faults={"log": block}))
     for step in range(100):
         sink.log(step, {"train/loss": 1.0})
     assert sink.tasks.qsize() <= 10
@@ -114,7 +114,7 @@ def test_a_full_queue_leaves_values_out_and_says_so_once(
 
 
 def test_nothing_is_told_once_the_run_folder_is_another_jobs(tmp_path: Path) -> None:
-    answers = [True, True, False]
+    answers = [True, False]
     destination = make_destination()
     sink = Follower(replace(make_run(tmp_path), may_write=lambda: answers.pop(0)), destination)
     sink.log(1, {"train/loss": 1.0})
