@@ -99,11 +99,10 @@ class Follower(Sink):
     def _add_missing(self, first_missing: int) -> None:
         """Hand over the records of earlier generations that the destination lacks."""
         last_step = self.run.first_step
-        if last_step == 0 or first_missing > last_step:
-            return  # the records of step 0 come again
+        lacks_none = first_missing > last_step or last_step == 0  # the records of step 0 come again
         for record in read_records(self.run.run_dir / "metrics.jsonl"):
-            if record["step"] > last_step:
-                return  # of this generation
+            if lacks_none or record["step"] > last_step:
+                return  # what follows is of this generation
             if record["step"] >= first_missing:
                 values = {name: value for name, value in record.items() if name != "step"}
                 self.destination.log(record["step"], values)

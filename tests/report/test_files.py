@@ -132,13 +132,6 @@ def test_a_resume_drops_the_records_past_its_step_which_needs_no_room(
     assert steps_in(path) == list(range(1, 11))
 
 
-def test_going_back_to_the_start_drops_the_evaluation_before_the_first_step_too(tmp_path: Path) -> None:
-    """It is done again."""
-    JsonlSink(make_run(tmp_path)).log(0, {"val/loss": 4.5})
-    resumed(tmp_path, 0)
-    assert records_in(tmp_path / "metrics.jsonl") == []
-
-
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 4.0}\n{"step": 2, "tra')
     resumed(tmp_path, 2).log(2, {"train/loss": 3.0})
