@@ -3,6 +3,7 @@
 metrics.jsonl has a line per record, written at once, each with its `step`; one curve across restarts.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -11,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +24,21 @@ log = logging.getLogger(__name__)
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl, one at a time; a line cut short by a crash is left out."""
-    for _, record in read_lines(path):
-        if record is not None:
-            yield record
+    return (record for _, record in read_lines(path) if record is not None)
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """(line, its record) in their order, one at a time; None for a line that is not a record."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed by the `with` below
-    except FileNotFoundError:
+    if not path.exists():
         return
-    with file:
+    with open(path, "rb") as file:
         for line in file:
-            record = None
             try:
-                values = parse_json(line)
-                if isinstance(values["step"], int):
-                    record = values
+                record = parse_json(line)
+                if not isinstance(record["step"], int):
+                    raise TypeError
             except (ValueError, TypeError, KeyError):
-                pass  # said below
-            if record is None:
+                record = None
                 log.warning("a line of %s that is not a record is ignored: %.60r", path, line)
             yield line, record
 
@@ -50,21 +46,22 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 class WriteStatus:
     """Says once that a file cannot be written, and once that it can again."""
 
-    def __init__(self, path: Path, report: Callable[[str], None] | None = None) -> None:
-        self.path, self.is_failing, self.reason = path, False, ""
-        self.report = report or (lambda sentence: log.warning("%s", sentence))
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_failing = path, False
 
     def failed(self, error: BaseException) -> None:
-        was_failing, self.is_failing, self.reason = self.is_failing, True, reason_of(error)
+        was_failing, self.is_failing = self.is_failing, True
         if not was_failing:
-            self.report(
-                f"{self.path} cannot be written ({self.reason}): training goes on, and it is tried again"
+            log.warning(
+                "%s cannot be written (%s): training goes on, and it is tried again",
+                self.path,
+                reason_of(error),
             )
 
     def worked(self) -> None:
         was_failing, self.is_failing = self.is_failing, False
         if was_failing:
-            self.report(f"{self.path} is written again")
+            log.warning("%s is written again", self.path)
 
 
 MayWrite = Callable[[], bool]  # asked before a file is touched: the folder may be another job's by now
@@ -81,8 +78,8 @@ class SmallFile:
         self.path, self.may_write, self.status = path, may_write, WriteStatus(path)
         self.unwritten: str | bytes | None = None
         self.lock = threading.Lock()
-        self.wanted = threading.Event()
-        self.thread: threading.Thread | None = None
+        # It starts its thread when it is first used.
+        self.background = ThreadPoolExecutor(max_workers=1)
 
     def write(self, content: str | bytes) -> None:
         """Replace the file; on return it is durable, unless a line says that it cannot be written."""
@@ -92,10 +89,7 @@ class SmallFile:
     def write_in_background(self, content: str | bytes) -> None:
         """Replace the file soon; of contents that come faster than they are written, the latest is."""
         self.unwritten = content
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._write_when_wanted, daemon=True)
-            self.thread.start()
-        self.wanted.set()
+        self.background.submit(self.retry)
 
     def retry(self) -> None:
         """Write what is not on disk yet."""
@@ -111,12 +105,6 @@ class SmallFile:
             if self.unwritten is content:
                 self.unwritten = None
             self.status.worked()
-
-    def _write_when_wanted(self) -> None:
-        while True:
-            self.wanted.wait()
-            self.wanted.clear()
-            self.retry()
 
 
 class LineFile:
@@ -134,14 +122,12 @@ class LineFile:
         prepare: Callable[[], None] | None = None,
         max_pending: int | None = None,
         may_write: MayWrite = always,
-        report: Callable[[str], None] | None = None,
     ) -> None:
         self.path, self.prepare, self.may_write = path, prepare, may_write
-        self.status = WriteStatus(path, report)
+        self.status = WriteStatus(path)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
         self.handle: int | None = None
-        self.is_unsynced = False  # the last sync has failed
-        self.lock = threading.RLock()  # what `status` reports may come back as a line
+        self.lock = threading.RLock()  # what `status` says comes back as a line where this is log.txt
 
     def write(self, line: bytes) -> None:
         """Append a line, which ends with a newline."""
@@ -155,38 +141,24 @@ class LineFile:
             if not self.may_write():
                 return
             try:
-                handle = self._open()
+                if self.prepare is not None:
+                    self.prepare()
+                    self.prepare = None
+                if self.handle is None:
+                    self.handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 while self.pending:
-                    append(handle, self.pending[0])
+                    append(self.handle, self.pending[0])
                     self.pending.popleft()
-                if sync or self.is_unsynced:
-                    self.is_unsynced = True
-                    os.fsync(handle)
-                    self.is_unsynced = False
+                if sync or self.status.is_failing:  # a sync may be what has failed
+                    os.fsync(self.handle)
             except OSError as error:
                 self.status.failed(error)
-                self.close()  # the next line opens it again: a handle on NFS may be stale
+                if self.handle is not None:
+                    with contextlib.suppress(OSError):  # NFS says here again what it could not write
+                        os.close(self.handle)
+                self.handle = None  # the next line opens it again: a handle on NFS may be stale
                 return
             self.status.worked()
-
-    def _open(self) -> int:
-        """Open the file if it is not open. Raises OSError."""
-        if self.prepare is not None:
-            self.prepare()
-            self.prepare = None
-        if self.handle is None:
-            self.handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        return self.handle
-
-    def close(self) -> None:
-        """Let the file go; the next line opens it again."""
-        with self.lock:
-            handle, self.handle = self.handle, None
-            if handle is not None:
-                try:
-                    os.close(handle)
-                except OSError as error:  # NFS reports here what it could not write
-                    self.status.failed(error)
 
 
 def append(handle: int, line: bytes) -> None:
@@ -211,20 +183,17 @@ class JsonlSink(Sink):
         self.file.retry()
 
     def prepare(self) -> None:
-        """Keep, or drop, what the file holds of earlier generations. Raises OSError."""
+        """Keep the records of an earlier run; of this one, drop those past the step of the start.
+
+        Those at 0 are dropped if it starts there, since they come again. Dropping is a truncation, which
+        needs no room on the disk. A line cut short by a crash goes, too. Raises OSError.
+        """
         if self.run.is_fresh and any(record["step"] for record in read_records(self.path)):
             names = (self.path.with_name(f"metrics-old-{number}.jsonl") for number in itertools.count(1))
             target = next(path for path in names if not path.exists())
             self.path.rename(target)
             log.warning("this is a fresh run: the records of an earlier one are kept in %s", target)
-        self.drop_past(self.run.first_step)
-
-    def drop_past(self, step: int) -> None:
-        """Drop the records past `step`, and all at 0: they come again. Raises OSError.
-
-        That is a truncation, which needs no room on the disk. A line cut short by a crash goes, too.
-        """
-        kept_bytes = 0
+        kept_bytes, step = 0, self.run.first_step
         for line, record in read_lines(self.path):
             is_past = record is not None and (record["step"] > step or step == 0)
             if is_past or not line.endswith(b"\n"):
@@ -238,12 +207,6 @@ class JsonlSink(Sink):
     def flush(self) -> None:
         self.file.retry(sync=True)
 
-    def close(self) -> None:
-        self.file.retry(sync=True)
-
     def first_waiting(self) -> int | None:
         """The step of the first record that could not be written; None if all are in the file."""
-        if not self.file.pending:
-            return None
-        step: int = json.loads(self.file.pending[0])["step"]
-        return step
+        return int(json.loads(self.file.pending[0])["step"]) if self.file.pending else None

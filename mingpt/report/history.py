@@ -17,6 +17,7 @@ from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
 from mingpt.report.files import MayWrite, SmallFile, always
 
 Seconds = Annotated[float, pydantic.Field(strict=True)]
+RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
 log = logging.getLogger(__name__)
 
 
@@ -34,6 +35,7 @@ class Generation(pydantic.BaseModel):
 class History(pydantic.BaseModel):
     """What later generations read; other fields may be there."""
 
+    id: RunId
     generations: list[Generation]
     changes: list[Any] = []
     durable_step: Count = 0
@@ -41,26 +43,22 @@ class History(pydantic.BaseModel):
 
 def read_run_id(run_dir: Path) -> str | None:
     """The random id of the run in this folder, as far as this node can see it."""
-    try:
-        run_id = read_json(run_dir / "run.json")["id"]
-    except (OSError, BadJson, TypeError, KeyError):
-        return None  # there is no file yet, or it is damaged, which RunHistory reports
-    return run_id if isinstance(run_id, str) and run_id.isalnum() else None
+    history = load_history(run_dir)
+    return history["id"] if history else None
 
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
     """Of the newest snapshot on disk that a run has completed, as far as its run.json tells; 0 for none."""
     history = load_history(run_dir)
-    return history.get("durable_step", 0) if history and history.get("id") == run_id else 0
+    return history.get("durable_step", 0) if history and history["id"] == run_id else 0
 
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
     """The step from which the last job of this run began, as far as its run.json tells."""
     history = load_history(run_dir)
-    if history is None or history.get("id") != run_id:
-        return None
-    steps = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
-    return steps[-1] if steps else None
+    entries = history["generations"] if history and history["id"] == run_id else []
+    starts = [entry["from_step"] for entry in entries if not entry["restart"]]
+    return starts[-1] if starts else None
 
 
 def load_history(run_dir: Path) -> dict[str, Any] | None:
@@ -101,6 +99,10 @@ class GenerationStart:
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics the run has logged
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
@@ -159,10 +161,9 @@ class RunHistory:
         if self.generations and self.generations[-1]["end"] == "running":
             last = self.generations[-1]
             self.close_generation(last, start)
-            plural = "s" if start.workers > 1 else ""
             sentence = (
                 f"{last['end']} at step {last['to_step']}; "
-                f"resumed from {start.step} with {start.workers} worker{plural}"
+                f"resumed from {start.step} with {plural(start.workers, 'worker')}"
             )
         now = time.time()
         entry = {
@@ -202,8 +203,7 @@ class RunHistory:
         same_step = len({entry["to_step"] for entry in ended}) == 1 and all(entry["exact"] for entry in ended)
         if len(ended) < MAX_REPEATS or not same_step or not all(entry["restart"] for entry in ended[1:]):
             return None
-        step, end = ended[0]["to_step"] + 1, ended[-1]["end"]
-        return repeated_sentence(f"at step {step}", end)
+        return repeated_sentence(f"at step {ended[0]['to_step'] + 1}", ended[-1]["end"])
 
     def note_missing(self, first_step: int, last_step: int) -> None:
         """Metrics of these steps could not be written, and are lost with the process that had them."""
@@ -229,11 +229,10 @@ class RunHistory:
 
     def summary(self) -> str:
         """The whole run in a line."""
-        count, redone = len(self.generations), self.content["steps_lost"]
-        lost_s, goodput = self.content["seconds_lost"], self.content["goodput"]
-        plural = "s" if count > 1 else ""
-        counts = f"{count} generation{plural}, {redone} steps done twice"
-        return f"{counts}, {lost_s:.1f} s lost, goodput {goodput:.1%}"
+        counts = (
+            f"{plural(len(self.generations), 'generation')}, {self.content['steps_lost']} steps done twice"
+        )
+        return f"{counts}, {self.content['seconds_lost']:.1f} s lost, goodput {self.content['goodput']:.1%}"
 
     def encode(self) -> str:
         """The file's content, with its goodput."""

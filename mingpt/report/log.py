@@ -30,24 +30,16 @@ class ConsoleHandler(logging.Handler):
 
 
 class FileHandler(logging.Handler):
-    """Writes lines to log.txt; the terminal alone is told that this does not work."""
+    """Writes lines to log.txt."""
 
-    def __init__(self, path: Path, console: ConsoleHandler, may_write: MayWrite) -> None:
+    def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
-        self.console = console
         self.setFormatter(RedactingFormatter("%(asctime)s %(message)s"))
-        self.file = LineFile(path, max_pending=MAX_WAITING_LINES, may_write=may_write, report=self.report)
+        self.file = LineFile(path, max_pending=MAX_WAITING_LINES, may_write=may_write)
         self.file.retry()
-
-    def report(self, sentence: str) -> None:
-        self.console.emit(logging.makeLogRecord({"msg": sentence}))
 
     def emit(self, record: logging.LogRecord) -> None:
         self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
 
 
 def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> None:
@@ -67,7 +59,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> N
     console.setLevel(level)
     logger.addHandler(console)
     if run_dir is not None:
-        logger.addHandler(FileHandler(run_dir / "log.txt", console, may_write))
+        logger.addHandler(FileHandler(run_dir / "log.txt", may_write))
 
 
 class ConsoleSink(Sink):
@@ -85,10 +77,8 @@ class ConsoleSink(Sink):
         if "val/loss" in values:
             names = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("val/")]
             log.info("step %d/%d  %s", step, self.max_steps, "  ".join(names))
-        if "train/loss" in values:
-            self.log_training(step, values)
-
-    def log_training(self, step: int, values: Values) -> None:
+        if "train/loss" not in values:
+            return
         formats = {"train/loss": "loss {:.4f}", "lr": "lr {:.2e}", "tokens_per_s": "{:,.0f} tokens/s"}
         text = "  ".join(
             template.format(values[name]) for name, template in formats.items() if name in values

@@ -45,12 +45,8 @@ def tokens_per_s(stats: StepStats) -> float:
 
 def model_flops_utilization(stats: StepStats) -> float | None:
     """Share of the devices' peak (Chowdhery et al. 2022); None where the peak is not known."""
-    peak = peak_flops(stats.device_name)
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in stats.device_name), None)
     return stats.flops_per_token * tokens_per_s(stats) / stats.world_size / peak if peak else None
-
-
-def peak_flops(device_name: str) -> float | None:
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
 
 
 # A metric that is None for these stats is left out of the record.
@@ -104,9 +100,6 @@ class Sink:
 
     def replay(self, step: int, values: Values) -> None:
         """Values of an earlier generation up to the step of the start, in their order."""
-
-    def flush(self) -> None:
-        """Make what was logged durable: a snapshot is about to be named. May be called from any thread."""
 
     def close(self) -> None:
         """The run has ended, or this generation of it."""

@@ -1,33 +1,18 @@
-"""loss.png: training and validation loss, drawn in the background from a bounded number of points."""
+"""loss.png: training and validation loss, drawn in the background."""
 
 import io
-import logging
-import math
 from array import array
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from mingpt.report.files import SmallFile
 from mingpt.report.metrics import RunInfo, Sink, Values
 
-log = logging.getLogger(__name__)
-
-MAX_POINTS = 2000  # of a curve; the picture is 880 pixels wide
 STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"color": "tab:blue", "alpha": 0.6, "linewidth": 1.0},
     "val/loss": {"color": "tab:orange", "marker": "o", "markersize": 3},
 }
-Curve = tuple[list[float], list[float]]  # steps, losses
-
-
-def thinned(values: Sequence[float]) -> list[float]:
-    """At most MAX_POINTS values, each the mean of as many as it takes, the last one of fewer."""
-    per_point = math.ceil(len(values) / MAX_POINTS)
-    if per_point == 0:
-        return []
-    chunks = (values[begin : begin + per_point] for begin in range(0, len(values), per_point))
-    return [sum(chunk) / len(chunk) for chunk in chunks]
+Curve = tuple["array[float]", "array[float]"]  # steps, losses
 
 
 class LossPlot(Sink):
@@ -35,10 +20,8 @@ class LossPlot(Sink):
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
-        self.curves = {name: (array("d"), array("d")) for name in STYLES}  # steps, losses
+        self.curves: dict[str, Curve] = {name: (array("d"), array("d")) for name in STYLES}
         self.file = SmallFile(run.run_dir / "loss.png", run.may_write)
-        # One thread for all drawings: each thread's malloc keeps what it has freed.
-        self.executor = ThreadPoolExecutor(max_workers=1)
         self.drawing: Future[None] | None = None
         self.figure: Any = None
 
@@ -53,49 +36,40 @@ class LossPlot(Sink):
         if "val/loss" in values and (self.drawing is None or self.drawing.done()):
             self.start_drawing()
 
-    def start_drawing(self) -> None:
-        curves = {name: (thinned(steps), thinned(losses)) for name, (steps, losses) in self.curves.items()}
-        self.drawing = self.executor.submit(self.draw, curves)
-
-    def wait(self) -> None:
-        """Until the drawing that has begun is finished."""
-        if self.drawing:
-            self.drawing.result()
+    def start_drawing(self) -> Future[None]:
+        # A copy: an array cannot grow while somebody reads it.
+        curves = {name: (steps[:], losses[:]) for name, (steps, losses) in self.curves.items()}
+        # In one thread for all drawings: each thread's malloc keeps what it has freed.
+        self.drawing = self.file.background.submit(self.draw, curves)
+        return self.drawing
 
     def close(self) -> None:
-        self.start_drawing()
-        self.wait()
+        self.start_drawing().result()
 
     def draw(self, curves: dict[str, Curve]) -> None:
-        """Draw the picture and write it; one line says why if that fails."""
-        try:
-            picture = self.render(curves)
-        except ImportError:
-            log.warning("no loss.png: matplotlib is not installed")
-        except Exception as error:  # a library's own, and no reason to end a run
-            self.file.status.failed(error)
-        else:
-            self.file.write(picture)
+        """Draw the picture and write it; one line says why if that fails.
 
-    def render(self, curves: dict[str, Curve]) -> bytes:
-        """The bytes of a PNG. Restarts as dotted lines, the text's entropy as a dashed one."""
-        if self.figure is None:
-            self.figure, self.axes, self.lines = self.make_figure()
-        for name, line in self.lines.items():
-            line.set_data(*curves[name])
-        self.axes.relim()
-        self.axes.autoscale_view()
-        self.figure.tight_layout()
-        picture = io.BytesIO()
-        self.figure.savefig(picture)
-        return picture.getvalue()
+        Restarts are dotted lines, the text's entropy is a dashed one.
+        """
+        try:
+            if self.figure is None:
+                self.figure, self.axes, self.lines = self.make_figure()
+            for name, line in self.lines.items():
+                line.set_data(*curves[name])
+            self.axes.relim()
+            self.axes.autoscale_view()
+            picture = io.BytesIO()
+            self.figure.savefig(picture)
+            self.file.write(picture.getvalue())
+        except Exception as error:  # matplotlib's own, or it is not installed: no reason to end a run
+            self.file.status.failed(error)
 
     def make_figure(self) -> tuple[Any, Any, dict[str, Any]]:
         """The figure, its axes and a line for each curve; its canvas holds the pixels of all drawings."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 4.5), dpi=110)
+        figure = Figure(figsize=(8, 4.5), dpi=110, layout="tight")
         FigureCanvasAgg(figure)  # without one, each drawing would allocate its own
         axes = figure.subplots()
         lines = {name: axes.plot([], [], label=name, **style)[0] for name, style in STYLES.items()}

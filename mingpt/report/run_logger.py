@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mingpt.base.files import read_json, reason_of
+from mingpt.base.files import reason_of
 from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
 from mingpt.data import Corpus
 from mingpt.distributed.device import Environment, usable_cores
 from mingpt.report.files import JsonlSink, MayWrite, SmallFile, always, read_records
-from mingpt.report.history import GenerationStart, RunHistory
+from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
@@ -205,38 +205,31 @@ class RunLogger:
     def flush(self) -> None:
         """Make all records so far durable, if possible. Called from the thread that writes snapshots."""
         self.config_file.retry()
-        for sink in self.sinks:
-            sink.flush()
+        self.records.flush()
 
     def failed(self, step: int, why: str) -> None:
-        self.note_missing(step)
-        self.history.end("failed", step, f"failed: {why}")
-        self.close()
-
-    def note_missing(self, step: int) -> None:
-        """The metrics that cannot be written now are lost."""
-        self.flush()
-        first_missing = self.records.first_waiting()
-        if first_missing is not None:
-            self.history.note_missing(first_missing, step)
+        self._end("failed", step, f"failed: {why}")
 
     def ended(self, step: int, stopped_by: str | None, snapshots: str) -> None:
         """The run stands at `step`, durably. Raises SupersededError."""
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
-        self.note_missing(step)
         self.history.content["durable_step"] = step
-        self.history.end("stopped" if stopped_by else "finished", step, how)
-        self.close()
+        self._end("stopped" if stopped_by else "finished", step, how)
         log.info("%s at step %d: %s", how, step, self.history.summary())
         log.info("snapshot in %s, metrics and loss.png in %s", snapshots, self.config.run_dir)
 
-    def close(self) -> None:
+    def _end(self, status: str, step: int, how: str) -> None:
+        """Record the end, and close the sinks. Metrics that cannot be written now are lost."""
+        self.flush()
+        first_missing = self.records.first_waiting()
+        if first_missing is not None:
+            self.history.note_missing(first_missing, step)
+        self.history.end(status, step, how)
         for sink in self.sinks:
             sink.close()
-        behind = [file.path.name for file in (self.config_file, self.history.file) if file.unwritten]
-        if self.records.file.pending:
-            behind.append(f"metrics.jsonl ({plural(len(self.records.file.pending), 'record')})")
+        files = (self.config_file, self.history.file, self.records.file)
+        behind = [file.path.name for file in files if file.status.is_failing]
         if behind:
             log.warning(
                 "not up to date in %s, which could not be written: %s", self.config.run_dir, ", ".join(behind)
@@ -248,17 +241,10 @@ def is_reported(run_dir: Path) -> bool:
 
     A folder that has nothing but snapshots, a copy say, needs no report.
     """
-    try:
-        history = read_json(run_dir / "run.json")
-        return bool(history["status"] != "running")
-    except FileNotFoundError:
+    if not (run_dir / "run.json").exists():
         return not (run_dir / "metrics.jsonl").exists()
-    except (OSError, ValueError, TypeError, KeyError):
-        return True
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    history = load_history(run_dir)
+    return history is None or history.get("status") != "running"
 
 
 def describe_strategy(trainer: TrainerConfig) -> str:

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import html
 import importlib
-import inspect
 import logging
 import os
 import queue
@@ -35,7 +34,6 @@ class Destination(Sink):
     """
 
     label = ""  # names it in messages
-    package = ""  # that it needs
 
     def open(self, step: int) -> int:
         """Make ready for values past `step`. Returns the first step whose values it lacks."""
@@ -54,7 +52,7 @@ class Follower(Sink):
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.is_over = False  # it has failed, or was closed
         self.is_reported = False
-        self.thread = threading.Thread(target=self._work, name=destination.package, daemon=True)
+        self.thread = threading.Thread(target=self._work, name=destination.label, daemon=True)
         self.thread.start()
 
     def log(self, step: int, values: Values) -> None:
@@ -64,8 +62,6 @@ class Follower(Sink):
         self._put(functools.partial(self.destination.log_text, step, name, text))
 
     def close(self) -> None:
-        if self.is_over:
-            return
         self.tasks.put(None)
         self.thread.join(CLOSE_S)
         if self.thread.is_alive():
@@ -85,7 +81,7 @@ class Follower(Sink):
         try:
             self._follow()
         except ModuleNotFoundError as error:
-            name = (error.name or self.destination.package).split(".")[0]
+            name = str(error.name).split(".")[0]
             self._report(f"needs the package {name}, which is not installed: the run goes on without it")
         except BaseException as error:  # a package's own, SystemExit too, and no reason to end a run
             self._report(f"has failed ({reason_of(error)[:200]}): the run goes on without it")
@@ -93,8 +89,6 @@ class Follower(Sink):
 
     def _follow(self) -> None:
         """Open the destination, do the tasks in their order, close it."""
-        if not self.run.may_write():
-            return
         self._add_missing(self.destination.open(self.run.first_step))
         for task in iter(self.tasks.get, None):
             if not self.run.may_write():
@@ -105,11 +99,10 @@ class Follower(Sink):
     def _add_missing(self, first_missing: int) -> None:
         """Hand over the records of earlier generations that the destination lacks."""
         last_step = self.run.first_step
-        if last_step == 0 or first_missing > last_step:
-            return  # the records of step 0 come again
+        lacks_none = first_missing > last_step or last_step == 0  # the records of step 0 come again
         for record in read_records(self.run.run_dir / "metrics.jsonl"):
-            if record["step"] > last_step:
-                return  # of this generation
+            if lacks_none or record["step"] > last_step:
+                return  # what follows is of this generation
             if record["step"] >= first_missing:
                 values = {name: value for name, value in record.items() if name != "step"}
                 self.destination.log(record["step"], values)
@@ -127,8 +120,6 @@ class TensorBoard(Destination):
     Each generation appends a file. What earlier files hold past the step from which it goes on stays there,
     and TensorBoard does not show it (`purge_step`).
     """
-
-    package = "tensorboard"
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.folder = run, run.run_dir / "tensorboard"
@@ -177,25 +168,24 @@ class Tracker(Destination):
         with contextlib.suppress(ImportError):  # LossPlot says so
             importlib.import_module("matplotlib.backends.backend_agg")
             importlib.import_module("matplotlib.figure")
-        self.first_step = next_step(self.module.init(**self.init_arguments()))
+        tracked = self.module.init(**self.init_arguments())
+        # trackio has no public name for it.
+        self.first_step = getattr(tracked, "step" if self.package == "wandb" else "_next_step", 0)
         return self.first_step
 
     def init_arguments(self) -> dict[str, Any]:
-        """Return those that the package's `init` takes."""
+        """Return what the package's `init` is given."""
         folder = self.run.run_dir.resolve()
         project = re.sub(r"[^\w.-]+", "-", folder.parent.name).strip("-")
         arguments = {
             "project": os.environ.get(f"{self.package.upper()}_PROJECT") or project or "mingpt",
             "name": f"{folder.name}-{self.run.run_id[:8]}",  # trackio finds a run by its name
-            "id": self.run.run_id,
             "resume": "allow",
             "config": self.run.settings,
-            "dir": str(self.run.run_dir),
         }
-        parameters = inspect.signature(self.module.init).parameters
-        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return arguments
-        return {name: value for name, value in arguments.items() if name in parameters}
+        if self.package == "wandb":
+            arguments |= {"id": self.run.run_id, "dir": str(self.run.run_dir)}
+        return arguments
 
     def log(self, step: int, values: Values) -> None:
         if step >= self.first_step:
@@ -212,12 +202,3 @@ class Tracker(Destination):
 
     def close(self) -> None:
         self.module.finish()
-
-
-def next_step(tracked: Any) -> int:
-    """Return the first step that a tracker's run lacks: 0 for a new one."""
-    for name in ("step", "_next_step"):  # of wandb; of trackio, which has no public name for it
-        step = getattr(tracked, name, None)
-        if isinstance(step, int):
-            return step
-    return 0

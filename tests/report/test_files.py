@@ -72,38 +72,6 @@ def test_the_latest_content_wins_in_the_background(tmp_path: Path, monkeypatch: 
     assert len(written) <= 3
 
 
-@pytest.mark.parametrize(("function", "code"), [("open", errno.EIO), ("write", errno.ENOSPC)])
-def test_lines_that_cannot_be_written_wait_and_keep_their_order(
-    function: str,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = tmp_path / "lines.txt"
-    file = LineFile(path)
-    append(file, "first")
-    file.close()
-    disk = FaultyDisk(monkeypatch, function, "lines.txt", code, partly=function == "write")
-    append(file, "second", "third")
-    assert path.read_text() == "first\n", "a part of a line is removed"
-    disk.broken = False
-    append(file, "fourth")
-    assert path.read_text().splitlines() == ["first", "second", "third", "fourth"]
-    assert len(caplog.messages) == 2
-    assert "lines.txt cannot be written" in caplog.messages[0]
-    assert caplog.messages[1] == f"{path} is written again"
-
-
-def test_lines_that_may_be_lost_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = LineFile(tmp_path / "lines.txt", max_pending=2)
-    disk = FaultyDisk(monkeypatch, "write", "lines.txt")
-    append(file, "1", "2", "3")
-    disk.broken = False
-    append(file, "4")
-    assert (tmp_path / "lines.txt").read_text() == "3\n4\n"
-
-
 def test_lines_are_synced_on_request_and_a_failed_sync_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,7 +82,6 @@ def test_lines_are_synced_on_request_and_a_failed_sync_is_tried_again(
     file.retry(sync=True)
     append(file, "2")
     assert disk.hits == 2 and len(caplog.messages) == 1
-    assert "cannot be written (Input/output error)" in caplog.text
     disk.broken = False
     append(file, "3")
     assert caplog.messages[-1].endswith("is written again")
@@ -152,16 +119,6 @@ def resumed(run_dir: Path, step: int) -> JsonlSink:
     return JsonlSink(replace(make_run(run_dir, is_fresh=False), first_step=step))
 
 
-def test_each_record_is_a_line_that_is_there_at_once(tmp_path: Path) -> None:
-    sink = JsonlSink(make_run(tmp_path))
-    sink.log(0, {"val/loss": 4.5})
-    sink.log(1, {"train/loss": 4.0, "a metric of another kind": 1e300})
-    assert records_in(tmp_path / "metrics.jsonl") == [
-        {"step": 0, "val/loss": 4.5},
-        {"step": 1, "train/loss": 4.0, "a metric of another kind": 1e300},
-    ]
-
-
 def test_a_resume_drops_the_records_past_its_step_which_needs_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,14 +130,6 @@ def test_a_resume_drops_the_records_past_its_step_which_needs_no_room(
     disk.broken = False
     log_losses(second, range(6, 11))
     assert steps_in(path) == list(range(1, 11))
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_going_back_to_the_start_drops_the_evaluation_before_the_first_step_too(tmp_path: Path) -> None:
-    """It is done again."""
-    JsonlSink(make_run(tmp_path)).log(0, {"val/loss": 4.5})
-    resumed(tmp_path, 0)
-    assert records_in(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
@@ -189,17 +138,15 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
 
 
-@pytest.mark.parametrize("function", ["open", "truncate"])
 def test_records_past_the_step_are_not_followed_by_others_where_they_cannot_be_dropped(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     log_losses(JsonlSink(make_run(tmp_path)), range(1, 9))
-    disk = FaultyDisk(monkeypatch, function, "metrics.jsonl", errno.EIO)
+    disk = FaultyDisk(monkeypatch, "truncate", "metrics.jsonl", errno.EIO)
     sink = resumed(tmp_path, 5)
     log_losses(sink, range(6, 8))
-    assert sink.first_waiting() == 6
-    assert steps_in(path) in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8])
+    assert sink.first_waiting() == 6 and steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8]
     disk.broken = False
     sink.log(8, {"train/loss": 8.5})
     assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8] and sink.first_waiting() is None

@@ -1,5 +1,6 @@
 import errno
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mingpt.report import (
 )
 
 RUN_ID = "abc123"
+FAILURE = {"why": "failed (ValueError: twice two)"}
 
 
 def open_history(run_dir: Path) -> RunHistory:
@@ -45,14 +47,10 @@ def read(run_dir: Path) -> dict[str, Any]:
     return content
 
 
-def failed_end(step: int) -> GenerationEnd:
-    return GenerationEnd(1, {0: {"why": "failed (ValueError: twice two)", "step": step}})
-
-
 def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     history = open_history(tmp_path)
     assert begin(history, 2, 0, None, False, []) is None
-    assert read(tmp_path)["status"] == "running"
+    assert read(tmp_path)["status"] == "running" and read_run_id(tmp_path) == RUN_ID
     history.note_step(10, 0.25)
     history.end("finished", 30, "finished")
     content = read(tmp_path)
@@ -94,53 +92,41 @@ def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
     assert [entry["end"] for entry in content["generations"]] == ["stopped by SIGTERM", "running"]
 
 
-def fail_repeatedly(run_dir: Path, steps: list[int], first_is_restart: bool = False) -> RunHistory:
-    """Generations that fail after these steps, and one that has begun after them."""
+def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
+    """Generations that fail after these steps (None: without a report), and one that has begun after them."""
     history = open_history(run_dir)
     previous = None
     for number, step in enumerate([*steps, 0]):
-        begin(history, 1, 0, previous, number > 0 or first_is_restart, [])
-        previous = failed_end(step)
+        begin(history, 1, 0, previous, number > 0, [])
+        previous = GenerationEnd(1, {} if step is None else {0: FAILURE | {"step": step}})
     return history
 
 
-def test_three_failures_at_the_same_step_end_the_job(tmp_path: Path) -> None:
+def test_three_failures_at_the_same_step_end_the_job_unless_a_user_starts_it_again(tmp_path: Path) -> None:
     history = fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
     assert history.repeated_failure() == (
         "3 generations failed one after the other at step 5 "
         "(worker 0 failed (ValueError: twice two)): a restart would repeat it"
     )
+    begin(history, 1, 0, GenerationEnd(1, {0: FAILURE | {"step": 4}}), False, [])
+    assert history.repeated_failure() is None
 
 
-@pytest.mark.parametrize("steps", [[], [4], [4, 4], [4, 4, 5], [4, 5, 4], [5, 4, 4]])
-def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [[4, 4], [4, 4, 5], [5, 4, 4], [None] * 4])
+def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int | None], tmp_path: Path) -> None:
     assert fail_repeatedly(tmp_path, steps).repeated_failure() is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"id": "abc123"}', '{"generations": 3}'])
+@pytest.mark.parametrize(
+    "content", ["{", "3", '{"id": "abc123", "generations": 3}', '{"id": "../elsewhere", "generations": []}']
+)
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(content)
+    assert read_run_id(tmp_path) is None
     begin(open_history(tmp_path), 1, 0, None, False, [])
     assert (tmp_path / "damaged-run.json").read_text() == content
     assert "is damaged and set aside as damaged-run.json" in caplog.text
     assert len(read(tmp_path)["generations"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "run_id"),
-    [
-        ('{"id": "abc123"}', "abc123"),
-        ('{"id": "../elsewhere"}', None),
-        ('{"id": 3}', None),
-        ("{}", None),
-        ("[]", None),
-        ("{", None),
-    ],
-)
-def test_the_id_of_a_run_is_read_if_it_is_one(content: str, run_id: str | None, tmp_path: Path) -> None:
-    assert read_run_id(tmp_path) is None
-    (tmp_path / "run.json").write_text(content)
-    assert read_run_id(tmp_path) == run_id
 
 
 def test_a_damaged_history_that_cannot_be_renamed_ends_no_run(
@@ -161,8 +147,7 @@ def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path:
     assert read(tmp_path)["status"] == "stopped" and read(tmp_path)["generations"][-1]["end"] == "running"
     history.file.write(history.encode())
     mark_ended(tmp_path, "failed", "failed: why")
-    assert read(tmp_path)["status"] == "failed"
-    assert read(tmp_path)["generations"][-1]["end"] == "failed: why"
+    assert read(tmp_path)["status"] == "failed" and read(tmp_path)["generations"][-1]["end"] == "failed: why"
     history.end("finished", 30, "finished")
     mark_ended(tmp_path, "stopped", "failed: why")
     assert read(tmp_path)["status"] == "finished" and read(tmp_path)["generations"][-1]["end"] == "finished"
@@ -179,38 +164,19 @@ def test_a_generation_whose_store_is_gone_is_told_by_the_hosts_that_are_missing(
     assert (first["to_step"], first["exact"], second["hosts"]) == (12, False, ["node2", "node3"])
 
 
-def test_the_newest_snapshot_on_disk_is_on_record_until_the_run_begins_anew(tmp_path: Path) -> None:
+def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_until_another_job_begins(
+    tmp_path: Path,
+) -> None:
+    assert read_job_start(tmp_path, RUN_ID) is None
     history = open_history(tmp_path)
-    begin(history, 1, 0, None, False, [])
+    begin(history, 1, 10, None, False, [])
     assert read_durable_step(tmp_path, RUN_ID) == 0
     history.note_durable(20)
     history.file.retry()
     assert read_durable_step(tmp_path, RUN_ID) == 20
-    assert read_durable_step(tmp_path, "another run") == 0
+    assert read_durable_step(tmp_path, "another") == 0 and read_job_start(tmp_path, "another") is None
     begin(open_history(tmp_path), 1, 15, None, True, [])
     assert read_durable_step(tmp_path, RUN_ID) == 20, "its disk may be gone, and a restart is in memory"
-    begin(open_history(tmp_path), 1, 0, None, False, [])
-    assert read_durable_step(tmp_path, RUN_ID) == 0
-
-
-def test_the_step_from_which_the_last_job_began_is_on_record(tmp_path: Path) -> None:
-    assert read_job_start(tmp_path, RUN_ID) is None
-    begin(open_history(tmp_path), 1, 0, None, False, [])
-    begin(open_history(tmp_path), 1, 40, None, False, [])
-    begin(open_history(tmp_path), 1, 55, None, True, [])
-    assert read_job_start(tmp_path, RUN_ID) == 40
-    assert read_job_start(tmp_path, "another") is None
-
-
-def test_a_job_that_a_user_starts_again_is_tried_again(tmp_path: Path) -> None:
-    fail_repeatedly(tmp_path, [4] * MAX_REPEATS)
-    history = open_history(tmp_path)
-    begin(history, 1, 0, failed_end(4), False, [])
-    assert history.repeated_failure() is None
-
-
-def test_generations_that_were_killed_without_a_report_do_not_end_the_job(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    for number in range(MAX_REPEATS + 1):
-        begin(history, 1, 0, GenerationEnd(1, {}) if number else None, number > 0, [])
-    assert history.repeated_failure() is None
+    assert read_job_start(tmp_path, RUN_ID) == 10
+    begin(open_history(tmp_path), 1, 5, None, False, [])
+    assert (read_durable_step(tmp_path, RUN_ID), read_job_start(tmp_path, RUN_ID)) == (0, 5)
