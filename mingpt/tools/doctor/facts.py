@@ -301,7 +301,7 @@ def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
 
 
 def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """One sentence per node that listens in the wrong place; else one per nodes that the same ones miss."""
+    """A sentence per node that listens in the wrong place, and per nodes that the same ones cannot reach."""
     nodes: dict[str, Facts] = {}
     failed: dict[str, dict[str, str]] = {}  # {to a node: {from a node: reason}}
     for worker in workers:
@@ -322,8 +322,8 @@ def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list
     for sources, targets in blocked.items():
         there = " and ".join(f"{target} on {nodes[target].get('address')}" for target in targets)
         reason = next(iter(failed[targets[0]].values()))
-        range_ = nodes[targets[0]].get("ports")
-        ports = f"TCP ports {range_} (net.ipv4.ip_local_port_range)" if range_ else "all TCP ports above 1023"
+        known = nodes[targets[0]].get("ports")
+        ports = f"TCP ports {known} (net.ipv4.ip_local_port_range)" if known else "all TCP ports above 1023"
         sentences.append(
             f"{sources} cannot connect to {there} ({reason}): open {ports} of {' and '.join(targets)} to "
             f"{sources} in the firewalls between them"

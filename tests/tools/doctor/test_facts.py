@@ -72,15 +72,13 @@ def test_most_workers_decide_and_of_two_equal_halves_that_of_rank_0() -> None:
     assert "the clock of node1 is 5.0 s ahead of the others'" in only_fault(*behind)
 
 
-def test_a_node_with_two_workers_is_one_fault() -> None:
+def test_a_node_with_two_workers_is_one_fault_and_nodes_of_one_name_are_told_by_their_number() -> None:
     pair = [THIRD | {"rank": rank, "local_rank": rank - 2, "torch": "2.11.0"} for rank in (2, 3)]
     others = [FIRST | {"rank": 4, "local_rank": 1}, SECOND | {"rank": 5, "local_rank": 1}]
-    assert only_fault(FIRST, SECOND, *pair, *others).startswith("node3 has torch")
-
-
-def test_nodes_with_the_same_host_name_are_told_by_their_number() -> None:
-    one, other = FIRST | {"host": "vm"}, SECOND | {"host": "vm", "torch": "2.11.0"}
-    assert only_fault(one, other).startswith("vm (node 1) has torch 2.11.0")
+    workers = [FIRST, SECOND, *pair, *others]
+    assert only_fault(*workers).startswith("node3 has torch")
+    same = [worker | {"host": "vm"} for worker in workers]
+    assert only_fault(*same).startswith("vm (node 2) has torch")
 
 
 def test_a_text_is_a_fault_only_if_no_node_can_read_it() -> None:
@@ -181,7 +179,6 @@ def test_one_that_does_not_end_in_time_says_what_it_was_doing(
     monkeypatch.setattr(Folders, "try_one", lambda folders, place: threading.Event().wait())
     config = replace(Config(), run_dir=str(tmp_path / "run"))
     found = Findings(Launch(), config, Folders(config)).take()
-    assert found["unfinished"] in (
-        f"writing to run_dir {config.run_dir}: not done after 0 s",
-        "looking at its device: not done after 0 s",
-    )
+    doing, _, reason = found["unfinished"].rpartition(": ")
+    assert doing in (f"writing to run_dir {config.run_dir}", "looking at its device")
+    assert reason.startswith("not done after ")
