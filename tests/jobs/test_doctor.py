@@ -1,6 +1,7 @@
 """The doctor under torchrun: a table and nothing else on a healthy cluster, one sentence on a faulty one."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_a_healthy_cluster_gets_a_table_and_one_line(start: Start, text: Path, t
     head, first, second, empty, last = said(jobs)
     assert head.split()[:4] == ["worker", "host", "device", "torch"]
     assert first.startswith("0 ") and second.startswith("1 ") and (empty, last) == ("", "no fault found")
-    assert "MB/s" in first and "MB/s" in second and "by all" in first and "written, read" in second
+    assert "MB/s" in first and "MB/s" in second and "written, read" in second
     assert list(tmp_path.iterdir()) == []  # what it has tried is removed again
 
 
@@ -98,7 +99,7 @@ def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
     assert len(job.out().splitlines()) == 4 and job.out().endswith("no fault found\n")
     job = start([sys.executable, "-m", "mingpt", "doctor", *words, "snapshot.memory_path=/no/such/folder"])
     assert job.wait(60) == 1
-    assert "snapshot.memory_path /no/such/folder cannot be used" in job.out()
+    assert re.search("snapshot.memory_path /no/such/folder on .* cannot be used", job.out())
     job = start([sys.executable, "-m", "mingpt", "doctor", *words, "seed=x"])
     assert job.wait(60) == 2 and job.err().startswith("error: seed must be a whole number")
 

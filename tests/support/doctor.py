@@ -2,7 +2,6 @@
 
 from mingpt.tools.doctor.facts import Facts
 
-MB = 1_000_000
 CONFIG = {"model.n_layer": 3, "optimizer.learning_rate": 0.007, "seed": 1}
 
 
@@ -20,11 +19,8 @@ def healthy(number: int) -> Facts:
         "config": dict(CONFIG),
         "data_path": "play.txt",
         "data": "ab" * 32,
-        "folders": {"run_dir out/a": None, "the snapshot folder out/a/snapshots": None},
-        "probe": f"doctor-{number}",
-        "state_bytes": 10 * MB,
-        "memory_path": "/dev/shm",
-        "memory_free": 500 * MB,
+        "folders": "written, read",
+        "memory": "500.0 MB free, 20.0 MB needed",
         "networks": {"lo": "127.0.0.1/8", "eth0": f"10.0.0.{number}/24"},
         "address": f"10.0.0.{number}",
         "ports": "32768-60999",

@@ -15,12 +15,7 @@ URL of snapshots. --release drops it: only if its job is gone and nobody can see
 notices it and ends.
 """
 
-import os
 import platform
-import signal
-import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,13 +23,21 @@ from typing import Any, NoReturn
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
 from mingpt.base.files import DriverError
-from mingpt.base.system import try_within
+from mingpt.base.system import run_within, try_within
 from mingpt.config import Config
 from mingpt.config.cli import parse
-from mingpt.distributed import Launch, ProcessExit, write_stderr
+from mingpt.distributed import Launch, ProcessExit
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.snapshot.lookup import possible_places
-from mingpt.tools.doctor.facts import Facts, Findings, Folders, find_faults, identity, make_table
+from mingpt.tools.doctor.facts import (
+    FINDINGS_S,
+    Facts,
+    Findings,
+    Folders,
+    find_faults,
+    identity,
+    make_table,
+)
 from mingpt.tools.doctor.network import (
     Exchange,
     Listener,
@@ -49,10 +52,10 @@ from mingpt.tools.doctor.network import (
 from mingpt.training.claim import LEASE_S, Claim, Holder
 
 # The order of a check-up: meet, compare clocks, connect to each other, tell what was found, judge. Every wait
-# has a limit, and a watchdog ends what takes longer than this. A fault ends the job in order: the workers of
-# a job that has restarts left would otherwise be started again.
+# has a limit, and so has all of it. A fault ends the job in order: the workers of a job that has restarts
+# left would otherwise be started again.
 LIMIT_S = 58.0
-MEET_S, FINDINGS_S, LEAST_FINDINGS_S, WAIT_S, ACK_S, CLEAN_UP_S = 20.0, 20.0, 4.0, 12.0, 3.0, 2.0
+MEET_S, WAIT_S, ACK_S, CLEAN_UP_S = 20.0, 12.0, 3.0, 2.0
 
 
 def show_claims(where: str, release: bool) -> list[str]:
@@ -87,34 +90,16 @@ def describe(holder: Holder) -> str:
 
 def run_checkup(argv: Sequence[str]) -> NoReturn:
     """The check-up of this worker, to the end of its process; __main__.py says its exit codes."""
-    try:
-        launch = Launch.from_environment()
-    except UserError as error:
-        write_stderr(f"error: {error}\n")
-        sys.exit(2)
+    launch = Launch.from_environment()
     process_exit = ProcessExit(launch)
-    watchdog = threading.Timer(LIMIT_S, end_hung_checkup, (launch,))
-    watchdog.daemon = True
-    watchdog.start()
     try:
-        Checkup(launch, argv, process_exit).run()
+        run_within(LIMIT_S, lambda: Checkup(launch, argv, process_exit).run())
     except (UserError, NonRetryableError) as error:
         process_exit.abort_job(error, lambda: False)
-    except Exception as error:  # a check-up that fails would fail again in each generation
+    except Exception as error:  # a check-up that fails or hangs would do so again in each generation
         what = f"worker {launch.rank} on {platform.node()} failed: {type(error).__name__}: {error}"
         process_exit.abort_job(NonRetryableError(what), lambda: False)
     process_exit.exit_process(None)
-
-
-def end_hung_checkup(launch: Launch) -> None:
-    """In a thread, when the main one is stuck."""
-    write_stderr(
-        f"error: worker {launch.rank} on {platform.node()} is not done within {LIMIT_S:g} s: see whether the "
-        "network or the disk of a node hangs\n"
-    )
-    if launch.agent_pid and launch.local_rank == 0:
-        os.kill(launch.agent_pid, signal.SIGTERM)
-    os._exit(1)
 
 
 class Checkup:
@@ -130,8 +115,6 @@ class Checkup:
             self.config_error = str(error)
         is_first = launch.local_rank == 0
         self.folders = Folders(self.config) if self.config and is_first else None
-        self.findings = Findings(launch, self.config, self.folders)
-        self.deadline = time.monotonic() + FINDINGS_S
 
     def run(self) -> None:
         """Returns if the cluster is healthy. Raises NonRetryableError after saying what is not; UserError."""
@@ -141,7 +124,7 @@ class Checkup:
             elif self.config_error:
                 raise UserError(self.config_error)
             else:
-                faults = report([self.take_findings()])
+                faults = report([Findings(self.launch, self.config, self.folders).take()])
         finally:
             if self.folders:  # what was tried; it is left where a disk hangs
                 try_within(CLEAN_UP_S, self.folders.clean_up)
@@ -152,30 +135,26 @@ class Checkup:
         """The number of faults. Collective."""
         rank, rendezvous = self.launch.rank, self.meet()
         self.process_exit.join(rendezvous, LIMIT_S)
+        # All have looked by now at which folders are missing.
+        findings = Findings(self.launch, self.config, self.folders)
         exchange = Exchange(rendezvous.process_group_store, rank, self.launch.world_size)
         exchange.put("hello", identity(self.launch))
+        hello = exchange.get_all("hello", WAIT_S) if rank == 0 else {}
         found: Facts = {"clock_s": exchange.clock_offset_s(), "config_error": self.config_error}
-        if rank == 0:
-            exchange.serve_clock()
         found |= try_links(exchange, rendezvous.generation)
-        found |= self.take_findings()
+        found |= findings.take()
         exchange.put("facts", found)
-        others = exchange.get_all("facts", WAIT_S + FINDINGS_S)
-        sees = self.visible()
-        exchange.put("sees", sees)
-        if self.folders:
-            self.folders.share(sees, others.values())
+        facts = exchange.get_all("facts", WAIT_S + FINDINGS_S) if rank == 0 else {}
         if rank == 0:
-            exchange.put("go", len(others) == self.launch.world_size and all_connected(others))
-        go = exchange.get("go", 0, WAIT_S)
+            exchange.put("go", len(facts) == self.launch.world_size and all_connected(facts))
+        go = exchange.get("go", 0, 2 * WAIT_S + FINDINGS_S)
         if go:
             gpu = self.launch.local_rank if found.get("device_type") == "cuda" else None
             exchange.put("all_reduce", measure_all_reduce(exchange, gpu))
         if rank == 0:
-            verdict = self.judge(exchange, others, bool(go))
-            exchange.put("verdict", verdict)
-        else:
-            verdict = exchange.get("verdict", 0, LIMIT_S)
+            rates = exchange.get_all("all_reduce", 2 * WAIT_S) if go else {}
+            exchange.put("verdict", self.judge(hello, facts, rates))
+        verdict = exchange.get("verdict", 0, LIMIT_S)
         exchange.put("done", True)
         if rank == 0:  # which may host the store
             exchange.get_all("done", ACK_S)
@@ -184,13 +163,6 @@ class Checkup:
         if verdict["user_error"]:
             raise UserError(verdict["user_error"])
         return int(verdict["faults"])
-
-    def take_findings(self) -> Facts:
-        return self.findings.take(max(self.deadline, time.monotonic() + LEAST_FINDINGS_S))
-
-    def visible(self) -> list[str]:
-        """The probes in the folder of snapshots; none where a disk hangs, which would hang this too."""
-        return self.folders.visible() if self.folders and not self.findings.thread.is_alive() else []
 
     def meet(self) -> Rendezvous:
         """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
@@ -212,17 +184,15 @@ class Checkup:
                 f"--endpoint {launch.master_addr}:{launch.master_port}"
             ) from None
 
-    def judge(self, exchange: Exchange, facts: Mapping[int, Facts], is_measured: bool) -> dict[str, Any]:
-        """On rank 0: gather what all have found, print table and faults."""
-        hello = exchange.get_all("hello", WAIT_S)
-        sees = exchange.get_all("sees", WAIT_S)
-        rates = exchange.get_all("all_reduce", 2 * WAIT_S) if is_measured else {}
+    def judge(
+        self, hello: dict[int, Facts], facts: dict[int, Facts], rates: Mapping[int, Any]
+    ) -> dict[str, Any]:
+        """On rank 0: print table and faults from what all have found."""
         workers = []
-        for rank, worker in hello.items():
+        for rank, worker in (hello | facts).items():
             there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
-            rate, error = rates.get(rank, (None, "no answer" if is_measured else None))
-            more = {"sees": sees.get(rank, []), "all_reduce_mb_s": rate, "all_reduce_error": error}
-            workers.append(there | more)
+            rate, error = rates.get(rank, (None, "no answer" if rates else None))
+            workers.append(there | {"all_reduce_mb_s": rate, "all_reduce_error": error})
         errors = {worker.get("config_error") for worker in workers}
         if len(errors) == 1 and self.config_error:
             return {"faults": 1, "user_error": self.config_error}
@@ -231,21 +201,19 @@ class Checkup:
 
 def try_links(exchange: Exchange, word: str) -> Facts:
     """Listen where gloo would, and connect to all others. Collective."""
-    interfaces = networks()
-    found: Facts = {"networks": interfaces, "ports": ephemeral_ports()}
+    found: Facts = {"networks": networks(), "ports": ephemeral_ports()}
+    port = None
     try:
-        address = gloo_address(interfaces)
-        listener = Listener(address, word)
-        found["address"] = address
-        exchange.put("address", [address, listener.port])
+        found["address"] = gloo_address(found["networks"])
+        port = Listener(found["address"], word).port
     except OSError as error:
         found["address_error"] = str(error)
-        exchange.put("address", [None, 0])
+    exchange.put("address", [found.get("address"), port])
     addresses = exchange.get_all("address", WAIT_S)
     targets = {
         rank: (address, port, word)
         for rank, (address, port) in addresses.items()
-        if address and rank != exchange.rank
+        if port and rank != exchange.rank
     }
     found["unreachable"] = list(find_unreachable(targets).items())
     return found
@@ -255,7 +223,7 @@ def all_connected(facts: Mapping[int, Facts]) -> bool:
     """Whether a process group can be made."""
     kinds = {there.get("device_type") for there in facts.values()}
     return len(kinds) == 1 and all(
-        there.get("address") and not there["unreachable"] and not there.get("device_error")
+        not there.get("address_error") and not there["unreachable"] and not there.get("device_error")
         for there in facts.values()
     )
 
@@ -277,8 +245,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--endpoint", metavar="HOST:PORT", help="meeting point of the agents; several by commas"
     )
-    where = "run folder, or snapshots at a path or URL"
-    parser.add_argument("--claim", metavar="RUN_DIR", help=where)
+    parser.add_argument("--claim", metavar="RUN_DIR", help="run folder, or snapshots at a path or URL")
     parser.add_argument("--release", action="store_true", help="drop the claim")
     options, settings = parser.parse_known_args(arguments)
     if options.endpoint is None and options.claim is None and not options.release:

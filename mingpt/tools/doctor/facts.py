@@ -12,29 +12,31 @@ import ipaddress
 import json
 import os
 import platform
+import shutil
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import DriverError, reason_of
-from mingpt.base.system import start
+from mingpt.base.system import start, try_within
 from mingpt.config import Config, flatten, settings, to_dict
-from mingpt.data import is_shards, make_corpus, open_shards, read_bytes
+from mingpt.data import is_shards, local_path, make_corpus, open_shards, read_bytes
 from mingpt.distributed import Launch
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.plan.workload import Workload
 
 Facts = dict[str, Any]
-Link = tuple[str, str]  # from a node to a node
 VOCABULARY_UNREAD = 256  # tokens, where the text has not been read: only the state's size depends on it
 VARIABLE = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
 MAX_CLOCK_S = 1.0
 STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
-MAX_SETTINGS = 3  # named in one sentence
+MAX_SETTINGS = 6  # named in one sentence
 NOTHING = "-"
+FINDINGS_S, LEAST_FINDINGS_S, LOOK_S = 20.0, 4.0, 2.0
 # What is to be the same on all workers, and the sentence on a node where it is not as on most.
 COMPARED = {
     "torch": "{name} has torch {own} and the others {most}: install {most} there (pip install "
@@ -55,48 +57,53 @@ BROKEN = {
     "config_error": "{name}: the configuration is wrong there: {reason}",
     "device_error": "{name}: {reason}",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",
+    "folder_error": "{reason[0]} cannot be written and read on {name} ({reason[1]}): look at its mount and "
+    "its owner there, or choose another {reason[2]}",
+    "memory_error": "snapshot.memory_path {reason[0]} on {name} {reason[1]}: enlarge it (a container's "
+    "/dev/shm by --shm-size or an emptyDir of medium Memory), set snapshot.memory_path to another folder, or "
+    "snapshot.memory_every=0 to do without",
     "unfinished": "{name}, worker {rank}: {reason}: look at that node and its disks",
 }
 
 
 def node_names(workers: Sequence[Facts]) -> dict[int, str]:
     """{rank: name of its node}: the host name, with the node's number where several nodes share the name."""
-    nodes: dict[str, set[int]] = {}
-    for worker in workers:
-        nodes.setdefault(worker["host"], set()).add(worker["node"])
-    names = {}
-    for worker in workers:
-        number = f" (node {worker['node']})" if len(nodes[worker["host"]]) > 1 else ""
-        names[worker["rank"]] = worker["host"] + number
-    return names
+    nodes = {(worker["host"], worker["node"]) for worker in workers}
+    counts = Counter(host for host, _ in nodes)
+    return {
+        worker["rank"]: worker["host"] + (f" (node {worker['node']})" if counts[worker["host"]] > 1 else "")
+        for worker in workers
+    }
 
 
 class Folders:
-    """Where a run writes, tried by writing, reading and removing a file; `places` is {what: path or URL}.
+    """Where a run writes, tried by writing, reading and removing a file; `places` is {setting: path or URL}.
 
-    What was missing before is removed by `clean_up`, once the other nodes have looked for it. Of nodes that
-    share a disk, one may make `run` and another one `run/snapshots`: each removes, after its own probes, what
-    any of them has made (`share`), so that whoever is last finds nothing in it.
+    `missing` are folders that were not there before any worker has tried. Each worker removes all of them
+    after its own files, so that of nodes that share a disk whoever is last finds nothing in them.
     """
 
     def __init__(self, config: Config) -> None:
-        snapshots = config.snapshot.path
-        named = "snapshot.path" if snapshots else "the snapshot folder"
-        self.places = {f"run_dir {config.run_dir}": config.run_dir}
-        snapshots = snapshots or str(Path(config.run_dir) / "snapshots")
-        self.places[f"{named} {snapshots}"] = snapshots
+        self.places = {"run_dir": config.run_dir}
+        if config.snapshot.path:
+            self.places["snapshot.path"] = config.snapshot.path
+        else:
+            self.places["the snapshot folder"] = str(Path(config.run_dir) / "snapshots")
         self.probe = f"doctor-{uuid.uuid4().hex[:12]}"
-        self.made: set[Path] = set()
+        self.missing: list[Path] = []
         self.stores: list[SnapshotStore] = []
+        try_within(LOOK_S, self.find_missing)  # a disk that hangs is told of by try_one
+
+    def find_missing(self) -> None:
+        paths = [Path(path).absolute() for path in map(local_path, self.places.values()) if path]
+        folders = {folder for path in paths for folder in (path, *path.parents)}
+        self.missing = [folder for folder in folders if not os.path.exists(folder)]
 
     def try_one(self, place: str) -> str | None:
         """Why a folder cannot be used; None if it can."""
         content = self.probe.encode()
         try:
             store = SnapshotStore(place, retries_s=())
-            if store.is_local:
-                folders = (Path(store.root), *Path(store.root).parents)
-                self.made |= {folder for folder in folders if not folder.exists()}
             store.files.makedirs(store.root, exist_ok=True)
             self.stores.append(store)
             store.write_atomic(self.probe, content)
@@ -105,24 +112,11 @@ class Folders:
             return reason_of(error)
         return None if read == content else "what is written there is not what is read back"
 
-    def visible(self) -> list[str]:
-        """The probes in the last folder: those of other nodes if it is shared with them."""
-        try:
-            return [name for name in self.stores[-1].names() if name.startswith("doctor-")]
-        except DriverError:  # try_one has reported it
-            return []
-
-    def share(self, sees: Sequence[str], workers: Iterable[Facts]) -> None:
-        """Take over what others have made whose probes are seen here."""
-        for worker in workers:
-            if worker.get("probe") in sees:
-                self.made |= {Path(folder) for folder in worker["made"]}
-
     def clean_up(self) -> None:
         for store in self.stores:
             with contextlib.suppress(Exception):  # it was never written, and try_one has reported why
                 store.files.rm_file(store.path(self.probe))
-        for folder in sorted(self.made, reverse=True):  # what lies in a folder comes before it
+        for folder in sorted(self.missing, reverse=True):  # what lies in a folder comes before it
             with contextlib.suppress(OSError):  # another rank's probe is in it, or a run, or it is gone
                 folder.rmdir()
 
@@ -176,17 +170,24 @@ def find_data(config: Config) -> Facts:
     return found | {"state_bytes": job.state_bytes}
 
 
-def find_memory(config: Config) -> Facts:
-    """Free bytes for snapshots in memory."""
+def find_memory(config: Config, state_bytes: int) -> Facts:
+    """The room for the snapshots of a node's memory."""
+    path, needed = config.snapshot.memory_path, STATES_IN_MEMORY * state_bytes
     if not config.snapshot.memory_every:
         return {}
-    found: Facts = {"memory_path": config.snapshot.memory_path}
     try:
-        space = os.statvfs(config.snapshot.memory_path)
-        found["memory_free"] = space.f_bavail * space.f_frsize
+        free = shutil.disk_usage(path).free
     except OSError as error:
-        found["memory_error"] = reason_of(error)
+        return {"memory_error": [path, f"cannot be used ({reason_of(error)})"]}
+    found: Facts = {"memory": f"{size(free)} free, {size(needed)} needed"}
+    if free < needed:
+        lack = f"has {size(free)} free and two states of this model take {size(needed)}"
+        found["memory_error"] = [path, lack]
     return found
+
+
+def size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 class Findings:
@@ -195,34 +196,35 @@ class Findings:
     def __init__(self, launch: Launch, config: Config | None, folders: Folders | None) -> None:
         self.found = identity(launch)
         self.began_at = time.monotonic()
-        self.doing: str | None = "looking at its device"
-        self.error: str | None = None
-        _, self.thread = start(lambda: self.find(launch, config, folders))
+        self.doing = "looking at its device"
+        self.outcome, self.thread = start(lambda: self.find(launch, config, folders))
 
     def find(self, launch: Launch, config: Config | None, folders: Folders | None) -> None:
-        try:
-            self.found |= find_own(launch, config)
-            if config is not None and folders is not None:
-                self.found |= find_memory(config)
-                tried: dict[str, str | None] = {}
-                for name, place in folders.places.items():
-                    self.doing = f"writing to {name}"
-                    tried[name] = folders.try_one(place)
-                self.found |= {"folders": tried, "probe": folders.probe}
-                self.found["made"] = [str(folder) for folder in folders.made]
-                self.doing = f"reading data.path {config.data.path}"
-                self.found |= find_data(config)
-            self.doing = None
-        except Exception as error:  # told to rank 0 as a fault
-            self.error = reason_of(error)
+        self.found |= find_own(launch, config)
+        if config is None or folders is None:
+            return
+        error = None
+        for setting, place in folders.places.items():
+            self.doing = f"writing to {setting} {place}"
+            error = folders.try_one(place)
+            if error:
+                other = "run_dir" if "snapshot.path" not in folders.places else setting
+                self.found["folder_error"] = [f"{setting} {place}", error, other]
+                break  # most often the second one lies in the first
+        self.found["folders"] = error or "written, read"
+        self.doing = f"reading data.path {config.data.path}"
+        self.found |= find_data(config)
+        self.found |= find_memory(config, self.found["state_bytes"])
 
-    def take(self, deadline: float) -> Facts:
-        """What has been found by then, in the clock of time.monotonic."""
-        self.thread.join(max(0.0, deadline - time.monotonic()))
-        if self.doing is None:
-            return dict(self.found)
-        reason = self.error or f"not done after {time.monotonic() - self.began_at:.0f} s"
-        return self.found | {"unfinished": f"{self.doing}: {reason}"}
+    def take(self) -> Facts:
+        """What is found within FINDINGS_S, and at least LEAST_FINDINGS_S more."""
+        took_s = time.monotonic() - self.began_at
+        self.thread.join(max(LEAST_FINDINGS_S, FINDINGS_S - took_s))
+        if not self.outcome.done():
+            reason = f"not done after {time.monotonic() - self.began_at:.0f} s"
+            return self.found | {"unfinished": f"{self.doing}: {reason}"}
+        error = self.outcome.exception()
+        return self.found | ({"unfinished": f"{self.doing}: {reason_of(error)}"} if error else {})
 
 
 def find_faults(workers: Sequence[Facts]) -> list[str]:
@@ -233,8 +235,6 @@ def find_faults(workers: Sequence[Facts]) -> list[str]:
         *find_broken(workers, names),
         *(sentence for fact in COMPARED for sentence in find_odd_ones(fact, workers, names)),
         *find_data_faults(nodes),
-        *(sentence for name, node in nodes.items() for sentence in find_folder_faults(name, node)),
-        *(sentence for name, node in nodes.items() for sentence in find_memory_faults(name, node)),
         *find_link_faults(workers, names),
         *find_group_faults(workers, names),
     ]
@@ -242,12 +242,12 @@ def find_faults(workers: Sequence[Facts]) -> list[str]:
 
 def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
     """What a worker could not do at all; once per node."""
-    found = []
-    for worker in workers:
-        rank = worker["rank"]
-        for fact, sentence in BROKEN.items():
-            if worker.get(fact):
-                found.append(sentence.format(name=names[rank], rank=rank, reason=worker[fact]))
+    found = [
+        sentence.format(name=names[worker["rank"]], rank=worker["rank"], reason=worker[fact])
+        for worker in workers
+        for fact, sentence in BROKEN.items()
+        if worker.get(fact)
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -289,160 +289,85 @@ def show_lead(seconds: float) -> str:
 
 
 def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
-    keys = [key for key in most if own.get(key) != most[key]]
-    more = f" and {len(keys) - MAX_SETTINGS} more" if len(keys) > MAX_SETTINGS else ""
-    shown = keys[:MAX_SETTINGS]
-    there = ", ".join(f"{key}={own.get(key)}" for key in shown)
-    return f"{there}{more}, the others with {', '.join(f'{key}={most[key]}' for key in shown)}"
+    keys = [key for key in most if own.get(key) != most[key]][:MAX_SETTINGS]
+    there = ", ".join(f"{key}={own.get(key)}" for key in keys)
+    return f"{there}, the others with {', '.join(f'{key}={most[key]}' for key in keys)}"
 
 
 def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
-    """Why no node can read the text; the same error in one sentence. None if any can: it reads for all."""
-    errors = {name: node.get("data_error") for name, node in nodes.items()}
-    if None in errors.values():
-        return []
-    return [f"{' and '.join(names)}: {error}" for error, names in group(errors).items()]
-
-
-def group(reasons: Mapping[str, str | None]) -> dict[str, list[str]]:
-    """{reason: what has it}, from {what: reason}."""
-    found: dict[str, list[str]] = {}
-    for what, reason in reasons.items():
-        if reason:
-            found.setdefault(reason, []).append(what)
-    return found
-
-
-def find_folder_faults(name: str, node: Facts) -> list[str]:
-    """Where a node cannot write or read; folders with the same error in one sentence."""
-    return [
-        f"{' and '.join(folders)} cannot be written and read on {name} ({error}): look at its mount and its "
-        f"owner there, or choose another {'snapshot.path' if 'snapshot.path' in folders[-1] else 'run_dir'}"
-        for error, folders in group(node.get("folders", {})).items()
-    ]
-
-
-def find_memory_faults(name: str, node: Facts) -> list[str]:
-    """Too little room for the snapshots of a node's memory."""
-    path, free, error = (node.get(f"memory_{what}") for what in ("path", "free", "error"))
-    needed = STATES_IN_MEMORY * node.get("state_bytes", 0)
-    way_out = "set snapshot.memory_path to another folder, or snapshot.memory_every=0 to do without"
-    if error:
-        return [f"snapshot.memory_path {path} cannot be used on {name} ({error}): {way_out}"]
-    if free is None or free >= needed:
-        return []
-    return [
-        f"snapshot.memory_path {path} on {name} has {size(free)} free and two states of this model take "
-        f"{size(needed)}: enlarge it (a container's /dev/shm by --shm-size or an emptyDir of medium Memory), "
-        f"{way_out}"
-    ]
-
-
-def size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    """Why no node can read the text. None if any can: it reads for all."""
+    errors = [node.get("data_error") for node in nodes.values()]
+    return [] if None in errors else [f"{' and '.join(nodes)}: {errors[0]}"]
 
 
 def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """One sentence per node that listens in the wrong place, per node cut off, and per blocked link."""
+    """A sentence per node that listens in the wrong place, and per nodes that the same ones cannot reach."""
     nodes: dict[str, Facts] = {}
-    failed: dict[Link, str] = {}
+    failed: dict[str, dict[str, str]] = {}  # {to a node: {from a node: reason}}
     for worker in workers:
         name = names[worker["rank"]]
         nodes.setdefault(name, worker)
         for rank, reason in worker.get("unreachable", ()):
-            failed.setdefault((name, names[rank]), reason)
+            failed.setdefault(names[rank], {}).setdefault(name, reason)
     sentences = []
-    for name in nodes:
-        others = [other for other in nodes if other != name]
-        is_alone = bool(others) and all((other, name) in failed for other in others)
-        wrong = describe_wrong_interface(name, nodes) if is_alone else None
+    blocked: dict[str, list[str]] = {}  # {from nodes, in words: to nodes}
+    for target, reasons in failed.items():
+        is_alone = reasons.keys() >= nodes.keys() - {target}
+        wrong = describe_wrong_interface(target, nodes) if is_alone else None
         if wrong:
             sentences.append(wrong)
-            failed = {link: reason for link, reason in failed.items() if link[1] != name}
-    return [*sentences, *describe_blocked(failed, nodes)]
-
-
-def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | None:
-    """A sentence if the address of a node that nobody reaches is one that the others could not reach."""
-    node = nodes[name]
-    if not node.get("address"):
-        return None
-    common = common_network([other for key, other in nodes.items() if key != name])
-    address = ipaddress.ip_address(node["address"])
-    if not address.is_loopback and (common is None or address in common):
-        return None
-    interface, better = "lo" if address.is_loopback else "unknown", []
-    for one, network in node["networks"].items():
-        place = ipaddress.ip_interface(network).ip
-        if place == address:
-            interface = one
-        if common is not None and place in common:
-            better.append(one)
-    there = ", ".join(f"{one} ({network})" for one, network in node["networks"].items())
-    where = f"; they are in {common}" if common is not None else ""
-    return (
-        f"{name} listens on {address}, interface {interface}, which no other node reaches{where}: set "
-        f"{VARIABLE} to {better[0] if better else f'the right one of {there}'} on {name}"
-    )
-
-
-def common_network(nodes: Sequence[Facts]) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """The network in which most of these nodes listen; None if none is known."""
-    found = []
-    for node in nodes:
-        for network in node.get("networks", {}).values():
-            interface = ipaddress.ip_interface(network)
-            if str(interface.ip) == node.get("address") and not interface.is_loopback:
-                found.append(interface.network)
-    return max(found, key=found.count, default=None)
-
-
-def describe_blocked(failed: Mapping[Link, str], nodes: Mapping[str, Facts]) -> list[str]:
-    """A sentence per node that nobody reaches or that reaches nobody, then one per remaining link."""
-    sentences, remaining = [], dict(failed)
-    for name, node in nodes.items():
-        others = [other for other in nodes if other != name]
-        ways = (
-            (f"no other node can connect to {name} on {node.get('address')}", [(o, name) for o in others]),
-            (f"{name} cannot connect to any other node", [(name, o) for o in others]),
+        else:
+            sources = "all other nodes" if is_alone and len(nodes) > 2 else " and ".join(reasons)
+            blocked.setdefault(sources, []).append(target)
+    for sources, targets in blocked.items():
+        there = " and ".join(f"{target} on {nodes[target].get('address')}" for target in targets)
+        reason = next(iter(failed[targets[0]].values()))
+        known = nodes[targets[0]].get("ports")
+        ports = f"TCP ports {known} (net.ipv4.ip_local_port_range)" if known else "all TCP ports above 1023"
+        sentences.append(
+            f"{sources} cannot connect to {there} ({reason}): open {ports} of {' and '.join(targets)} to "
+            f"{sources} in the firewalls between them"
         )
-        for what, links in ways:
-            if len(others) > 1 and all(link in remaining for link in links):
-                reason = remaining[links[0]]
-                sentences.append(f"{what} ({reason}): {way_out(links[0][1], nodes, links[0][0])}")
-                remaining = {link: why for link, why in remaining.items() if name not in link}
-    for (source, target), reason in remaining.items():
-        what = f"{source} cannot connect to {target} on {nodes[target].get('address')}"
-        if source != target and (target, source) in remaining:
-            if source > target:
-                continue  # said with the other direction
-            what = f"{source} and {target} cannot connect to each other"
-        sentences.append(f"{what} ({reason}): {way_out(target, nodes, source)}")
     return sentences
 
 
-def way_out(target: str, nodes: Mapping[str, Facts], source: str) -> str:
-    ports = nodes[target].get("ports")
-    spelled = f"TCP ports {ports} (net.ipv4.ip_local_port_range)" if ports else "all TCP ports above 1023"
-    return f"open {spelled} of {target} to {source} in the firewalls between them"
+def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | None:
+    """A sentence if a node that nobody reaches listens in a network in which no other node does."""
+    node = nodes[name]
+    if not node.get("address"):
+        return None
+    address = ipaddress.ip_address(node["address"])
+    theirs = [ipaddress.ip_address(other["address"]) for other in nodes.values() if other.get("address")]
+    networks = {one: ipaddress.ip_interface(text).network for one, text in node["networks"].items()}
+    own = next((one for one, network in networks.items() if address in network), "unknown")
+    better = [
+        one
+        for one, network in networks.items()
+        if any(other in network and not other.is_loopback for other in theirs if other != address)
+    ]
+    if own in better or not (better or address.is_loopback):
+        return None
+    there = better[0] if better else f"the right one of {', '.join(networks)}"
+    return (
+        f"{name} listens on {address}, interface {own}, which no other node reaches: set {VARIABLE} to "
+        f"{there} on {name}"
+    )
 
 
 def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
     """All connect to all, and yet a collective fails."""
     errors = {names[one["rank"]]: one["all_reduce_error"] for one in workers if one.get("all_reduce_error")}
-    if not errors:
-        return []
-    error = next(iter(errors.values()))
-    return [
+    sentence = (
         f"all workers can connect to each other, but an all-reduce fails on {' and '.join(errors)} "
-        f"({error}): see whether the network drops large packets (MTU), and set NCCL_SOCKET_IFNAME as "
-        "GLOO_SOCKET_IFNAME"
-    ]
+        f"({next(iter(errors.values()), '')}): see whether the network drops large packets (MTU), and set "
+        "NCCL_SOCKET_IFNAME as GLOO_SOCKET_IFNAME"
+    )
+    return [sentence] if errors else []
 
 
 def make_table(workers: Sequence[Facts]) -> list[str]:
     """Lines of text. What is found once per node stands in the row of its first worker."""
-    rows = [make_row(worker, workers) for worker in workers]
+    rows = [make_row(worker) for worker in workers]
     columns = [[title, *(row[title] for row in rows)] for title in rows[0]]
     widths = [max(map(len, column)) for column in columns]
     return [
@@ -451,44 +376,24 @@ def make_table(workers: Sequence[Facts]) -> list[str]:
     ]
 
 
-def make_row(worker: Facts, workers: Sequence[Facts]) -> dict[str, str]:
-    """Cells by column; NOTHING where a fact is not known."""
-    row = {
+def make_row(worker: Facts) -> dict[str, str]:
+    """Cells by column."""
+    config = worker.get("config")
+    content = json.dumps(config, sort_keys=True).encode()
+    return {
         "worker": str(worker["rank"]),
         "host": f"{worker['host']} {worker.get('address') or ''}".strip(),
-        "device": worker.get("device") or NOTHING,
-        "torch": worker.get("torch") or NOTHING,
-        "clock": NOTHING,
-        "data": (worker.get("data") or NOTHING)[:8],
-        "config": NOTHING,
-        "snapshots": NOTHING,
-        "shared": describe_sharing(worker, workers),
-        "all-reduce": NOTHING,
-        "memory for snapshots": NOTHING,
+        "device": cell("{}", worker.get("device")),
+        "torch": cell("{}", worker.get("torch")),
+        "clock": cell("{:+.3f} s", worker.get("clock_s")),
+        "data": cell("{:.8}", worker.get("data")),
+        "config": cell("{:.8}", hashlib.sha256(content).hexdigest() if config else None),
+        "snapshots": cell("{:.40}", worker.get("folders")),
+        "all-reduce": cell("{:.0f} MB/s", worker.get("all_reduce_mb_s")),
+        "memory for snapshots": cell("{}", worker.get("memory")),
     }
-    if worker.get("clock_s") is not None:
-        row["clock"] = f"{worker['clock_s']:+.3f} s"
-    if worker.get("config"):
-        row["config"] = hashlib.sha256(json.dumps(worker["config"], sort_keys=True).encode()).hexdigest()[:8]
-    if worker.get("folders"):
-        row["snapshots"] = next(
-            (error[:40] for error in worker["folders"].values() if error), "written, read"
-        )
-    if worker.get("all_reduce_mb_s"):
-        row["all-reduce"] = f"{worker['all_reduce_mb_s']:.0f} MB/s"
-    if worker.get("memory_free") is not None and "state_bytes" in worker:
-        needed = STATES_IN_MEMORY * worker["state_bytes"]
-        row["memory for snapshots"] = f"{size(worker['memory_free'])} free, {size(needed)} needed"
-    return row
 
 
-def describe_sharing(worker: Facts, workers: Sequence[Facts]) -> str:
-    """With how many of the other nodes it shares the folder of its snapshots."""
-    own = worker.get("probe")
-    others = {one["probe"] for one in workers if one.get("probe")} - {own}
-    if not own or not others:
-        return NOTHING
-    seen = others & set(worker.get("sees", ()))
-    if seen == others:
-        return "by all"
-    return f"with {len(seen)} of {len(others)}" if seen else "own"
+def cell(text: str, value: Any) -> str:
+    """A fact as it is shown; NOTHING where it is not known."""
+    return NOTHING if value is None else text.format(value)

@@ -36,9 +36,17 @@ ANSWER_S = 2.0
 STORE_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x6D696E67)
 STORE_PONG = struct.pack("<I", 0x6D696E67)
 AGENT_PING = b'{"op": "ping"}\n'
-CLOCK_ROUNDS, CLOCK_WAIT_S = 5, 10.0
+NO_ANSWER, REFUSED = f"no answer within {CONNECT_S:g} s", "connection refused"
+# What to do about a connection that fails for this reason.
+ADVICE = {
+    REFUSED: "the host is up and nothing listens on that port: start the agent there first, look at its port "
+    "and at the address that it listens on",
+    NO_ANSWER: "the host is down, or a firewall drops what is sent to that TCP port: open it from here",
+}
+OTHER_ADVICE = "look at the address and at the routes of this host"
+CLOCK_ROUNDS, CLOCK_EVERY_S, CLOCK_WAIT_S = 5, 0.1, 10.0
 GROUP_TIMEOUT_S = 8.0
-ALL_REDUCE_FLOATS, ALL_REDUCE_ROUNDS, WARM_UPS = 1 << 20, 5, 2
+ALL_REDUCE_FLOATS, ALL_REDUCE_ROUNDS = 1 << 20, 7
 
 
 def networks() -> dict[str, str]:
@@ -91,9 +99,7 @@ class Listener:
 
     def __init__(self, address: str, word: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
-        self.socket.bind((address, 0))
-        self.socket.listen(ACCEPT_BACKLOG)
+        self.socket = socket.create_server((address, 0), family=family, backlog=ACCEPT_BACKLOG)
         self.port, self.word = int(self.socket.getsockname()[1]), word
         threading.Thread(target=self.serve, daemon=True).start()
 
@@ -117,11 +123,11 @@ def connect(host: str, port: int) -> socket.socket:
 
 def why_not(error: OSError) -> str:
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return f"no answer within {CONNECT_S:g} s"
+        return NO_ANSWER
     if isinstance(error, socket.gaierror):
         return f"the name does not resolve: {error.strerror}"
     reasons = {
-        errno.ECONNREFUSED: "connection refused",
+        errno.ECONNREFUSED: REFUSED,
         errno.EHOSTUNREACH: "no route to host",
         errno.ENETUNREACH: "network unreachable",
         errno.EPERM: "forbidden by a firewall on this host",
@@ -162,28 +168,20 @@ def check_endpoint(where: str) -> tuple[bool, list[str]]:
 
 def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
     """Whether agents or workers can meet there, and what this host sees of it."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return False, f"{why_not(error)} on {socket.gethostname()}: give an address"
-    addresses = ", ".join(dict.fromkeys(str(entry[4][0]) for entry in found))
-    target = host if addresses == host else f"{host} is {addresses};"
-    try:
-        with connect(host, port) as connection:
-            own = connection.getsockname()[0]
-            heard = ask(connection, STORE_PING)
-    except OSError as error:
-        return False, f"{target} {error}: {advice(str(error), port)}"
-    seen = f"{target} reached from {own}; "
-    if heard == STORE_PONG:
-        return True, f"{seen}a store of torch answers"
-    try:
-        with connect(host, port) as connection:
-            heard = ask(connection, AGENT_PING) or heard
-    except OSError as error:
-        return False, f"{seen}then {error}"
-    if is_agent(heard):
-        return True, f"{seen}an agent of mingpt.launch.elastic answers"
+    target, heard = "", b""
+    with contextlib.suppress(OSError):  # an IPv6 address; or connecting says why
+        target = f"{host} is {', '.join(socket.gethostbyname_ex(host)[2])}; "
+    for question in (STORE_PING, AGENT_PING):
+        try:
+            with connect(host, port) as connection:
+                seen = f"{target}reached from {connection.getsockname()[0]}; "
+                answer = ask(connection, question)
+        except OSError as error:
+            return False, f"{target}{error}: {ADVICE.get(str(error), OTHER_ADVICE)}"
+        who = identify(answer)
+        if who:
+            return True, f"{seen}{who} answers"
+        heard = answer or heard
     if not heard:
         return False, f"{seen}it says nothing within {ANSWER_S:g} s: a frozen agent, or another program"
     return False, f"{seen}another program has port {port}: it says {heard[:40]!r}"
@@ -199,25 +197,15 @@ def ask(connection: socket.socket, question: bytes) -> bytes:
         return b""
 
 
-def is_agent(answer: bytes) -> bool:
-    """Whether a ping was answered, by an agent's name, and not refused, as by {"error": ...}."""
+def identify(answer: bytes) -> str | None:
+    """Who answers a ping; an agent does by its name, and does not refuse it, as by {"error": ...}."""
+    if answer == STORE_PONG:
+        return "a store of torch"
     try:
         content = parse_json(answer)
     except BadJson:
-        return False
-    return isinstance(content, dict) and "id" in content
-
-
-def advice(reason: str, port: int) -> str:
-    """What to do about a connection that fails."""
-    if "refused" in reason:
-        return (
-            f"the host is up and nothing listens on port {port}: start the agent there first, look at its "
-            "port, and at the address that it listens on"
-        )
-    if "no answer" in reason:
-        return f"the host is down, or a firewall drops what is sent to TCP port {port}: open it from here"
-    return "look at the address and at the routes of this host"
+        return None
+    return "an agent of mingpt.launch.elastic" if isinstance(content, dict) and "id" in content else None
 
 
 class Exchange:
@@ -248,31 +236,20 @@ class Exchange:
         return {rank: value for rank, value in values.items() if value is not None}
 
     def clock_offset_s(self) -> float | None:
-        """How far this clock is ahead of rank 0's, by the quickest of some round trips (Cristian 1989).
+        """How far this clock is ahead of rank 0's, by the quickest of some messages. Collective.
 
-        None if rank 0 does not answer. Rank 0 calls `serve_clock` meanwhile.
+        All wait for them before rank 0 sends the first. None if rank 0 is silent.
         """
-        if self.rank == 0:
-            return 0.0
-        trips = []
+        offsets = []
         for number in range(CLOCK_ROUNDS):
-            sent, began = time.time(), time.monotonic()
-            self.put(f"clock_asked/{number}", True)
-            there = self.get(f"clock/{self.rank}/{number}", 0, CLOCK_WAIT_S)
-            took_s = time.monotonic() - began
-            if there is None:
+            if self.rank == 0:
+                time.sleep(CLOCK_EVERY_S)
+                self.put(f"clock/{number}", time.time())
+            sent_at = self.get(f"clock/{number}", 0, CLOCK_WAIT_S)
+            if sent_at is None:
                 return None
-            trips.append((took_s, sent + took_s / 2 - there))
-        return min(trips)[1]
-
-    def serve_clock(self) -> None:
-        """On rank 0: answer the others, one after the other."""
-        for rank in range(1, self.world_size):
-            for number in range(CLOCK_ROUNDS):
-                asked = self.get(f"clock_asked/{number}", rank, CLOCK_WAIT_S)
-                if asked is None:
-                    break
-                self.put(f"clock/{rank}/{number}", time.time())
+            offsets.append(time.time() - sent_at)
+        return float(min(offsets))
 
 
 def measure_all_reduce(exchange: Exchange, gpu: int | None) -> tuple[float | None, str | None]:
@@ -302,14 +279,13 @@ def all_reduce_rate(exchange: Exchange, gpu: int | None) -> float:
     )
     values = torch.ones(ALL_REDUCE_FLOATS, device=device)
     took_s = []
-    for _ in range(WARM_UPS + ALL_REDUCE_ROUNDS):
+    for _ in range(ALL_REDUCE_ROUNDS):  # the first ones are slow
         values.fill_(1.0)
-        if gpu is not None:
-            torch.cuda.synchronize()
+        values[-1].item()  # waits for a GPU
         began = time.monotonic()
         distributed.all_reduce(values)
-        total = values[-1].item()  # waits for a GPU
+        total = values[-1].item()
         took_s.append(time.monotonic() - began)
         if total != exchange.world_size:
             raise RuntimeError(f"an all-reduce of ones over {exchange.world_size} workers gives {total}")
-    return float(values.nbytes / 1e6 / min(took_s[WARM_UPS:]))
+    return float(values.nbytes / 1e6 / min(took_s))

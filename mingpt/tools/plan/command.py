@@ -6,13 +6,12 @@ Nothing is trained and no large tensor allocated. With --gpu_memory, or trainer.
 else they share this machine's memory. Exit code 0, also where nothing fits; 2 for a mistake.
 """
 
-import dataclasses
 import os
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
@@ -20,10 +19,8 @@ from mingpt.config import Config, check_workers
 from mingpt.config.cli import parse
 from mingpt.distributed.device import resolve_dtype
 from mingpt.model import choose_compile
-from mingpt.tools.plan.costs import bytes_sent, estimate, host_snapshots
+from mingpt.tools.plan.costs import bytes_sent, estimate, held
 from mingpt.tools.plan.workload import Workload, measure_data
-
-MAX_WORKERS = 1 << 16
 
 # Changes to the trainer section, from the simplest to the one that needs least.
 STRATEGIES: list[dict[str, Any]] = [
@@ -43,74 +40,33 @@ COLUMNS = {
 }
 
 
-SHOWN_UNITS = [(1e12, "TB"), (1e9, "GB"), (1e6, "MB")]
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def strategies(work: Workload) -> list[tuple[str, Workload]]:
     """(settings as a command line spells them, the job with them)."""
     plain = {"parallel": "ddp", "shard_optimizer": False, "fsdp_param_dtype": None}
-    found = []
-    for changes in STRATEGIES:
-        if changes.get("fsdp_param_dtype") and work.dtype != "bfloat16":
-            continue
-        label = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
-        found.append((label, work.with_trainer(**plain | changes)))
-    return found
+    return [
+        (
+            " ".join(f"{key}={str(value).lower()}" for key, value in changes.items()),
+            work.with_trainer(**plain | changes),
+        )
+        for changes in STRATEGIES
+        if work.dtype == "bfloat16" or "fsdp_param_dtype" not in changes
+    ]
 
 
 def advise(work: Workload, limit_bytes: int) -> str:
-    """One sentence: the first strategy that fits, or what makes the last one fit."""
+    """One sentence: the first strategy that fits, or the micro-batch with which the last one does."""
     for label, one in strategies(work):
-        if fits(one, limit_bytes):
-            return f"{spell(label)} fits"
-    label, smallest = strategies(work)[-1]
+        words = " ".join(f"trainer.{word}" for word in label.split())
+        if estimate(one).peak_bytes <= limit_bytes:
+            return f"{words} fits"
     present = work.config.trainer.micro_batch_size
-    ways = []
-    size = largest_micro_batch(smallest, limit_bytes)
-    if size:
-        ways.append(f"trainer.micro_batch_size={size}")
-    workers = fewest_workers(smallest, limit_bytes)
-    if workers:
-        ways.append(f"{workers:,} workers")
-        if workers > work.micro_batches:
-            ways[-1] += f" with a trainer.batch_size of at least {workers * present:,}"
-    if not ways:
-        return (
-            "no strategy fits, and neither smaller micro-batches nor more workers help: train a smaller "
-            "model, a shorter data.block_size, or on workers with more memory"
-        )
-    return f"no strategy fits; {spell(label)} does with {' or '.join(ways)}"
-
-
-def spell(label: str) -> str:
-    """The settings with their section."""
-    return " ".join(f"trainer.{word}" for word in label.split())
-
-
-def fits(work: Workload, limit_bytes: int) -> bool:
-    return estimate(work).peak_bytes <= limit_bytes
-
-
-def largest_micro_batch(work: Workload, limit_bytes: int) -> int | None:
-    """The largest smaller micro_batch_size, a divisor of the present one, with which the job fits."""
-    present = work.config.trainer.micro_batch_size
-    for size in range(present - 1, 0, -1):
-        if present % size == 0 and fits(work.with_trainer(micro_batch_size=size), limit_bytes):
-            return size
-    return None
-
-
-def fewest_workers(work: Workload, limit_bytes: int) -> int | None:
-    """More workers, in steps of a factor of two, with which the job fits; None if no number does."""
-    trainer, workers = work.config.trainer, 2 * work.workers
-    while workers <= MAX_WORKERS:
-        batch_size = max(trainer.batch_size, workers * trainer.micro_batch_size)
-        larger = dataclasses.replace(work.with_trainer(batch_size=batch_size), workers=workers)
-        if fits(larger, limit_bytes):
-            return workers
-        workers *= 2
-    return None
+    for size in [size for size in range(present - 1, 0, -1) if present % size == 0]:
+        if estimate(one.with_trainer(micro_batch_size=size)).peak_bytes <= limit_bytes:
+            return f"no strategy fits; {words} does with trainer.micro_batch_size={size}"
+    return (
+        "no strategy fits: try more workers with a larger trainer.batch_size, a smaller model, a shorter "
+        "data.block_size, or workers with more memory"
+    )
 
 
 def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
@@ -136,7 +92,7 @@ def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
     if not work.on_cpu:
         lines.append(
             f"a GPU's memory: a sum of tensors and 1 GB of context, not measured; beside it worker 0 needs "
-            f"{spelled(host_snapshots(work))} of the host's memory for snapshots, less where sharded"
+            f"{spelled(held(work)['snapshots'])} of the host's memory for snapshots, less where sharded"
         )
     return [*lines, advise(work, limit_bytes)]
 
@@ -153,7 +109,7 @@ def describe(work: Workload) -> list[str]:
         f"state (weights and {config.optimizer.name}): {spelled(work.state_bytes)}; on disk so much per "
         f"snapshot, up to {snapshots} kept: {spelled(snapshots * work.state_bytes)}",
         f"step: {work.tokens_per_step:,} tokens in {work.micro_batches:,} micro-batches, at most "
-        f"{work.rounds:,} of a worker; {work.flops_per_step:.2e} FLOP",
+        f"{work.rounds:,} of a worker",
         str(choose_compile(config, work.vocab_size, "cpu" if work.on_cpu else "cuda")),
     ]
     if work.train_tokens is None:
@@ -173,8 +129,7 @@ def in_unit(size: float, unit: str) -> str:
 
 def spelled(size: float) -> str:
     """In the unit that suits the size."""
-    scale, unit = next(((scale, unit) for scale, unit in SHOWN_UNITS if size >= scale), SHOWN_UNITS[-1])
-    return f"{size / scale:,.0f} {unit}" if size >= 100 * scale else f"{size / scale:.3g} {unit}"
+    return ByteSize(size).human_readable(decimal=True, separator=" ")
 
 
 def align(rows: list[list[str]]) -> list[str]:
@@ -191,12 +146,10 @@ def align(rows: list[list[str]]) -> list[str]:
 
 def parse_size(text: str) -> int:
     """Bytes of "80GB", "79.6 GiB" or a plain number. Raises UserError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
-    unit = found[2] if found else "?"
-    unit = unit + "B" if unit in ("K", "M", "G") else unit
-    if not found or unit not in UNITS or float(found[1]) == 0:
-        raise UserError(f"--gpu_memory must be a size such as 80GB, not {text!r}")
-    return int(float(found[1]) * UNITS[unit])
+    try:
+        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
+    except ValidationError:
+        raise UserError(f"--gpu_memory must be a size such as 80GB, not {text!r}") from None
 
 
 def memory_limit(config: Config, workers: int, gpu_memory: str | None) -> tuple[int, str, bool]:

@@ -4,7 +4,7 @@ Memory is what a worker holds throughout, and what each phase of a step adds, in
 batch are the tensors of mingpt/model, one by one; a test counts those that are alive. N is the tokens of a
 micro-batch, C = n_embd, V = vocab_size, e the bytes of an element in the type of the products. The residual
 stream is float32. B is the parameters in float32, W the workers. Figures are those of the first worker, which
-holds most: the largest share of what is sharded, and the staging buffer from which snapshots are written.
+has the staging buffer from which snapshots are written. Terms below 1 % are left out.
 """
 
 import math
@@ -26,27 +26,23 @@ CUDA_CONTEXT_BYTES = 1_000_000_000  # not measured here
 
 def kept(work: Workload) -> int:
     """By all blocks and what surrounds them, at the end of the forward pass."""
-    config = work.config
-    stream = work.tokens_per_micro_batch * config.model.n_embd  # N C
-    dropped = work.element_bytes * stream if config.model.dropout else 0  # a mask
-    around = dropped + outer_norms(work, stream) + loss_kept(work)
-    if config.trainer.recompute == "block":
-        return config.model.n_layer * FLOAT_BYTES * stream + around  # each block's input
-    return config.model.n_layer * block(work) + around
+    model, e = work.config.model, work.element_bytes
+    stream = work.tokens_per_micro_batch * model.n_embd  # N C
+    # A mask; the input of ln_f, its result, which is the input of the head; what the loss keeps.
+    around = (e * stream if model.dropout else 0) + (FLOAT_BYTES + e) * stream + loss_kept(work)
+    if work.config.trainer.recompute == "block":
+        return model.n_layer * FLOAT_BYTES * stream + around  # each block's input
+    return model.n_layer * block(work) + around
 
 
 def block(work: Workload) -> int:
     """By one block."""
     model, e = work.config.model, work.element_bytes
-    tokens = work.tokens_per_micro_batch
-    stream = tokens * model.n_embd
+    stream = work.tokens_per_micro_batch * model.n_embd
     # The input of c_attn, that of the attention's c_proj, of c_fc and, 4 C wide, of the MLP's c_proj; the
     # activation's own input.
     products = (1 + 1 + 1 + 4 + 4) * e * stream
-    if model.arch == "gpt2":  # LayerNorm keeps its input, mean and deviation; RMSNorm its result and a scale
-        norms = 2 * (FLOAT_BYTES * stream + 2 * FLOAT_BYTES * tokens)
-    else:
-        norms = 2 * FLOAT_BYTES * tokens
+    norms = 2 * FLOAT_BYTES * stream if model.arch == "gpt2" else 0  # LayerNorm keeps its input
     masks = 2 * e * stream if model.dropout else 0
     return products + norms + attention(work) + masks
 
@@ -57,32 +53,18 @@ def attention(work: Workload) -> int:
     tokens, length = work.tokens_per_micro_batch, work.config.data.block_size
     stream = tokens * model.n_embd
     heads = work.config.trainer.micro_batch_size * model.n_head
-    qkv = 3 * e * stream
+    # Rotated and normed queries and keys, and the scales of their norms.
+    rotary = 2 * e * stream + 2 * FLOAT_BYTES * tokens * model.n_head if model.arch == "modern" else 0
+    result = 3 * e * stream + rotary
     if work.on_cpu and length <= gpt.MAX_MATH_ATTENTION:
-        rotary = 0
-        if model.arch == "modern":  # normed queries and keys, their scales, and tables in the products' type
-            tables = 0 if e == FLOAT_BYTES else e * length * model.n_embd // model.n_head
-            rotary = 2 * e * stream + 2 * FLOAT_BYTES * tokens * model.n_head + tables
         ends = [min(first + cpu_ops.ROWS, length) for first in range(0, length, cpu_ops.ROWS)]
         seen = sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
-        return qkv + rotary + heads * seen * e * (2 if model.dropout else 1)
-    rotary = 0
-    if model.arch == "modern":  # rotated queries and keys, their scales, the result in another layout
-        rotary = 3 * e * stream + 2 * FLOAT_BYTES * tokens * model.n_head
+        return result + heads * seen * e * (2 if model.dropout else 1)
+    if model.arch == "modern":
+        result += e * stream  # in another layout
         if work.on_cpu and e != FLOAT_BYTES:
-            rotary += 2 * FLOAT_BYTES * stream  # the norm computes in float32
-    return qkv + rotary + FLOAT_BYTES * heads * length  # and a sum for each row
-
-
-def outer_norms(work: Workload, stream: int) -> int:
-    """By ln_f, its result being the input of the head, and under modern by the norm of the embedding."""
-    statistics = 2 * FLOAT_BYTES * work.tokens_per_micro_batch
-    return FLOAT_BYTES * stream + statistics + work.element_bytes * stream
-
-
-def logits_at_once(work: Workload, tokens: int) -> int:
-    """How many exist at the same time."""
-    return min(tokens * work.vocab_size, loss.MAX_LOGITS)
+            result += 2 * FLOAT_BYTES * stream  # the norm computes in float32
+    return result + FLOAT_BYTES * heads * length  # and a sum for each row
 
 
 def is_chunked(work: Workload) -> bool:
@@ -105,7 +87,7 @@ def loss_work(work: Workload) -> int:
         return logits * (2 * FLOAT_BYTES + (0 if work.element_bytes == FLOAT_BYTES else work.element_bytes))
     head = work.vocab_size * work.config.model.n_embd
     cast = 0 if work.element_bytes == FLOAT_BYTES else work.element_bytes * head
-    return 4 * FLOAT_BYTES * logits_at_once(work, work.tokens_per_micro_batch) + FLOAT_BYTES * head + cast
+    return 4 * FLOAT_BYTES * loss.MAX_LOGITS + FLOAT_BYTES * head + cast
 
 
 def backward_work(work: Workload) -> int:
@@ -134,7 +116,7 @@ def evaluation_work(work: Workload) -> int:
     block_size = work.config.data.block_size
     windows = max(work.config.trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
     tokens = windows * block_size
-    logits = logits_at_once(work, tokens) * (2 * FLOAT_BYTES + work.element_bytes)
+    logits = min(tokens * work.vocab_size, loss.MAX_LOGITS) * (2 * FLOAT_BYTES + work.element_bytes)
     wide = tokens * work.config.model.n_embd * (FLOAT_BYTES + 8 * work.element_bytes)
     return logits + wide
 
@@ -146,13 +128,10 @@ class Memory:
     held: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
 
-    @property
-    def largest_phase(self) -> str:
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
-
     def terms(self) -> dict[str, int]:
         """Those at the peak."""
-        return {**self.held, **self.phases[self.largest_phase]}
+        largest = max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return {**self.held, **self.phases[largest]}
 
     @property
     def peak_bytes(self) -> int:
@@ -161,16 +140,13 @@ class Memory:
 
 def estimate(work: Workload) -> Memory:
     """That of the job's own strategy."""
-    held = {
-        "process": process(work),
-        "weights": weights(work),
-        "optimizer": optimizer(work),
-        "snapshots": host_snapshots(work) if work.on_cpu else 0,
-    }
+    own = {"process": process(work)} | held(work)
+    if not work.on_cpu:
+        own["snapshots"] = 0
     phases = fsdp_phases(work) if work.config.trainer.parallel == "fsdp" else ddp_phases(work)
     phases["update"] = {"gradients": gradient(work), "work": update_work(work)}
     phases["evaluation"] = {"activations": evaluation_work(work), "gathered": gathered(work)}
-    return Memory(held, phases)
+    return Memory(own, phases)
 
 
 def process(work: Workload) -> int:
@@ -186,33 +162,23 @@ def are_updates_sharded(work: Workload) -> bool:
     return trainer.parallel == "fsdp" or (trainer.shard_optimizer and work.workers > 1)
 
 
-def held_bytes(work: Workload, elements: int, is_sharded: bool) -> int:
-    """What the first worker holds of so many float32 elements."""
-    return math.ceil(FLOAT_BYTES * elements * (work.first_share if is_sharded else 1.0))
+def held(work: Workload) -> dict[str, int]:
+    """Bytes of a worker that follow from the state, in the memory of the device but for `snapshots`.
 
-
-def weights(work: Workload) -> int:
-    """B, or B / W under fsdp."""
-    return held_bytes(work, work.parameters, work.config.trainer.parallel == "fsdp")
-
-
-def optimizer(work: Workload) -> int:
-    """2 B under adamw, B for matrices under muon; / W where updates are sharded."""
-    return held_bytes(work, work.optimizer_elements, are_updates_sharded(work))
+    Weights are B, the optimizer's state 2 B under adamw and B for matrices under muon; shared evenly where
+    they are sharded. Snapshots need a copy of the worker's part, and two in files in memory: the first worker
+    of a node maps the others, so they are its own.
+    """
+    trainer = work.config.trainer
+    weights = FLOAT_BYTES * work.parameters // (work.workers if trainer.parallel == "fsdp" else 1)
+    optimizer = FLOAT_BYTES * work.optimizer_elements // (work.workers if are_updates_sharded(work) else 1)
+    copies = 3 if work.config.snapshot.memory_every else 1
+    return {"weights": weights, "optimizer": optimizer, "snapshots": copies * (weights + optimizer)}
 
 
 def gradient(work: Workload) -> int:
     """That of the parameters that the worker updates, summed over all workers."""
-    return held_bytes(work, work.parameters, are_updates_sharded(work))
-
-
-def host_snapshots(work: Workload) -> int:
-    """What snapshots need of the host's memory: a copy of the worker's part, and two in files in memory.
-
-    From the first one a snapshot is written. The first worker of a node maps the others, so they are its own.
-    """
-    copies = 3 if work.config.snapshot.memory_every else 1
-    return copies * (weights(work) + optimizer(work))
+    return FLOAT_BYTES * work.parameters // (work.workers if are_updates_sharded(work) else 1)
 
 
 def update_work(work: Workload) -> int:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mingpt.base.errors import UserError
@@ -22,11 +21,11 @@ from mingpt.data import (
     read_named_tokenizer,
 )
 from mingpt.data.json_tokenizer import parse_tokenizer_json
-from mingpt.data.windows import TextData, train_tokenizer, vocabulary_size
-from mingpt.model import flops_per_token, parameter_shapes
+from mingpt.data.windows import Data, TextData, train_tokenizer, vocabulary_size
+from mingpt.model import parameter_shapes
 from mingpt.optim import state_shapes
-from mingpt.parallel import split_rows
 from mingpt.parallel.tree import cover
+from mingpt.training.run_data import find_tokenizer_file
 
 FLOAT_BYTES = 4
 BFLOAT_BYTES = 2
@@ -97,15 +96,6 @@ class Workload:
         """Weights and optimizer, which is also what a snapshot holds."""
         return FLOAT_BYTES * (self.parameters + self.optimizer_elements)
 
-    @functools.cached_property
-    def first_share(self) -> float:
-        """The part of the parameters that the first rank holds where they are sharded: the largest one."""
-        held = sum(
-            len(split_rows(shape[0], self.workers)[0]) * math.prod(shape[1:])
-            for shape in self.shapes.values()
-        )
-        return held / self.parameters
-
     @property
     def element_bytes(self) -> int:
         """Of an activation in the type of the products."""
@@ -149,18 +139,6 @@ class Workload:
         longest = max((self.neighbours(rank) for rank in range(self.workers)), key=len)
         return max(len(cover(range(longest.start, number), count)) for number in longest)
 
-    @property
-    def flops_per_step(self) -> float:
-        """Of forward and backward passes (Chowdhery et al. 2022, appendix B), as the metric mfu counts them.
-
-        What `recompute` computes twice is not counted.
-        """
-        config = self.config
-        per_token = flops_per_token(
-            config.model, vocab_size=self.vocab_size, block_size=config.data.block_size
-        )
-        return per_token * self.tokens_per_step
-
 
 class DataSize(NamedTuple):
     """`train_tokens` is None where it is not known."""
@@ -185,20 +163,19 @@ def measure_data(config: Config) -> DataSize:
 
 def read_size(config: Config) -> DataSize:
     """Of shards, headers and sizes of files are read; a text is read, and encoded."""
-    data, path = config.data, local_path(config.data.path)
-    if is_shards(data.path):
-        shards = open_shards(data.path, data.val_fraction)
-        tokenizer = named_tokenizer(config, shards.folder)
-        return DataSize(vocabulary_size(data, tokenizer, shards.meta), len(shards.train))
-    if path is None and data.vocab_size is not None:
-        return DataSize(data.vocab_size, None)  # nothing is downloaded for a count
-    text = TextData(read_bytes(data), data)
-    tokenizer = named_tokenizer(config, Path(path).parent if path else None) or train_tokenizer(text, data)
-    train_text = text.text[: int(len(text.text) * (1 - data.val_fraction))]
-    return DataSize(vocabulary_size(data, tokenizer, None), len(tokenizer.encode(train_text)))
+    if is_shards(config.data.path):
+        shards = open_shards(config.data.path, config.data.val_fraction)
+        tokenizer = named_tokenizer(config, shards)
+        return DataSize(vocabulary_size(config.data, tokenizer, shards.meta), len(shards.train))
+    if local_path(config.data.path) is None and config.data.vocab_size is not None:
+        return DataSize(config.data.vocab_size, None)  # nothing is downloaded for a count
+    text = TextData(read_bytes(config.data), config.data)
+    tokenizer = named_tokenizer(config, text) or train_tokenizer(text, config.data)
+    train_text = text.text[: int(len(text.text) * (1 - config.data.val_fraction))]
+    return DataSize(vocabulary_size(config.data, tokenizer, None), len(tokenizer.encode(train_text)))
 
 
-def named_tokenizer(config: Config, folder: Path | None) -> Tokenizer | None:
+def named_tokenizer(config: Config, data: Data) -> Tokenizer | None:
     """That of data.tokenizer, or the tokenizer.json in the folder of the data.
 
     Raises UserError, also where it is that of other weights, which are not read here.
@@ -211,8 +188,8 @@ def named_tokenizer(config: Config, folder: Path | None) -> Tokenizer | None:
             raise UserError(
                 "with snapshot.init_from the vocabulary is that of these weights, which a plan does not read"
             )
-        beside = folder / "tokenizer.json" if folder else None
-        if beside is None or not beside.is_file():
+        beside = find_tokenizer_file(config.data, data)
+        if beside is None:
             return None
         name = str(beside)
     try:

@@ -1,9 +1,8 @@
 """What answers at a meeting point, told apart by trying it."""
 
-import socket
+import socketserver
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -14,24 +13,19 @@ from mingpt.tools.doctor.network import check_endpoint
 from mingpt.tools.jobs import free_port
 
 
-@contextmanager
-def stranger(says: bytes) -> Iterator[int]:
-    """Says the same to all who speak to it; yields the port."""
-    listening = socket.create_server(("127.0.0.1", 0))
+@pytest.fixture
+def stranger() -> Iterator[socketserver.TCPServer]:
+    """Says its `says` to all who speak to it."""
 
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                return  # closed
-            with connection:
-                connection.recv(1024)
-                connection.sendall(says)
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1024)
+            self.request.sendall(vars(self.server)["says"])
 
-    threading.Thread(target=serve, daemon=True).start()
-    yield listening.getsockname()[1]
-    listening.close()
+    with socketserver.TCPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def test_a_store_of_torch_is_recognised() -> None:
@@ -52,23 +46,24 @@ def test_an_agent_is_recognised() -> None:
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n", b'{"error": "KeyError"}\n'])
-def test_another_program_is_told_by_what_it_says(says: bytes) -> None:
-    with stranger(says) as port:
-        is_good, (line,) = check_endpoint(f"127.0.0.1:{port}")
+def test_another_program_is_told_by_what_it_says(says: bytes, stranger: socketserver.TCPServer) -> None:
+    vars(stranger)["says"] = says
+    is_good, (line,) = check_endpoint(f"127.0.0.1:{stranger.server_address[1]}")
     assert not is_good and "another program has port" in line and says[:8].decode() in line
 
 
 def test_refused_is_told_from_unresolved_and_one_good_host_of_a_list_is_enough() -> None:
     from torch.distributed import TCPStore
 
-    is_good, (refused, unknown) = check_endpoint(f"127.0.0.1:{free_port()},no-such-host.invalid:29400")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = f"127.0.0.1:{free_port()},no-such-host.invalid:29400"
+    is_good, (refused, unknown) = check_endpoint(where)
     assert not is_good and "connection refused" in refused and "nothing listens" in refused
     assert "does not resolve" in unknown
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert check_endpoint(f"127.0.0.1:{free_port()},127.0.0.1:{store.port}")[0]
+    assert check_endpoint(f"{where},127.0.0.1:{store.port}")[0]
 
 
-@pytest.mark.parametrize("where", ["node1", "node1:", ":29400", "node1:port", "node1:70000"])
+@pytest.mark.parametrize("where", ["node1", ":29400", "node1:port", "node1:70000"])
 def test_what_is_no_host_and_port_is_an_error(where: str) -> None:
     with pytest.raises(UserError, match="HOST:PORT"):
         check_endpoint(where)

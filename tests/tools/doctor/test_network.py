@@ -47,13 +47,6 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
         gloo_address(networks())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks by Linux's ioctl")
-def test_networks_have_the_masks_of_their_interfaces() -> None:
-    found = networks()
-    assert found["lo"] == "127.0.0.1/8"
-    assert set(found) <= {name for _, name in socket.if_nameindex()}
-
-
 def test_connections_that_fail_are_told_by_their_reason() -> None:
     own, other = Listener("127.0.0.1", "own"), Listener("127.0.0.1", "other")
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -72,6 +65,5 @@ def test_connections_that_fail_are_told_by_their_reason() -> None:
         2: "connection refused",
         3: "no answer within 3 s",
     }
-    assert find_unreachable({}) == {}
     for one in (*waiting, full):
         one.close()

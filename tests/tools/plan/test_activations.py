@@ -50,29 +50,23 @@ def measure(work: Workload) -> tuple[int, int]:
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"dropout": 0.1}, {"block_size": 600}, {"recompute": "block"}],
-    ids=["plain", "dropout", "flash attention", "recompute"],
+    ("more", "max_logits"),
+    [
+        ({}, loss.MAX_LOGITS),
+        ({"dropout": 0.1}, loss.MAX_LOGITS),
+        ({"block_size": 600}, loss.MAX_LOGITS),
+        ({"recompute": "block"}, loss.MAX_LOGITS),
+        ({}, 128 * VOCAB_SIZE),
+    ],
+    ids=["plain", "dropout", "flash attention", "recompute", "loss in chunks"],
 )
-def test_what_a_forward_pass_keeps_is_the_formula(arch: Arch, dtype: str, more: dict[str, Any]) -> None:
+def test_what_a_forward_pass_keeps_is_the_formula(
+    arch: Arch, dtype: str, more: dict[str, Any], max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "MAX_LOGITS", max_logits)
     work = workload(arch, dtype, **more)
     left, peak = measure(work)
     expected = costs.kept(work) + costs.casts(work)
     assert left == pytest.approx(expected, rel=0.02)
-    gradient = 4 * work.parameters
     work_bytes = max(costs.loss_work(work), costs.backward_work(work))
-    assert expected < peak < 1.1 * (expected + work_bytes + gradient)
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loss_in_chunks_keeps_its_gradients(
-    arch: Arch, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss, "MAX_LOGITS", 128 * VOCAB_SIZE)
-    work = workload(arch, dtype)
-    assert costs.is_chunked(work)
-    left, peak = measure(work)
-    expected = costs.kept(work) + costs.casts(work)
-    assert left == pytest.approx(expected, rel=0.02)
-    assert expected < peak < 1.1 * (expected + costs.loss_work(work) + 4 * work.parameters)
+    assert expected < peak < 1.1 * (expected + work_bytes + 4 * work.parameters)

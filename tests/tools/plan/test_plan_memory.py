@@ -1,5 +1,7 @@
 """Memory, bytes sent and advice for known configurations."""
 
+import dataclasses
+
 import pytest
 
 from mingpt.config.cli import parse
@@ -17,25 +19,19 @@ def workload(*settings: str, workers: int = 4, on_cpu: bool = True, dtype: str =
     return Workload(parse([*given, *more, *plain, *settings]), 50257, workers, on_cpu, dtype)
 
 
-def test_gpt2_has_its_parameters_and_adamw_twice_as_much_state() -> None:
-    work = workload()
-    assert work.parameters == GPT2
-    assert work.block_parameters == 7_087_872
-    assert work.state_bytes == 12 * GPT2 + 4 * len(work.shapes)  # AdamW counts steps per parameter
-
-
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_flops_are_those_that_the_metric_mfu_counts(arch: str) -> None:
+def test_parameters_are_those_of_the_model(arch: str) -> None:
     work = workload(f"model.arch={arch}", "model.n_layer=2", "model.n_embd=24", "data.block_size=16")
     model = GPT(work.config.model, vocab_size=50257, block_size=16)
-    assert work.flops_per_step == pytest.approx(model.flops_per_token() * 16 * 16)
     assert work.parameters == sum(weight.numel() for weight in model.parameters())
 
 
-def test_muon_keeps_one_number_per_element_of_a_blocks_matrices() -> None:
-    work = workload("optimizer.name=muon")
-    assert work.muon_elements == 12 * 12 * 768**2
-    assert work.optimizer_elements < workload().optimizer_elements - 0.99 * work.muon_elements
+def test_adamw_has_twice_as_much_state_and_muon_one_number_per_element_of_a_blocks_matrices() -> None:
+    adamw, muon = workload(), workload("optimizer.name=muon")
+    assert adamw.parameters == GPT2
+    assert adamw.state_bytes == 12 * GPT2 + 4 * len(adamw.shapes)  # AdamW counts steps per parameter
+    assert muon.muon_elements == 12 * 12 * 768**2
+    assert muon.optimizer_elements < adamw.optimizer_elements - 0.99 * muon.muon_elements
 
 
 def test_what_is_sharded_is_held_once_by_all_workers_together() -> None:
@@ -50,10 +46,9 @@ def test_what_is_sharded_is_held_once_by_all_workers_together() -> None:
 
 
 def test_snapshots_in_memory_are_two_more_copies_on_a_cpu_and_none_of_it_is_a_gpus() -> None:
-    without, with_them = workload(), workload("snapshot.memory_every=5")
-    assert estimate(with_them).held["snapshots"] == 3 * estimate(without).held["snapshots"]
-    on_gpu = workload("snapshot.memory_every=5", on_cpu=False, dtype="bfloat16")
-    assert estimate(on_gpu).held["snapshots"] == 0
+    with_them = workload("snapshot.memory_every=5")
+    assert estimate(with_them).held["snapshots"] == 3 * estimate(workload()).held["snapshots"]
+    assert estimate(dataclasses.replace(with_them, on_cpu=False)).held["snapshots"] == 0
 
 
 @pytest.mark.parametrize(("workers", "most"), [(1, 4), (2, 3), (4, 2), (16, 0)])
@@ -66,16 +61,14 @@ def test_partial_sums_are_kept_like_a_binary_counter(workers: int, most: int) ->
 def test_each_strategy_needs_less_than_the_one_before_and_recomputing_less_activations() -> None:
     peaks = [estimate(one).peak_bytes for _, one in strategies(workload(dtype="bfloat16", workers=8))]
     assert peaks == sorted(peaks, reverse=True) and len(peaks) == 5
-    labels = [label for label, _ in strategies(workload())]
-    assert not any("fsdp_param_dtype" in label for label in labels)  # in float32 it would change the type
+    assert len(strategies(workload())) == 4  # in float32 fsdp_param_dtype would change the type
 
 
 def test_bytes_sent_are_those_of_a_ring_and_of_gathering_in_each_round() -> None:
     others = 3 / 4
     assert bytes_sent(workload("trainer.reduction=fast")) == pytest.approx(2 * 4 * GPT2 * others)
     assert bytes_sent(workload()) == pytest.approx(2 * 4 * GPT2 * others)  # whole subtrees of 4 of 16
-    uneven = workload(workers=3)
-    assert bytes_sent(uneven) > 2 * bytes_sent(workload("trainer.reduction=fast", workers=3)) / 2
+    assert bytes_sent(workload(workers=3)) > bytes_sent(workload("trainer.reduction=fast", workers=3))
     blocks = 12 * 7_087_872
     fsdp = workload("trainer.parallel=fsdp")
     assert bytes_sent(fsdp) == pytest.approx(4 * 4 * (2 * GPT2 + blocks) * others)
@@ -95,29 +88,15 @@ def test_rows_of_muons_matrices_go_to_one_worker_and_back_where_whole_ones_go_to
     assert rows == pytest.approx(2 * 2 * matrices / 4 * others)
 
 
-def test_the_first_strategy_that_fits_is_named() -> None:
-    work = workload()
-    peaks = {label: estimate(one).peak_bytes for label, one in strategies(work)}
-    ddp, sharded, fsdp, recomputing = peaks.values()
-    assert advise(work, ddp) == "trainer.parallel=ddp fits"
-    assert advise(work, ddp - 1) == "trainer.parallel=ddp trainer.shard_optimizer=true fits"
-    assert advise(work, sharded - 1) == "trainer.parallel=fsdp fits"
-    assert advise(work, fsdp - 1) == "trainer.parallel=fsdp trainer.recompute=block fits"
-    assert advise(work, recomputing - 1).startswith("no strategy fits; ")
-
-
-def test_where_none_fits_it_says_what_to_change() -> None:
+def test_the_first_strategy_that_fits_is_named_and_where_none_does_what_to_change() -> None:
     work = workload("trainer.micro_batch_size=16", "trainer.batch_size=64")
+    peaks = [estimate(one).peak_bytes for _, one in strategies(work)]
+    assert advise(work, peaks[0]) == "trainer.parallel=ddp fits"
+    assert advise(work, peaks[0] - 1) == "trainer.parallel=ddp trainer.shard_optimizer=true fits"
+    assert advise(work, peaks[2] - 1) == "trainer.parallel=fsdp trainer.recompute=block fits"
     smallest = strategies(work)[-1][1]
-    peaks = {
-        size: estimate(smallest.with_trainer(micro_batch_size=size)).peak_bytes for size in (1, 2, 4, 8, 16)
-    }
-    largest = max(size for size, peak in peaks.items() if peak <= peaks[4])
-    assert peaks[16] > peaks[4] and largest < 16
-    sentence = advise(work, peaks[4])
-    assert f"trainer.micro_batch_size={largest}" in sentence and "workers" in sentence
-    single = advise(workload(), estimate(strategies(workload(workers=8))[-1][1]).peak_bytes)
-    assert single == "no strategy fits; trainer.parallel=fsdp trainer.recompute=block does with 8 workers"
-    many = advise(workload(), estimate(strategies(workload(workers=16))[-1][1]).peak_bytes - 1)
-    assert many.endswith("workers with a trainer.batch_size of at least 32") or "neither" in many
-    assert "neither smaller micro-batches nor more workers help" in advise(workload(), 10**6)
+    smaller = estimate(smallest.with_trainer(micro_batch_size=8)).peak_bytes
+    assert advise(work, smaller) == (
+        "no strategy fits; trainer.parallel=fsdp trainer.recompute=block does with trainer.micro_batch_size=8"
+    )
+    assert advise(work, 10**6).startswith("no strategy fits: try more workers")
