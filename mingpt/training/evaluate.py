@@ -1,7 +1,6 @@
 """Validation loss over the whole validation split, and a sample of text."""
 
 import itertools
-import logging
 import math
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import UserError
-from mingpt.base.files import reason_of as describe
 from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
@@ -19,7 +17,6 @@ from mingpt.report.files import read_records
 from mingpt.training.start import StartPoint
 from mingpt.training.state import TrainState
 
-log = logging.getLogger(__name__)
 MIN_BATCH_TOKENS = 4096  # without a backward pass there is room, and small batches cost more
 
 
@@ -130,12 +127,8 @@ def is_missing(config: Config, context: DistributedContext, start: StartPoint) -
         return False
     if step == 0:
         return True  # its records are dropped when a run begins there again
-    is_on_record = manifest["metrics"].get("val", {}).get("step") == step
-    if context.rank == 0 and not is_on_record:
-        records = read_records(start.folder.path / "metrics.jsonl")
-        try:
-            is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
-        except OSError as error:
-            log.warning("metrics.jsonl cannot be read (%s): evaluating again", describe(error))
-    is_on_record = context.broadcast_object(is_on_record, 0)
-    return not is_on_record
+    if manifest["metrics"].get("val", {}).get("step") == step:
+        return False
+    records = read_records(start.folder.path / "metrics.jsonl") if context.rank == 0 else ()
+    is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
+    return not context.broadcast_object(is_on_record, 0)

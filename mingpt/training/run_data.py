@@ -1,6 +1,5 @@
 """The data of a run, the same on all ranks, and the tokenizer that goes with it."""
 
-import functools
 import hashlib
 import logging
 import platform
@@ -29,6 +28,7 @@ from mingpt.data import (
 )
 from mingpt.distributed import DistributedContext
 from mingpt.training.initial_weights import InitialWeights
+from mingpt.training.run_folder import read_on
 from mingpt.training.state import TOKENIZER_TENSOR, StoredState, make_tokenizer, snapshot_vocab_size
 
 log = logging.getLogger(__name__)
@@ -72,20 +72,15 @@ def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], w
     local_ranks = context.all_gather_object(context.launch.local_rank)
     errors: list[UserError] = []
     for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
-        reads = context.rank == source
         try:
-            content = context.run_with_heartbeat(functools.partial(read_if, reads, read))
+            content = read_on(source, context, read)
         except UserError as error:  # raised on all ranks
             errors.append(error)
             continue
         if errors and context.rank == 0:
             log.warning("%s; %s is read by worker %d", errors[0], what, source)
-        return context.broadcast_bytes(content, source)
+        return content
     raise errors[0]
-
-
-def read_if(reads: bool, read: Callable[[], bytes]) -> bytes | None:
-    return read() if reads else None
 
 
 def load_corpus(

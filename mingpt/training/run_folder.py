@@ -229,9 +229,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     source = -max(ranked)[-1]
     is_complete = True
     for name in HISTORY_FILES:
-        read = functools.partial(read_file, folder.path / name, context.rank == source)
-        content = context.run_with_heartbeat(read)
-        content = context.broadcast_bytes(content, source)
+        content = read_on(source, context, functools.partial(read_if_there, folder.path / name))
         if folder.is_kept and context.rank != source and is_complete:
             is_complete = write_file(folder.path / name, content)
 
@@ -248,13 +246,15 @@ def measure_history(path: Path, step: int) -> tuple[int, int] | None:
     return sum(at <= step for at, _ in records), len(history["generations"])
 
 
-def read_file(path: Path, reads: bool) -> bytes | None:
-    """Empty where it cannot be read by now."""
-    try:
-        return path.read_bytes() if reads else None
-    except OSError as error:
-        log.warning("%s cannot be read (%s)", path, error.strerror)
-        return b""
+def read_if_there(path: Path) -> bytes:
+    """Empty if there is no such file: a run that died at once has no records."""
+    return path.read_bytes() if path.exists() else b""
+
+
+def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
+    """What the rank `source` reads, on all ranks. Raises UserError on all ranks if `read` does. Collective."""
+    content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
+    return context.broadcast_bytes(content, source)
 
 
 def write_file(path: Path, content: bytes) -> bool:

@@ -52,7 +52,6 @@ def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Savi
         durable_step=0,
         folder=folder,
         own_step=-1,
-        snapshot=None,
         corpus=make_corpus(TEXT, config.data),
     )
     state: Any = SimpleNamespace(

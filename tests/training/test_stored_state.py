@@ -28,10 +28,10 @@ def make_stored(tensors: Tensors, owners: int = 1, rank: int | None = None) -> S
         if part
     ]
 
-    def read(name: str, begin: int, end: int) -> Tensor:
-        owner = next(one.rank for one in rows if one.name == name and one.begin <= begin and end <= one.end)
-        assert rank is None or rank == owner
-        return tensors[name][begin:end] if tensors[name].ndim else tensors[name]
+    def read(piece: Rows) -> Tensor:
+        assert rank is None or rank == piece.rank
+        tensor = tensors[piece.name]
+        return tensor[piece.begin : piece.end] if tensor.ndim else tensor
 
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
