@@ -10,6 +10,7 @@ from mingpt.base.errors import UserError
 from mingpt.config import Config, DataConfig
 from mingpt.data import (
     TOKENIZERS,
+    CharTokenizer,
     Corpus,
     Data,
     ShardData,
@@ -20,12 +21,12 @@ from mingpt.data import (
     load_tokenizer,
     local_path,
     open_shards,
-    parse_tokenizer_json,
     read_bytes,
     read_named_tokenizer,
     tokenize,
     train_tokenizer,
 )
+from mingpt.data.source import parse_named_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.training.initial_weights import InitialWeights
 from mingpt.training.run_folder import read_on
@@ -180,12 +181,8 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
         return read_named_tokenizer(str(path))
 
     def parse() -> Tokenizer:
-        try:
-            return parse_tokenizer_json(content)
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"data.tokenizer {path or place} cannot be used: {error}") from None
+        characters = CharTokenizer.from_tokenizer_json(content)
+        return characters or parse_named_tokenizer(content, str(path or place), "data.tokenizer")
 
     content = read_on_first_node(context, read, "the tokenizer")
     return context.run_with_heartbeat(parse)

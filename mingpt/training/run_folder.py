@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -179,13 +179,22 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     Raises UserError if they hold different runs; if the job goes on, NodeRefused on the nodes that hold
     another one than the job, and PeersMissing on the others.
     """
-    node_rank = context.launch.node_rank
-    mine = NodeRun(read_run_id(folder.path), last_step(folder.path), platform.node(), node_rank, was_started)
+    history, node_rank = load_history(folder.path), context.launch.node_rank
+    last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
+    mine = NodeRun(read_run_id(folder.path), last_step, platform.node(), node_rank, was_started)
     found = context.all_gather_object(mine)
     ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
     if len(ids) < 2:
         return ids[0] if ids else context.new_run_id()
-    sentence = describe_runs(found, ids, folder.path)
+    hosts = {
+        run_id: ", ".join(dict.fromkeys(node.host for node in found if node.run_id == run_id))
+        for run_id in ids
+    }
+    listed = "; ".join(f"run {run_id[:8]} on {hosts[run_id]}" for run_id in ids)
+    sentence = (
+        f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
+        f"{folder.path} where it is another run's"
+    )
     # Of two parts of a job that have begun apart, the one that has come further goes on.
     of_job = [node for node in found if node.was_started and node.run_id is not None]
     if not of_job:
@@ -193,23 +202,6 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     kept = max(of_job, key=lambda node: (node.last_step, str(node.run_id))).run_id
     others = [node for node in found if node.run_id not in (None, kept)]
     refuse_nodes(context, {node.node_rank: (node.host, sentence) for node in others})
-
-
-def last_step(path: Path) -> int:
-    history = load_history(path)
-    return int(history["generations"][-1]["to_step"]) if history and history["generations"] else 0
-
-
-def describe_runs(found: Sequence[NodeRun], ids: Sequence[str], path: Path) -> str:
-    hosts = {
-        run_id: ", ".join(dict.fromkeys(node.host for node in found if node.run_id == run_id))
-        for run_id in ids
-    }
-    listed = "; ".join(f"run {run_id[:8]} on {hosts[run_id]}" for run_id in ids)
-    return (
-        f"the nodes hold different runs in {path} ({listed}): give the job another run_dir, or remove {path} "
-        "where it is another run's"
-    )
 
 
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
@@ -252,7 +244,7 @@ def read_if_there(path: Path) -> bytes:
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """What the rank `source` reads, on all ranks. Raises UserError on all ranks if `read` does. Collective."""
+    """What the rank `source` reads, on all ranks, as a UserError is that `read` raises. Collective."""
     content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
     return context.broadcast_bytes(content, source)
 

@@ -48,11 +48,6 @@ class StoreView:
     completed_step: int = 0  # the newest with a manifest, valid or not; 0 for none
     set_aside_step: int = 0  # the newest that was set aside with its manifest; 0 for none
 
-    @property
-    def newest(self) -> int:
-        """The newest step that is there, valid or not; -1 for none."""
-        return max([self.step, *self.corrupt, *self.unreadable])
-
 
 @dataclass(frozen=True)
 class LatestSnapshot:
@@ -82,7 +77,8 @@ def find_latest(
         lambda: view_store(store, check) if reads_store else (None, StoreView())
     )
     views = context.all_gather_object(view)
-    saved_after = None if is_restart else max(0, *(view.newest for view in views))
+    newest = [max([view.step, *view.corrupt, *view.unreadable]) for view in views]  # valid or not
+    saved_after = None if is_restart else max(0, *newest)
     durable_step = max(0, *(view.step for view in views))
     unreadable = {step for view in views for step in view.unreadable}  # their files are left as they are
     corrupt = {step: reason for step, reason in view.corrupt.items() if step not in unreadable}

@@ -251,11 +251,8 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
             f"trained on ({then['sha256'][:12]}...)"
         )
     name = first_difference(was, now)
-    what = f"{name} has changed"
-    if name is None:
-        what = "the files are the same, and not their order or the split"
-    elif name not in now or name not in was:
-        what = f"{name} is {'missing' if name in was else 'new'}"
+    unnamed = "the files are the same, and not their order or the split"
+    what = f"{name} has changed, is new or is missing" if name else unnamed
     return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
 
 

@@ -137,21 +137,22 @@ def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "step"),
     [
-        {"audit": "1" * 64},
-        {"windows": 99},
-        {"config": to_dict(CONFIG) | {"seed": 3}},
-        {"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}},
+        ({"audit": "1" * 64}, 5),
+        ({"windows": 99}, 5),
+        ({"config": to_dict(CONFIG) | {"seed": 3}}, 5),
+        ({"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}}, 5),
+        ({"config": to_dict(CONFIG) | {"run_dir": "elsewhere"}}, 10),
     ],
-    ids=["audit", "windows", "config", "generation"],
+    ids=["audit", "windows", "config", "generation", "only the run folder"],
 )
-def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], tmp_path: Path) -> None:
+def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step: int, tmp_path: Path) -> None:
     """Two generations may have computed the same step, with `reduction=fast` in other bits."""
     nodes = Nodes(tmp_path, [0, 0])
     nodes.save(5)
     nodes.save(10, **other)
-    assert nodes.find([0]) == 5
+    assert nodes.find([0]) == step
 
 
 def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
@@ -169,12 +170,6 @@ def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
     for node in (0, 1):
         (content,) = run_ranks(1, functools.partial(work, node))
         assert torch.equal(content, nodes.whole[TOKENIZER_TENSOR])  # type: ignore[arg-type]
-
-
-def test_where_a_node_keeps_its_run_does_not_matter(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
-    nodes.save(5, config=to_dict(CONFIG) | {"run_dir": "elsewhere"})
-    assert nodes.find([0]) == 5
 
 
 def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_disk(tmp_path: Path) -> None:

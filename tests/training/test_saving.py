@@ -38,6 +38,11 @@ class RecordingLogger:
 
 
 @pytest.fixture
+def logger() -> Any:
+    return RecordingLogger()
+
+
+@pytest.fixture
 def saving(tmp_path: Path) -> Saving:
     return make_saving(tmp_path, {})
 
@@ -80,38 +85,40 @@ def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.M
     monkeypatch.setattr(saving.store, "commit", faulty_write)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("code", "first", "expected"),
+    [
+        (
+            errno.EIO,
+            20,
+            "the run stands at step 10 there: make room or repair it, and start the same command again, "
+            "which goes on from there",
+        ),
+        (
+            errno.ENOSPC,
+            0,
+            "there is none before it: make room or repair it, and start the same command again",
+        ),
+    ],
+)
 def test_a_last_snapshot_that_cannot_be_written_ends_the_job_in_a_sentence(
-    code: int, saving: Saving, monkeypatch: pytest.MonkeyPatch
+    code: int, first: int, expected: str, saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger: Any = RecordingLogger()
-    fail_from(saving, 20, OSError(code, "broken"), monkeypatch)
+    fail_from(saving, first, OSError(code, "broken"), monkeypatch)
     for step in (10, 20):
         saving.state.step = step
         saving.save_to_disk(logger)
     with pytest.raises(NonRetryableError) as error:
         saving.finish(logger)
     assert str(error.value) == (
-        f"the snapshot of step 20 cannot be written to {saving.store.url} (broken) and the run stands at "
-        "step 10 there: make room or repair it, and start the same command again, which goes on from there"
+        f"the snapshot of step 20 cannot be written to {saving.store.url} (broken) and {expected}"
     )
     assert logger.failures == [(20, str(error.value))]
 
 
-def test_without_a_snapshot_before_it_the_sentence_says_so(
-    saving: Saving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger: Any = RecordingLogger()
-    fail_from(saving, 0, OSError(errno.ENOSPC, "full"), monkeypatch)
-    saving.save_to_disk(logger)
-    with pytest.raises(NonRetryableError, match=r"\(full\) and there is none before it"):
-        saving.finish(logger)
-
-
 def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
-    saving: Saving, monkeypatch: pytest.MonkeyPatch
+    saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger: Any = RecordingLogger()
     with monkeypatch.context() as patch:
         fail_from(saving, 0, OSError(errno.EIO, "broken"), patch)
         saving.save_to_disk(logger)
@@ -123,9 +130,8 @@ def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
 
 
 def test_an_error_that_is_none_of_the_disk_is_raised_as_it_is(
-    saving: Saving, monkeypatch: pytest.MonkeyPatch
+    saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger: Any = RecordingLogger()
     fail_from(saving, 0, TypeError("a bug"), monkeypatch)
     saving.save_to_disk(logger)
     with pytest.raises(TypeError, match="a bug"):
@@ -133,9 +139,8 @@ def test_an_error_that_is_none_of_the_disk_is_raised_as_it_is(
 
 
 def test_waiting_long_for_the_write_before_is_said_once(
-    saving: Saving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logger: Any = RecordingLogger()
     monkeypatch.setattr("mingpt.training.saving.LONG_WAIT_S", -1.0)
     for step in (10, 15, 20, 25):
         saving.state.step = step

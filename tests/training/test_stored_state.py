@@ -158,8 +158,9 @@ def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
         {"model.h.1.mlp.c_fc.weight": None},
         {"model.lm_head.weight": torch.ones(11, 16)},
         {"model.wte.weight": torch.ones(12, 16)},
+        {"model.wte.weight": torch.ones(11, 16, dtype=torch.int32)},
     ],
-    ids=["missing", "more", "shape"],
+    ids=["missing", "more", "shape", "type"],
 )
 def test_the_weights_of_another_model_are_refused(change: dict[str, Tensor | None]) -> None:
     """And nothing is taken over."""
