@@ -50,7 +50,7 @@ def build_run(
     model.set_recompute(trainer.recompute == "block")
     strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
     sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
-    sampler.seek(start.windows_seen)
+    sampler.seek(start.manifest["windows"])
     setup = StrategySetup(
         model,
         list(model.h),
@@ -74,7 +74,7 @@ def build_run(
         all_gather=context.all_gather_parts,
     )
     optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
-    state = TrainState(model, optimizer, strategy, start.step, start.windows_seen)
+    state = TrainState(model, optimizer, strategy, start.step, start.manifest["windows"])
     if start.snapshot:
         load_state(state, start.snapshot, context)
     else:
@@ -87,7 +87,7 @@ def build_run(
     compiled = prepare_forward(config, context, model, strategy, choice.is_compiled)
     environment = replace(environment, compiled=compiled)
     if start.snapshot:
-        compare_environment(start.software, environment)
+        compare_environment(start.manifest["software"], environment)
     failed = choice.is_compiled and not compiled
     return state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
 

@@ -96,15 +96,14 @@ def load_corpus(
 
     `initial`, on rank 0, are the weights of snapshot.init_from. Raises UserError.
     """
-    rows: int | None
-    if snapshot:
-        keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
-        tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
-        rows = snapshot_vocab_size(snapshot.manifest)
-    else:
+    if snapshot is None:
         tokenizer = choose_tokenizer(config.data, context, data, initial)
         check_prepared_with(config.data, data, tokenizer)
         rows = initial_rows(config.data, context, tokenizer, initial)
+    else:
+        keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
+        tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
+        rows = snapshot_vocab_size(snapshot.manifest)
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
     return context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))

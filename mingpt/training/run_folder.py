@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
@@ -22,7 +22,6 @@ from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.report import load_history, read_records, read_run_id
 
-T = TypeVar("T")
 # Settings that change no result and must be the same on all workers.
 SAME_EVERYWHERE = (
     "trainer.eval_only",
@@ -85,24 +84,25 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     )
 
 
-def refuse_where_it_fails(context: DistributedContext, work: Callable[[], T]) -> T:
-    """The result of `work` on a node's own disk. Collective.
+def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
+    """Do `work` on a node's own disk. Collective.
 
     Raises UserError on all ranks if it fails on any in a job's first generation, or on all nodes. Later the
     job goes on without the node that fails: NodeRefused there, PeersMissing on the others.
     """
 
-    def attempt() -> tuple[T | None, str | None]:
+    def attempt() -> str | None:
         try:
-            return work(), None
+            work()
         except UserError as error:
-            return None, str(error)
+            return str(error)
+        return None
 
-    result, mine = context.run_with_heartbeat(attempt)
+    mine = context.run_with_heartbeat(attempt)
     found = context.all_gather_object((mine, platform.node(), context.launch.node_rank))
     failed = {node: (host, message) for message, host, node in found if message is not None}
     if not failed:
-        return result  # type: ignore[return-value]
+        return
     goes_on = (context.launch.round or 1) > 1 and len(failed) < len({node for *_, node in found})
     if not goes_on:
         raise UserError(next(iter(failed.values()))[1])

@@ -174,7 +174,7 @@ def find_in_memory(
     """
     reads = context.launch.local_rank == 0
     found = context.run_with_heartbeat(lambda: memory.find(newer_than, saved_after, check) if reads else [])
-    offered, checked = dict(enumerate(found)), set[int]()
+    offered = dict(enumerate(found))
     while True:
         own = [describe(snapshot, context.rank, index) for index, (_, snapshot) in offered.items()]
         offers = context.all_gather_object(own)
@@ -183,11 +183,10 @@ def find_in_memory(
             return None
         parts, whole = choice
         mine = {offer.number for offer in (*parts, whole) if offer.reader == context.rank}
-        chosen = {index: offered[index] for index in mine - checked}
+        chosen = {index: offered[index] for index in mine}
         damaged = context.run_with_heartbeat(functools.partial(find_damaged, chosen))
         for index in damaged:
             del offered[index]
-        checked |= mine
         if not any(context.all_gather_object(bool(damaged))):
             return assemble([snapshot for _, snapshot in found], parts, whole, context)
 
