@@ -189,13 +189,11 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
 
 def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
     """The tokenizer.json in the folder of the data, if there is one on this node."""
-    if isinstance(data, ShardData):
-        path = data.folder / "tokenizer.json"
-    else:
-        text = local_path(config.path)
-        if text is None:
-            return None
-        path = Path(text).parent / "tokenizer.json"
+    text = local_path(config.path)
+    if text is None:
+        return None
+    folder = data.folder if isinstance(data, ShardData) else Path(text).parent
+    path = folder / "tokenizer.json"
     return path if path.is_file() else None
 
 

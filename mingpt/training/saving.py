@@ -120,11 +120,9 @@ class Saving:
         """Whether this rank, which keeps snapshots, writes the one that is due. Not collective."""
         if is_last:
             return self.own_step < self.state.step
-        if self.is_sharded:
-            return True
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
         # A node's own copy is left out while the one before is being written: no other node waits for it.
-        return self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
+        return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
         """Copy the state; whoever keeps snapshots writes it in the background."""
