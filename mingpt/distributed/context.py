@@ -163,7 +163,7 @@ class DistributedContext:
         import torch
 
         size = self.broadcast_object(None if content is None else len(content), source)
-        if content is None:
+        if not content:
             buffer = torch.empty(size, dtype=torch.uint8)
         else:
             buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -3,7 +3,7 @@
 import functools
 import logging
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,17 +32,14 @@ from mingpt.training.state import TrainState, copy_rows, load_state
 log = logging.getLogger(__name__)
 
 
-class BuiltRun(NamedTuple):
-    """What is trained, and how."""
+def build_run(
+    config: Config, context: DistributedContext, start: StartPoint
+) -> tuple[TrainState, ElasticSampler, Environment, str]:
+    """The state from a snapshot, other weights (on rank 0), or seed. Raises UserError. Collective.
 
-    state: TrainState
-    sampler: ElasticSampler
-    environment: Environment
-    compile_choice: str  # whether the model is compiled, and why; empty where nothing is to be trained
-
-
-def build_run(config: Config, context: DistributedContext, start: StartPoint) -> BuiltRun:
-    """The state from a snapshot, other weights (on rank 0), or seed. Raises UserError. Collective."""
+    Also the sampler, what the bits depend on, and whether the model is compiled, and why; the last is empty
+    where nothing is to be trained.
+    """
     trainer, corpus, environment = config.trainer, start.corpus, start.environment
     if trainer.parallel == "fsdp" and context.device.type == "mps":
         raise UserError("trainer.parallel=fsdp needs CPUs or CUDA GPUs: set trainer.device=cpu")
@@ -53,46 +50,8 @@ def build_run(config: Config, context: DistributedContext, start: StartPoint) ->
     model.set_recompute(trainer.recompute == "block")
     strategy_class = STRATEGIES[trainer.parallel, trainer.reduction]
     sampler = make_sampler(config, corpus.train, context.world_size, context.rank, strategy_class.takes_turns)
-    sampler.seek(start.windows_seen)
-    strategy = strategy_class(make_setup(config, context, model, sampler))
-    model.init_buffers()
-    exchange = Exchange(  # how the optimizer's part of a rank meets those of the others
-        context.rank,
-        context.world_size,
-        strategy.updates_are_sharded,
-        rows=functools.partial(split_rows, workers=context.world_size),
-        all_to_all=context.all_to_all,
-        all_gather=context.all_gather_parts,
-    )
-    optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
-    state = TrainState(model, optimizer, strategy, start.step, start.windows_seen)
-    if start.snapshot:
-        load_state(state, start.snapshot, context)
-    else:
-        init_weights(state, config, context, start)
-    context.exit.step = start.step
-    if start.step >= trainer.max_steps or trainer.eval_only:
-        strategy.prepare(LossModule(model))
-        return BuiltRun(state, sampler, environment, "")
-    choice = choose_compile(config, corpus.vocab_size, context.device.type, start.was_compiled)
-    compiled = prepare_forward(config, context, model, strategy, choice.is_compiled)
-    environment = replace(environment, compiled=compiled)
-    if start.snapshot:
-        compare_environment(start.software, environment)
-    failed = choice.is_compiled and not compiled
-    return BuiltRun(
-        state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
-    )
-
-
-def make_setup(
-    config: Config,
-    context: DistributedContext,
-    model: GPT,
-    sampler: ElasticSampler,
-) -> StrategySetup:
-    trainer = config.trainer
-    return StrategySetup(
+    sampler.seek(start.manifest["windows"])
+    setup = StrategySetup(
         model,
         list(model.h),
         sampler.micro_batches_by_rank(),
@@ -104,6 +63,33 @@ def make_setup(
         timeout_s=trainer.timeout_s,
         autocasts=functools.partial(autocast, context.device, context.dtype),
     )
+    strategy = strategy_class(setup)
+    model.init_buffers()
+    exchange = Exchange(  # how the optimizer's part of a rank meets those of the others
+        context.rank,
+        context.world_size,
+        strategy.updates_are_sharded,
+        rows=functools.partial(split_rows, workers=context.world_size),
+        all_to_all=context.all_to_all,
+        all_gather=context.all_gather_parts,
+    )
+    optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
+    state = TrainState(model, optimizer, strategy, start.step, start.manifest["windows"])
+    if start.snapshot:
+        load_state(state, start.snapshot, context)
+    else:
+        init_weights(state, config, context, start)
+    context.exit.step = start.step
+    if start.step >= trainer.max_steps or trainer.eval_only:
+        strategy.prepare(LossModule(model))
+        return state, sampler, environment, ""
+    choice = choose_compile(config, corpus.vocab_size, context.device.type, start.was_compiled)
+    compiled = prepare_forward(config, context, model, strategy, choice.is_compiled)
+    environment = replace(environment, compiled=compiled)
+    if start.snapshot:
+        compare_environment(start.manifest["software"], environment)
+    failed = choice.is_compiled and not compiled
+    return state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
 
 
 def init_weights(

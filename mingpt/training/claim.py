@@ -37,10 +37,9 @@ from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 LEASE_S = 20.0  # after which another job takes over from one that shows no sign of life
 RENEW_S = 5.0  # between such signs
 RECHECK_S = 0.5  # between two looks at the claim to a run folder for what is no record
-SETTLE_S = 2.0  # until all writers of an object have written, where a driver has no conditional create
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6,})\.json")
-# Their drivers create an object only if it is absent; others look first and then write.
+# Their drivers create an object only if it is absent; with others the last of several writers has the claim.
 CONDITIONAL_CREATE = {"s3", "s3a", "gs", "gcs", "abfs", "az", "memory"}
 Time = Annotated[float, pydantic.Field(strict=True, ge=0, lt=2**33)]
 log = logging.getLogger(__name__)
@@ -263,20 +262,13 @@ class Claim:
             with self.failure_logged("freed of earlier ones"):  # they no longer count
                 for earlier in self.numbers()[1:]:
                     self.remove(earlier)
-        elif newest > number:
-            self.remove(number)  # its number was free only because newer claims exist
 
     def create_object(self, path: str, content: bytes) -> None:
-        """Create an object. Raises FileExistsError."""
+        """Create an object. Raises FileExistsError where the driver can tell."""
         protocols = self.store.files.protocol
         protocols = {protocols} if isinstance(protocols, str) else {*protocols}
-        if protocols & CONDITIONAL_CREATE:
-            self.store.files.pipe_file(path, content, mode="create")
-            return
-        if self.store.files.exists(path):
-            raise FileExistsError(path)
-        self.store.files.pipe_file(path, content)
-        time.sleep(SETTLE_S)  # of simultaneous writers the last one wins
+        options = {"mode": "create"} if protocols & CONDITIONAL_CREATE else {}
+        self.store.files.pipe_file(path, content, **options)
 
     def remove(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):

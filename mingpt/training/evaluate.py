@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import UserError
-from mingpt.base.files import reason_of as describe
+from mingpt.base.files import reason_of
 from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
@@ -122,20 +122,16 @@ def is_missing(config: Config, context: DistributedContext, start: StartPoint) -
 
     So it is in a fresh run, and where a request to stop has cut it.
     """
-    if start.snapshot is None or config.trainer.eval_only:
-        return not config.trainer.eval_only and is_due(config.trainer, 0)
-    manifest = start.snapshot.manifest
-    step = manifest["step"]
+    step = start.step
     if step > config.trainer.max_steps or not is_due(config.trainer, step):
         return False
-    if step == 0:
-        return True  # its records are dropped when a run begins there again
-    is_on_record = manifest["metrics"].get("val", {}).get("step") == step
+    if start.snapshot is None or step == 0:
+        return True  # the records of step 0 are dropped when a run begins there again
+    is_on_record = start.snapshot.manifest["metrics"].get("val", {}).get("step") == step
     if context.rank == 0 and not is_on_record:
         records = read_records(start.folder.path / "metrics.jsonl")
         try:
             is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
         except OSError as error:
-            log.warning("metrics.jsonl cannot be read (%s): evaluating again", describe(error))
-    is_on_record = context.broadcast_object(is_on_record, 0)
-    return not is_on_record
+            log.warning("metrics.jsonl cannot be read (%s): evaluating again", reason_of(error))
+    return not context.broadcast_object(is_on_record, 0)

@@ -1,6 +1,5 @@
 """The data of a run, the same on all ranks, and the tokenizer that goes with it."""
 
-import functools
 import hashlib
 import logging
 import platform
@@ -11,6 +10,7 @@ from mingpt.base.errors import UserError
 from mingpt.config import Config, DataConfig
 from mingpt.data import (
     TOKENIZERS,
+    CharTokenizer,
     Corpus,
     Data,
     ShardData,
@@ -21,14 +21,15 @@ from mingpt.data import (
     load_tokenizer,
     local_path,
     open_shards,
-    parse_tokenizer_json,
     read_bytes,
     read_named_tokenizer,
     tokenize,
     train_tokenizer,
 )
+from mingpt.data.source import parse_named_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.training.initial_weights import InitialWeights
+from mingpt.training.run_folder import read_on
 from mingpt.training.state import TOKENIZER_TENSOR, StoredState, make_tokenizer, snapshot_vocab_size
 
 log = logging.getLogger(__name__)
@@ -72,20 +73,15 @@ def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], w
     local_ranks = context.all_gather_object(context.launch.local_rank)
     errors: list[UserError] = []
     for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
-        reads = context.rank == source
         try:
-            content = context.run_with_heartbeat(functools.partial(read_if, reads, read))
+            content = read_on(source, context, read)
         except UserError as error:  # raised on all ranks
             errors.append(error)
             continue
         if errors and context.rank == 0:
             log.warning("%s; %s is read by worker %d", errors[0], what, source)
-        return context.broadcast_bytes(content, source)
+        return content
     raise errors[0]
-
-
-def read_if(reads: bool, read: Callable[[], bytes]) -> bytes | None:
-    return read() if reads else None
 
 
 def load_corpus(
@@ -100,15 +96,14 @@ def load_corpus(
 
     `initial`, on rank 0, are the weights of snapshot.init_from. Raises UserError.
     """
-    rows: int | None
-    if snapshot:
-        keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
-        tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
-        rows = snapshot_vocab_size(snapshot.manifest)
-    else:
+    if snapshot is None:
         tokenizer = choose_tokenizer(config.data, context, data, initial)
         check_prepared_with(config.data, data, tokenizer)
         rows = initial_rows(config.data, context, tokenizer, initial)
+    else:
+        keeps_tokenizer = config.data.tokenizer == "auto" or is_restart
+        tokenizer = snapshot_tokenizer(config.data, context, data, snapshot, keeps_tokenizer)
+        rows = snapshot_vocab_size(snapshot.manifest)
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
     return context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
@@ -185,12 +180,8 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
         return read_named_tokenizer(str(path))
 
     def parse() -> Tokenizer:
-        try:
-            return parse_tokenizer_json(content)
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"data.tokenizer {path or place} cannot be used: {error}") from None
+        characters = CharTokenizer.from_tokenizer_json(content)
+        return characters or parse_named_tokenizer(content, str(path or place), "data.tokenizer")
 
     content = read_on_first_node(context, read, "the tokenizer")
     return context.run_with_heartbeat(parse)
@@ -198,13 +189,11 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
 
 def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
     """The tokenizer.json in the folder of the data, if there is one on this node."""
-    if isinstance(data, ShardData):
-        path = data.folder / "tokenizer.json"
-    else:
-        text = local_path(config.path)
-        if text is None:
-            return None
-        path = Path(text).parent / "tokenizer.json"
+    text = local_path(config.path)
+    if text is None:
+        return None
+    folder = data.folder if isinstance(data, ShardData) else Path(text).parent
+    path = folder / "tokenizer.json"
     return path if path.is_file() else None
 
 

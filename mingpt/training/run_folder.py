@@ -11,10 +11,10 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
@@ -22,7 +22,6 @@ from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.report import load_history, read_records, read_run_id
 
-T = TypeVar("T")
 # Settings that change no result and must be the same on all workers.
 SAME_EVERYWHERE = (
     "trainer.eval_only",
@@ -85,24 +84,25 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     )
 
 
-def refuse_where_it_fails(context: DistributedContext, work: Callable[[], T]) -> T:
-    """The result of `work` on a node's own disk. Collective.
+def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
+    """Do `work` on a node's own disk. Collective.
 
     Raises UserError on all ranks if it fails on any in a job's first generation, or on all nodes. Later the
     job goes on without the node that fails: NodeRefused there, PeersMissing on the others.
     """
 
-    def attempt() -> tuple[T | None, str | None]:
+    def attempt() -> str | None:
         try:
-            return work(), None
+            work()
         except UserError as error:
-            return None, str(error)
+            return str(error)
+        return None
 
-    result, mine = context.run_with_heartbeat(attempt)
+    mine = context.run_with_heartbeat(attempt)
     found = context.all_gather_object((mine, platform.node(), context.launch.node_rank))
     failed = {node: (host, message) for message, host, node in found if message is not None}
     if not failed:
-        return result  # type: ignore[return-value]
+        return
     goes_on = (context.launch.round or 1) > 1 and len(failed) < len({node for *_, node in found})
     if not goes_on:
         raise UserError(next(iter(failed.values()))[1])
@@ -179,13 +179,22 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     Raises UserError if they hold different runs; if the job goes on, NodeRefused on the nodes that hold
     another one than the job, and PeersMissing on the others.
     """
-    node_rank = context.launch.node_rank
-    mine = NodeRun(read_run_id(folder.path), last_step(folder.path), platform.node(), node_rank, was_started)
+    history, node_rank = load_history(folder.path), context.launch.node_rank
+    last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
+    mine = NodeRun(read_run_id(folder.path), last_step, platform.node(), node_rank, was_started)
     found = context.all_gather_object(mine)
     ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
     if len(ids) < 2:
         return ids[0] if ids else context.new_run_id()
-    sentence = describe_runs(found, ids, folder.path)
+    hosts = {
+        run_id: ", ".join(dict.fromkeys(node.host for node in found if node.run_id == run_id))
+        for run_id in ids
+    }
+    listed = "; ".join(f"run {run_id[:8]} on {hosts[run_id]}" for run_id in ids)
+    sentence = (
+        f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
+        f"{folder.path} where it is another run's"
+    )
     # Of two parts of a job that have begun apart, the one that has come further goes on.
     of_job = [node for node in found if node.was_started and node.run_id is not None]
     if not of_job:
@@ -193,23 +202,6 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     kept = max(of_job, key=lambda node: (node.last_step, str(node.run_id))).run_id
     others = [node for node in found if node.run_id not in (None, kept)]
     refuse_nodes(context, {node.node_rank: (node.host, sentence) for node in others})
-
-
-def last_step(path: Path) -> int:
-    history = load_history(path)
-    return int(history["generations"][-1]["to_step"]) if history and history["generations"] else 0
-
-
-def describe_runs(found: Sequence[NodeRun], ids: Sequence[str], path: Path) -> str:
-    hosts = {
-        run_id: ", ".join(dict.fromkeys(node.host for node in found if node.run_id == run_id))
-        for run_id in ids
-    }
-    listed = "; ".join(f"run {run_id[:8]} on {hosts[run_id]}" for run_id in ids)
-    return (
-        f"the nodes hold different runs in {path} ({listed}): give the job another run_dir, or remove {path} "
-        "where it is another run's"
-    )
 
 
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
@@ -229,9 +221,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     source = -max(ranked)[-1]
     is_complete = True
     for name in HISTORY_FILES:
-        read = functools.partial(read_file, folder.path / name, context.rank == source)
-        content = context.run_with_heartbeat(read)
-        content = context.broadcast_bytes(content, source)
+        content = read_on(source, context, functools.partial(read_if_there, folder.path / name))
         if folder.is_kept and context.rank != source and is_complete:
             is_complete = write_file(folder.path / name, content)
 
@@ -248,13 +238,15 @@ def measure_history(path: Path, step: int) -> tuple[int, int] | None:
     return sum(at <= step for at, _ in records), len(history["generations"])
 
 
-def read_file(path: Path, reads: bool) -> bytes | None:
-    """Empty where it cannot be read by now."""
-    try:
-        return path.read_bytes() if reads else None
-    except OSError as error:
-        log.warning("%s cannot be read (%s)", path, error.strerror)
-        return b""
+def read_if_there(path: Path) -> bytes:
+    """Empty if there is no such file: a run that died at once has no records."""
+    return path.read_bytes() if path.exists() else b""
+
+
+def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
+    """What the rank `source` reads, on all ranks, as a UserError is that `read` raises. Collective."""
+    content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
+    return context.broadcast_bytes(content, source)
 
 
 def write_file(path: Path, content: bytes) -> bool:

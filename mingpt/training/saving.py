@@ -48,7 +48,7 @@ class Saving:
         self.tokenizer_fields, self.tokenizer_tensors = manifest_tokenizer(
             start.corpus.tokenizer, start.corpus.vocab_size
         )
-        self.store, self.is_resumed = start.store, start.snapshot is not None
+        self.store = start.store
         self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
@@ -113,20 +113,16 @@ class Saving:
 
     def is_missing(self) -> bool:
         """Whether the present state is on no disk, or not on that of every node that has its own."""
-        never_saved = self.state.step == 0 and not self.is_resumed
         is_missing_here = self.writes_to_disk and self.own_step < self.state.step
-        is_missing_there = any(self.context.all_gather_object(is_missing_here))
-        return self.state.step > self.last_save_step or never_saved or is_missing_there
+        return any(self.context.all_gather_object(is_missing_here))
 
     def is_due_here(self, is_last: bool) -> bool:
         """Whether this rank, which keeps snapshots, writes the one that is due. Not collective."""
         if is_last:
-            return self.own_step < self.state.step or self.state.step == 0
-        if self.is_sharded:
-            return True
+            return self.own_step < self.state.step
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
         # A node's own copy is left out while the one before is being written: no other node waits for it.
-        return self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
+        return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
         """Copy the state; whoever keeps snapshots writes it in the background."""

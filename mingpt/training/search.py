@@ -6,9 +6,10 @@ parts of it are there, from the same workers, wherever they lie. The number of w
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from mingpt.config import Config, flatten, settings
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
 from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
-from mingpt.snapshot.layout import DTYPES
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 from mingpt.training.state import (
+    TOKENIZER_TENSOR,
     Rows,
     StoredState,
     check_shard,
@@ -46,11 +47,6 @@ class StoreView:
     folder_error: str | None = None  # why the folder cannot be read
     completed_step: int = 0  # the newest with a manifest, valid or not; 0 for none
     set_aside_step: int = 0  # the newest that was set aside with its manifest; 0 for none
-
-    @property
-    def newest(self) -> int:
-        """The newest step that is there, valid or not; -1 for none."""
-        return max([self.step, *self.corrupt, *self.unreadable])
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,8 @@ def find_latest(
         lambda: view_store(store, check) if reads_store else (None, StoreView())
     )
     views = context.all_gather_object(view)
-    saved_after = None if is_restart else max(0, *(view.newest for view in views))
+    newest = [max([view.step, *view.corrupt, *view.unreadable]) for view in views]  # valid or not
+    saved_after = None if is_restart else max(0, *newest)
     durable_step = max(0, *(view.step for view in views))
     unreadable = {step for view in views for step in view.unreadable}  # their files are left as they are
     corrupt = {step: reason for step, reason in view.corrupt.items() if step not in unreadable}
@@ -91,8 +88,8 @@ def find_latest(
         return LatestSnapshot(in_memory, durable_step, corrupt, str(memory.root), views)
     if max(steps) < 0:
         return LatestSnapshot(None, durable_step, corrupt, store.url, views)
-    source = steps.index(max(steps))
-    stored = assemble([found] if found else [], Choice([(source, 0)], whole=(source, 0)), context)
+    whole = Offer(max(steps), "", 0, 1, has_whole=True, reader=steps.index(max(steps)), number=0)
+    stored = assemble([found] if found else [], [whole], whole, context)
     return LatestSnapshot(stored, durable_step, corrupt, store.url, views)
 
 
@@ -152,26 +149,15 @@ def prepare_store(
 
 
 class Offer(NamedTuple):
-    """A part that a rank can read, the `number`-th of those that it has found."""
+    """A part that the rank `reader` can read, the `number`-th of those that it has found."""
 
     step: int
     key: str  # the same for all parts of one save
     rank: int  # whose rows these are, of `workers`
     workers: int
     has_whole: bool  # whether it holds the tensors that are not sharded, too
+    reader: int
     number: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Who reads what. Places are (rank, number of its offer)."""
-
-    shards: list[tuple[int, int]]  # by the rank whose rows they are
-    whole: tuple[int, int]  # of what is not sharded
-
-    def read_by(self, rank: int) -> list[int]:
-        """The numbers of the offers that a rank reads."""
-        return sorted({number for reader, number in (*self.shards, self.whole) if reader == rank})
 
 
 def find_in_memory(
@@ -188,19 +174,21 @@ def find_in_memory(
     """
     reads = context.launch.local_rank == 0
     found = context.run_with_heartbeat(lambda: memory.find(newer_than, saved_after, check) if reads else [])
-    offered, checked = dict(enumerate(found)), set[int]()
+    offered = dict(enumerate(found))
     while True:
-        offers = [describe(snapshot, index) for index, (_, snapshot) in offered.items()]
-        choice = choose(context.all_gather_object(offers))
+        own = [describe(snapshot, context.rank, index) for index, (_, snapshot) in offered.items()]
+        offers = context.all_gather_object(own)
+        choice = choose(itertools.chain.from_iterable(offers))
         if choice is None:
             return None
-        chosen = {index: offered[index] for index in choice.read_by(context.rank) if index not in checked}
+        parts, whole = choice
+        mine = {offer.number for offer in (*parts, whole) if offer.reader == context.rank}
+        chosen = {index: offered[index] for index in mine}
         damaged = context.run_with_heartbeat(functools.partial(find_damaged, chosen))
         for index in damaged:
             del offered[index]
-        checked |= chosen.keys()
         if not any(context.all_gather_object(bool(damaged))):
-            return assemble([snapshot for _, snapshot in found], choice, context)
+            return assemble([snapshot for _, snapshot in found], parts, whole, context)
 
 
 def find_damaged(found: Mapping[int, tuple[SnapshotStore, Snapshot]]) -> list[int]:
@@ -214,11 +202,13 @@ def find_damaged(found: Mapping[int, tuple[SnapshotStore, Snapshot]]) -> list[in
     return damaged
 
 
-def describe(snapshot: Snapshot, index: int) -> Offer:
+def describe(snapshot: Snapshot, reader: int, number: int) -> Offer:
     manifest = snapshot.manifest
     shard = manifest.get("shard") or {"rank": 0, "workers": 1}
     has_whole = any(not is_sharded(manifest, name, entry.shape) for name, entry in snapshot.entries.items())
-    return Offer(manifest["step"], key_of(manifest), shard["rank"], shard["workers"], has_whole, index)
+    return Offer(
+        manifest["step"], key_of(manifest), shard["rank"], shard["workers"], has_whole, reader, number
+    )
 
 
 def key_of(manifest: Mapping[str, Any]) -> str:
@@ -233,66 +223,57 @@ def key_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def choose(offers: Sequence[Sequence[Offer]]) -> Choice | None:
-    """The newest save of which everything is on offer by some rank; `offers` are by rank."""
-    saves: dict[tuple[int, str], list[tuple[int, Offer]]] = {}
-    for reader, own in enumerate(offers):
-        for offer in own:
-            saves.setdefault((offer.step, offer.key), []).append((reader, offer))
-    for save in sorted(saves, reverse=True):
-        shards: dict[int, tuple[int, int]] = {}
-        whole = []
-        for reader, offer in saves[save]:
-            shards.setdefault(offer.rank, (reader, offer.number))
-            if offer.has_whole:
-                whole.append((reader, offer.number))
-        workers = saves[save][0][1].workers
-        if whole and len(shards) == workers:
-            by_rank = [shards[rank] for rank in range(workers)]
-            return Choice(by_rank, next((place for place in whole if place in by_rank), whole[0]))
+def choose(offers: Iterable[Offer]) -> tuple[list[Offer], Offer] | None:
+    """The newest save of which everything is on offer; `offers` are in the order of their readers.
+
+    Returns its parts, by the rank whose rows they are, and the one from which all else is read.
+    """
+    saves: dict[tuple[int, str], list[Offer]] = {}
+    for offer in offers:
+        saves.setdefault((offer.step, offer.key), []).append(offer)
+    for _, save in sorted(saves.items(), reverse=True):
+        parts = {offer.rank: offer for offer in reversed(save)}
+        whole = [offer for offer in save if offer.has_whole]
+        if whole and len(parts) == save[0].workers:
+            by_rank = [parts[rank] for rank in sorted(parts)]
+            return by_rank, next((offer for offer in whole if offer in by_rank), whole[0])
     return None
 
 
-def assemble(found: Sequence[Snapshot], choice: Choice, context: DistributedContext) -> StoredState:
-    """The state that the chosen parts are together. Collective; `found` are this rank's."""
-    reader, index = choice.whole
-    whole = found[index] if reader == context.rank else None
-    content = None
-    if whole:
-        entries = whole.entries.items()
-        content = (
-            whole.manifest,
-            {
-                name: (entry.shape, entry.dtype)
-                for name, entry in entries
-                if not is_sharded(whole.manifest, name, entry.shape)
-            },
-        )
-    manifest, whole_tensors = context.broadcast_object(content, reader)
-    shapes = {name: shape for name, (shape, _) in whole_tensors.items()}
-    dtypes = {name: DTYPES[dtype] for name, (_, dtype) in whole_tensors.items()}
-    rows = [Rows(name, 0, shape[0] if shape else 1, reader) for name, shape in shapes.items()]
-    every_shape = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
-    sharded = {name: shape for name, shape in every_shape.items() if is_sharded(manifest, name, shape)}
-    for name, shape in sharded.items():
-        parts = zip(split_rows(shape[0], len(choice.shards)), choice.shards, strict=True)
-        rows += [Rows(name, part.start, part.stop, source) for part, (source, _) in parts if part]
-    by_rank = {
-        rank: found[place] for rank, (source, place) in enumerate(choice.shards) if source == context.rank
-    }
+def assemble(
+    found: Sequence[Snapshot], parts: Sequence[Offer], whole: Offer, context: DistributedContext
+) -> StoredState:
+    """The state that the chosen parts are together. Collective; `found` are this rank's.
 
-    def read(name: str, begin: int, end: int) -> Tensor:
-        if name not in sharded:
-            assert whole is not None
-            return whole.read(name, begin, end) if shapes[name] else whole.read(name)
-        parts = split_rows(sharded[name][0], len(choice.shards))
-        rank = begin // len(parts[0])
-        return by_rank[rank].read(name, begin - parts[rank].start, end - parts[rank].start)
+    `parts` are by the rank whose rows they are; what is not sharded is read from `whole`.
+    """
+    content = None
+    if whole.reader == context.rank:
+        snapshot = found[whole.number]
+        content = snapshot.manifest, snapshot.entries.get(TOKENIZER_TENSOR)
+    manifest, tokenizer = context.broadcast_object(content, whole.reader)
+    shapes = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    if tokenizer is not None:
+        shapes[TOKENIZER_TENSOR], dtypes[TOKENIZER_TENSOR] = tokenizer.shape, torch.uint8
+    rows = []
+    for name, shape in shapes.items():
+        offers = parts if is_sharded(manifest, name, shape) else [whole]
+        ranges = split_rows(shape[0] if shape else 1, len(offers))
+        rows += [
+            Rows(name, part.start, part.stop, offer.reader, offer.number, part.start)
+            for part, offer in zip(ranges, offers, strict=True)
+            if part
+        ]
+
+    def read(piece: Rows) -> Tensor:
+        begin, end = piece.begin - piece.first, piece.end - piece.first
+        return found[piece.part].read(piece.name, begin, end)
 
     return StoredState(
         {key: value for key, value in manifest.items() if key != "shard"},
-        shapes | sharded,
-        dtypes | dict.fromkeys(sharded, torch.float32),
+        shapes,
+        dtypes,
         sorted(rows, key=lambda part: part.rank),  # so that a rank sends many rows at once
         read,
     )

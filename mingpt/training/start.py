@@ -31,6 +31,7 @@ from mingpt.training.run_folder import (
 from mingpt.training.search import check_nothing_is_lost, find_latest, prepare_store, report_skipped
 from mingpt.training.state import StoredState, check_shard
 
+NOT_BEGUN: dict[str, Any] = {"step": 0, "windows": 0, "audit": START, "software": {}}
 log = logging.getLogger(__name__)
 
 
@@ -48,14 +49,14 @@ class FoundSnapshot:
     changes: list[str]  # settings that differ from the snapshot's on purpose
 
     @property
-    def step(self) -> int:
-        """The step of the snapshot; 0 without one."""
-        return int(self.snapshot.manifest["step"]) if self.snapshot else 0
+    def manifest(self) -> dict[str, Any]:
+        """The snapshot's; without one, what counts of it in a run that has not begun."""
+        return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
-    def software(self) -> dict[str, Any]:
-        """The environment that the snapshot was computed in; empty without one."""
-        return self.snapshot.manifest["software"] if self.snapshot else {}
+    def step(self) -> int:
+        """The step of the snapshot; 0 without one."""
+        return int(self.manifest["step"])
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,9 @@ class StartPoint(FoundSnapshot):
     initial: InitialWeights | None  # those of snapshot.init_from, on rank 0 of a fresh run
 
     @property
-    def windows_seen(self) -> int:
-        return int(self.snapshot.manifest["windows"]) if self.snapshot else 0
-
-    @property
-    def audit_chain(self) -> str:
-        """The chain of hashes of what the workers have read so far."""
-        return str(self.snapshot.manifest["audit"]) if self.snapshot else START
-
-    @property
     def was_compiled(self) -> bool | None:
         """Whether the model of the snapshot was; None if nothing has been trained yet."""
-        return bool(self.software.get("compiled")) if self.step else None
+        return bool(self.manifest["software"].get("compiled")) if self.step else None
 
     @property
     def logged_step(self) -> int:
@@ -251,11 +243,8 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
             f"trained on ({then['sha256'][:12]}...)"
         )
     name = first_difference(was, now)
-    what = f"{name} has changed"
-    if name is None:
-        what = "the files are the same, and not their order or the split"
-    elif name not in now or name not in was:
-        what = f"{name} is {'missing' if name in was else 'new'}"
+    unnamed = "the files are the same, and not their order or the split"
+    what = f"{name} has changed, is new or is missing" if name else unnamed
     return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
 
 
@@ -265,8 +254,9 @@ def choose_environment(config: Config, context: DistributedContext, found: Found
     Raises UserError if the snapshot to go on from needs another device or dtype.
     """
     if found.snapshot:
-        context.use_threads(found.software["threads"])
-    compiled = found.software.get("compiled", False)  # until a forward pass is prepared for training
+        context.use_threads(found.manifest["software"]["threads"])
+    # Until a forward pass is prepared for training.
+    compiled = found.manifest["software"].get("compiled", False)
     environment = replace(context.environment(), compiled=compiled)
     if found.snapshot and found.step < config.trainer.max_steps:
         check_environment(found, config, environment)
@@ -278,7 +268,7 @@ def check_environment(found: FoundSnapshot, config: Config, environment: Environ
 
     A person who starts a job may ask for that by snapshot.resume=changed; a restart never does.
     """
-    then = found.software
+    then = found.manifest["software"]
     was = {device_type_of(then), then["dtype"]}
     now = {environment.device_type, environment.dtype}
     is_asked_for = config.snapshot.resume == "changed" and not found.is_restart

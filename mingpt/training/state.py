@@ -7,6 +7,7 @@ all ranks piece by piece: no rank ever holds more of it than its own part and on
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,10 +25,8 @@ from mingpt.parallel import Strategy, split_rows
 from mingpt.snapshot import Entries, Snapshot, read_config
 
 TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
-POSITIONS = "model.wpe.weight"
 
 Shape = tuple[int, ...]
-Read = Callable[[str, int, int], Tensor]  # name, first row, row after the last: these rows
 
 
 def check_model(manifest: dict[str, Any], entries: Entries) -> None:
@@ -48,28 +47,35 @@ def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
     config = read_config(manifest)
     if config.model.n_layer > len(entries):
         raise CorruptSnapshot(f"its {len(entries)} tensors cannot have config.model.n_layer blocks")
-    vocab_size = check_tokenizer(manifest, entries)
-    shapes = snapshot_shapes(manifest, vocab_size)
-    sharded = {name: shape for name, shape in shapes.items() if is_sharded(manifest, name, shape)}
-    whole = {name: shape for name, shape in shapes.items() if name not in sharded}
-    expected = {}
-    for name, shape in sharded.items():
-        rows = split_rows(shape[0], manifest["shard"]["workers"])[manifest["shard"]["rank"]]
-        expected[name] = (len(rows), *shape[1:])
-    if not manifest.get("shard") or TOKENIZER_TENSOR in entries or entries.keys() & whole.keys():
-        expected |= whole
-        if tokenizer_fields(manifest)["kind"] == "json" and TOKENIZER_TENSOR not in entries:
-            raise CorruptSnapshot(f"its tensor file lacks {TOKENIZER_TENSOR}")
-    for name, shape in expected.items():
+    fields = tokenizer_fields(manifest)
+    if fields["kind"] not in ("json", "none"):
+        try:
+            load_carried(fields, manifest["vocabulary"].encode())
+        except ValueError as error:
+            raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
+    wanted: dict[str, tuple[str, Shape]] = {}
+    whole: dict[str, tuple[str, Shape]] = {}  # what is not sharded
+    for name, shape in snapshot_shapes(manifest, snapshot_vocab_size(manifest)).items():
+        if is_sharded(manifest, name, shape):
+            rows = split_rows(shape[0], manifest["shard"]["workers"])[manifest["shard"]["rank"]]
+            wanted[name] = "F32", (len(rows), *shape[1:])
+        else:
+            whole[name] = "F32", shape
+    if fields["kind"] == "json":  # bytes of any number
+        there = entries[TOKENIZER_TENSOR].shape if TOKENIZER_TENSOR in entries else ()
+        whole[TOKENIZER_TENSOR] = "U8", (math.prod(there),)
+    if not manifest.get("shard") or entries.keys() & whole.keys():
+        wanted |= whole
+    for name, (dtype, shape) in wanted.items():
         if name not in entries:
             raise CorruptSnapshot(f"its tensor file lacks {name}")
         if entries[name].shape != shape:
             raise CorruptSnapshot(
                 f"its tensor {name} has shape {list(entries[name].shape)}, not {list(shape)}"
             )
-        if entries[name].dtype != "F32":
-            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not F32")
-    surplus = sorted(entries.keys() - expected.keys() - {TOKENIZER_TENSOR})
+        if entries[name].dtype != dtype:
+            raise CorruptSnapshot(f"its tensor {name} has type {entries[name].dtype}, not {dtype}")
+    surplus = sorted(entries.keys() - wanted.keys())
     if surplus:
         raise CorruptSnapshot(f"its tensor file holds {surplus[0]!r}, which its model lacks")
 
@@ -89,25 +95,6 @@ def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> b
     if not shard or not shape:
         return False
     return name.startswith("optimizer.") or (shard["weights"] and name.startswith("model."))
-
-
-def check_tokenizer(manifest: dict[str, Any], entries: Entries) -> int:
-    """Rows of the embedding. Raises CorruptSnapshot for a tokenizer that cannot be the run's."""
-    fields = tokenizer_fields(manifest)
-    entry = entries.get(TOKENIZER_TENSOR)
-    if entry is not None and fields["kind"] != "json":
-        raise CorruptSnapshot(
-            f"its tensor {TOKENIZER_TENSOR} and its manifest's tokenizer contradict each other"
-        )
-    if entry is not None and (entry.dtype != "U8" or len(entry.shape) != 1):
-        raise CorruptSnapshot(f"its tensor {TOKENIZER_TENSOR} is no list of bytes")
-    if fields["kind"] in ("json", "none"):
-        return int(fields["vocab_size"])
-    try:
-        size = len(load_carried(fields, manifest["vocabulary"].encode()))
-    except ValueError as error:
-        raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
-    return int(fields.get("vocab_size", size))
 
 
 def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
@@ -161,28 +148,27 @@ def manifest_tokenizer(
     return {"vocabulary": "", "tokenizer": about}, {TOKENIZER_TENSOR: tensor}
 
 
-def fit_weights(
-    tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], origin: str
-) -> dict[str, Tensor]:
+def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
     """The tensors for a model of these shapes; learned positions are cut. Raises UserError for another's."""
-    if "wpe.weight" in shapes and "wpe.weight" in tensors:
-        tensors = tensors | {"wpe.weight": tensors["wpe.weight"][: shapes["wpe.weight"][0]]}
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
-    return tensors
+    return {name: tensor[: shapes[name][0]] for name, tensor in tensors.items()}
 
 
 def check_shapes(
-    there: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    here: Mapping[str, tuple[int, ...]],
-    origin: str,
+    there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
 ) -> None:
-    """Raises UserError unless tensors of these shapes and types are those of a model of the shapes `here`."""
+    """Raises UserError unless tensors of these shapes and types are those of a model of the shapes `here`.
+
+    There may be more learned positions than the model has.
+    """
     wrong = []
     for name, shape in here.items():
         found: Any = "missing"
         if name in there:
             found, dtype = there[name]
+            if name.endswith("wpe.weight"):
+                found = (min(found[0], shape[0]), *found[1:])
             found = found if dtype.is_floating_point else dtype
         if found != shape:
             wrong.append(f"{name}: {found} -> {shape}")
@@ -259,6 +245,8 @@ class Rows(NamedTuple):
     begin: int
     end: int
     rank: int
+    part: int = 0  # the number of the part that holds them, of those that the rank has found
+    first: int = 0  # row of that part
 
 
 @dataclass(frozen=True)
@@ -269,7 +257,7 @@ class StoredState:
     shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
     rows: list[Rows]  # which together are all tensors
-    read: Read  # for this rank's of them
+    read: Callable[[Rows], Tensor]  # for this rank's of them
 
     def tensor(self, name: str, context: DistributedContext) -> Tensor:
         """A whole tensor. Collective."""
@@ -296,8 +284,7 @@ class StoredState:
     def fill(self, pieces: Sequence[Rows], parts: Sequence[Tensor]) -> None:
         """Read these rows, each into (n,) uint8, where there are any."""
         for piece, part in zip(pieces, parts, strict=False):
-            rows = self.read(piece.name, piece.begin, piece.end)
-            part.copy_(rows.reshape(-1).view(torch.uint8))
+            part.copy_(self.read(piece).reshape(-1).view(torch.uint8))
 
     def batches(self, parts: Iterable[Rows]) -> Iterator[list[Rows]]:
         """Runs of rows of one rank, of about PIECE_BYTES; many small tensors are one message."""
@@ -318,7 +305,7 @@ class StoredState:
         row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
         count = max(1, PIECE_BYTES // row_bytes)
         for begin in range(part.begin, part.end, count):
-            yield Rows(part.name, begin, min(begin + count, part.end), part.rank)
+            yield part._replace(begin=begin, end=min(begin + count, part.end))
 
     def size(self, part: Rows) -> int:
         """In bytes."""
@@ -334,9 +321,6 @@ def load_state(state: TrainState, stored: StoredState, context: DistributedConte
     parts, first, shapes = state.tensors(), state.first_rows(), state.shapes()
     names = [name for name in stored.shapes if name.startswith("model.")]
     there = {name: (stored.shapes[name], stored.dtypes[name]) for name in names}
-    if POSITIONS in there and POSITIONS in shapes:
-        (length, *columns), dtype = there[POSITIONS]
-        there[POSITIONS] = (min(length, shapes[POSITIONS][0]), *columns), dtype
     here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     check_shapes(there, here, f"the snapshot of step {stored.manifest['step']}")
     optimizer = [name for name in stored.shapes if name.startswith("optimizer.")]

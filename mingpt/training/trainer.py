@@ -45,7 +45,7 @@ class Trainer:
         self.state, self.sampler, self.environment, self.compile_choice = built
         self.strategy = self.state.strategy
         micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
-        self.audit = Audit(start.audit_chain, micro_batches)
+        self.audit = Audit(start.manifest["audit"], micro_batches)
         self.losses = torch.zeros(micro_batches, device=context.device)  # zero for those of other ranks
         self.step_losses: list[float] = []  # of all micro-batches of the last step
         self.lr = 0.0

@@ -1,7 +1,6 @@
-from typing import Any
-
 import pytest
 import torch
+from support.single_process import SingleProcess
 
 from mingpt.config import DataConfig
 from mingpt.data import CharTokenizer
@@ -9,13 +8,6 @@ from mingpt.training.initial_weights import InitialWeights
 from mingpt.training.run_data import initial_rows
 
 ABC = CharTokenizer("abc")
-
-
-class Alone:
-    """The context of a single rank, as far as it is used here."""
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        return value
 
 
 @pytest.mark.parametrize(
@@ -32,6 +24,5 @@ def test_an_embedding_keeps_its_rows_where_the_tokenizer_is_the_same(
     rows: int, tokenizer: CharTokenizer | None, config: DataConfig, expected: int | None
 ) -> None:
     initial = InitialWeights({"wte.weight": torch.zeros(rows, 4)}, ABC, None, "there")
-    alone: Any = Alone()
-    assert initial_rows(config, alone, tokenizer, initial) == expected
-    assert initial_rows(config, alone, tokenizer, None) is None
+    assert initial_rows(config, SingleProcess(), tokenizer, initial) == expected
+    assert initial_rows(config, SingleProcess(), tokenizer, None) is None

@@ -69,30 +69,31 @@ def generations(path: Path) -> int:
     return len(json.loads((path / "run.json").read_text())["generations"])
 
 
-def test_a_node_that_joins_is_given_the_history(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("here", "there", "step"),
+    [(None, (2, 7), 5), ((1, 9), (2, 6), 6), ((5, 9), (2, 20), 20)],
+    ids=["a node that joins", "a node that comes back", "a part that did not come as far"],
+)
+def test_the_history_comes_from_the_node_that_knows_most_of_it(
+    here: tuple[int, int] | None, there: tuple[int, int], step: int, tmp_path: Path
+) -> None:
+    """(generations, last step) of two nodes, and the step from which both go on: the second one's counts."""
     (tmp_path / "0").mkdir()
-    write_run(tmp_path / "1", "abc", generations=2, last_step=7)
-    share(tmp_path, 2, step=5)
+    if here is not None:
+        write_run(tmp_path / "0", "abc", *here)
+    write_run(tmp_path / "1", "abc", *there)
+    share(tmp_path, 2, step)
     assert generations(tmp_path / "0") == 2
     assert read_metric(tmp_path / "0") == read_metric(tmp_path / "1")
-    assert len(read_metric(tmp_path / "0")) == 8
+    assert len(read_metric(tmp_path / "0")) == there[1] + 1
 
 
-def test_old_records_of_a_node_that_comes_back_are_not_preferred(tmp_path: Path) -> None:
-    """It died at step 9; the others went on from 5 and are at 6."""
-    write_run(tmp_path / "0", "abc", generations=1, last_step=9)
-    write_run(tmp_path / "1", "abc", generations=2, last_step=6)
-    share(tmp_path, 2, step=6)
-    assert generations(tmp_path / "0") == 2
-    assert read_metric(tmp_path / "0") == read_metric(tmp_path / "1")
-
-
-def test_of_two_parts_the_one_that_reached_the_snapshot_tells_the_history(tmp_path: Path) -> None:
-    """The other part had more generations and did not come as far."""
-    write_run(tmp_path / "0", "abc", generations=5, last_step=9)
-    write_run(tmp_path / "1", "abc", generations=2, last_step=20)
-    share(tmp_path, 2, step=20)
-    assert generations(tmp_path / "0") == 2
+def test_a_run_that_died_before_its_first_record_is_a_history_too(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    write_run(tmp_path / "1", "abc")
+    (tmp_path / "1" / "metrics.jsonl").unlink()
+    share(tmp_path, 2, step=0)
+    assert generations(tmp_path / "0") == 1
 
 
 def test_a_node_that_cannot_take_the_records_keeps_its_own_history(

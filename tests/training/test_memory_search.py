@@ -1,6 +1,5 @@
 """Snapshots in memory that lie in parts on several nodes, which are folders here; ranks are threads."""
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 from support.memory import CONFIG, MANIFEST, check_values, make_state
 from support.ranks import run_ranks
+from support.single_process import SingleProcess
 from support.snapshots import write
 from torch import Tensor
 
@@ -137,21 +137,22 @@ def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "step"),
     [
-        {"audit": "1" * 64},
-        {"windows": 99},
-        {"config": to_dict(CONFIG) | {"seed": 3}},
-        {"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}},
+        ({"audit": "1" * 64}, 5),
+        ({"windows": 99}, 5),
+        ({"config": to_dict(CONFIG) | {"seed": 3}}, 5),
+        ({"shard": {"rank": 1, "workers": 2, "weights": True, "generation": "1" * 32}}, 5),
+        ({"config": to_dict(CONFIG) | {"run_dir": "elsewhere"}}, 10),
     ],
-    ids=["audit", "windows", "config", "generation"],
+    ids=["audit", "windows", "config", "generation", "only the run folder"],
 )
-def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], tmp_path: Path) -> None:
+def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step: int, tmp_path: Path) -> None:
     """Two generations may have computed the same step, with `reduction=fast` in other bits."""
     nodes = Nodes(tmp_path, [0, 0])
     nodes.save(5)
     nodes.save(10, **other)
-    assert nodes.find([0]) == 5
+    assert nodes.find([0]) == step
 
 
 def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
@@ -160,21 +161,10 @@ def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
     nodes.fields = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11}}
     nodes.whole = {TOKENIZER_TENSOR: torch.arange(100, dtype=torch.uint8)}
     nodes.save(5)
-
-    def work(node: int, context: DistributedContext) -> Tensor:
-        found = find_in_memory(nodes.memories[node], context, -1, None, check_shard)
-        assert found and found.dtypes[TOKENIZER_TENSOR] == torch.uint8
-        return found.tensor(TOKENIZER_TENSOR, context)
-
-    for node in (0, 1):
-        (content,) = run_ranks(1, functools.partial(work, node))
-        assert torch.equal(content, nodes.whole[TOKENIZER_TENSOR])  # type: ignore[arg-type]
-
-
-def test_where_a_node_keeps_its_run_does_not_matter(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
-    nodes.save(5, config=to_dict(CONFIG) | {"run_dir": "elsewhere"})
-    assert nodes.find([0]) == 5
+    for memory in nodes.memories:
+        found = find_in_memory(memory, SingleProcess(), -1, None, check_shard)
+        assert found
+        assert torch.equal(found.tensor(TOKENIZER_TENSOR, SingleProcess()), nodes.whole[TOKENIZER_TENSOR])
 
 
 def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_disk(tmp_path: Path) -> None:
@@ -190,11 +180,8 @@ def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_di
         return MANIFEST | {"step": step, "windows": step * 8}
 
     def newest() -> int | None:
-        def work(context: DistributedContext) -> int | None:
-            latest = find_latest(store, memory, context, is_restart=True)
-            return check_values(latest.snapshot, context) if latest.snapshot else None
-
-        return same(run_ranks(1, work))
+        latest = find_latest(store, memory, SingleProcess(), is_restart=True)
+        return check_values(latest.snapshot, SingleProcess()) if latest.snapshot else None
 
     assert newest() is None
     for step, save in ((5, save_to_disk), (10, nodes.save), (20, save_to_disk)):
@@ -205,9 +192,6 @@ def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_di
     assert saver.thread
     saver.thread.join()
     assert newest() == 30
-    nodes.slots.clear()  # a later generation opens them anew
-    nodes.save(35)
-    assert newest() == 35
 
 
 def test_a_part_on_disk_is_no_snapshot(tmp_path: Path) -> None:
@@ -217,13 +201,8 @@ def test_a_part_on_disk_is_no_snapshot(tmp_path: Path) -> None:
     with pytest.raises(CorruptSnapshot, match="it is a part of a sharded state"):
         store.read(5, check_model)
     nothing = MemorySnapshots(str(tmp_path), "none", tmp_path, 0)
-
-    def work(context: DistributedContext) -> dict[int, str]:
-        latest = find_latest(store, nothing, context, is_restart=True)
-        assert latest.snapshot is None
-        return latest.corrupt
-
-    assert run_ranks(1, work) == [{5: "it is a part of a sharded state"}]
+    latest = find_latest(store, nothing, SingleProcess(), is_restart=True)
+    assert latest.snapshot is None and latest.corrupt == {5: "it is a part of a sharded state"}
 
 
 @pytest.mark.parametrize(
