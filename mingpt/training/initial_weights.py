@@ -36,7 +36,11 @@ from mingpt.snapshot.reading import check_finite
 from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG, WEIGHTS, TOKENIZER, PICKLE = "config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"
+CONVERT = (  # which adds safetensors to the folder
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{0}').save_pretrained('{0}')\""
+)
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
 VOCABULARIES = ("vocab.json", "encoder.json")  # of GPT-2, in place of a tokenizer.json
 SHAPE_SETTINGS = ("arch", "n_layer", "n_head", "n_embd")
@@ -87,12 +91,12 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
     folder = Path(download(where) if is_on_hub else where)
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config = config_from_hf(theirs)
-    check_head(folder)
+    check_files(folder)
     model, found = getattr(transformers, CLASSES[config.arch]).from_pretrained(
         folder,
         config=theirs,
         dtype=torch.float32,
-        use_safetensors=True,  # and no pickle
+        use_safetensors=True,
         local_files_only=True,
         ignore_mismatched_sizes=True,  # check_found tells them
         output_loading_info=True,
@@ -117,13 +121,19 @@ def download(name: str) -> str:
     return snapshot_download(f"openai-community/{name}", allow_patterns=[CONFIG, WEIGHTS, TOKENIZER])
 
 
-def check_head(folder: Path) -> None:
-    """Raises UserError for a head that is tied to the embedding and differs from it.
+def check_files(folder: Path) -> None:
+    """Raises UserError for a pickle alone, and for a head that is tied to the embedding and differs from it.
 
     transformers keeps one of the two silently, or both, so the files are asked.
     """
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files and any(folder.glob(f"{PICKLE}*")):
+        raise UserError(
+            f"it has {PICKLE} alone, a pickle, which can run any code when it is loaded; if you trust it, "
+            f"convert it by {CONVERT.format(folder)}"
+        )
     tied: dict[str, Tensor] = {}
-    for path in folder.glob("model*.safetensors"):
+    for path in files:
         with safe_open(path, "pt") as file:
             tied |= {name: file.get_tensor(name) for name in {*file.keys()} & {*TIED}}
     check_tied(tied)

@@ -1,4 +1,7 @@
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,7 +97,8 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused_by_name
 BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: (at / "config.json").write_text("{" * 9), "config.json' is not a valid JSON file"),
     (lambda at: (at / "config.json").write_text('{"model_type": "llama"}'), "model_type is 'llama'"),
-    (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), f"no file named {WEIGHTS}"),
+    (lambda at: (at / WEIGHTS).unlink(), f"no file named {WEIGHTS}"),
+    (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "bin alone, a pickle"),
     (lambda at: (at / WEIGHTS).write_bytes(b"\x80\x04" + bytes(50)), "invalid header"),
     (lambda at: change_tensors(at, lambda one: one.pop(WTE)), f"the tensor {WTE} is missing"),
     (lambda at: change_tensors(at, lambda one: one.update({WTE: torch.ones(9, 24)})), r"has shape \[9, 24\]"),
@@ -114,6 +118,19 @@ def test_a_folder_that_is_damaged_or_of_another_model_is_one_sentence(
         open_weights(str(tmp_path))
     assert str(caught.value).startswith(f"snapshot.init_from={tmp_path} cannot be used: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_command_that_the_refusal_of_a_pickle_names_converts_it(tmp_path: Path) -> None:
+    expected = save("gpt2", tmp_path)
+    torch.save(their_model(CONFIG["gpt2"]).state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(UserError, match="alone, a pickle") as caught:
+        open_weights(str(tmp_path))
+    python, *words = shlex.split(str(caught.value).partition("convert it by ")[2])
+    assert python == "python"
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    check_same(open_weights(str(tmp_path)).tensors, expected)
 
 
 def test_the_names_of_gpt2_are_downloaded_unless_there_is_such_a_folder(
