@@ -6,16 +6,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.nodes import Cluster, why_no_cluster
 
-from mingpt.tools.jobs import Job, is_alive, last_step, tensor_hash, torchrun
+from mingpt.tools.jobs import Job, is_alive, last_step, read_metric, tensor_hash, torchrun
 
 Start = Callable[..., Job]
+Finish = Callable[..., Job]
 ROOT = Path(__file__).parent.parent
 SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
 SMALL: dict[str, Any] = {
@@ -137,6 +138,27 @@ def final_hash(run_dir: Path, step: int = 30) -> str:
     return digest
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def error_of(job: Job, code: int = 2) -> str:
+    """What follows `error: ` in the one such line of a job; exit code 2 comes without a traceback."""
+    assert job.wait() == code, job.err()
+    (line,) = [line for line in job.err().splitlines() if line.startswith("error: ")]
+    assert code != 2 or "Traceback" not in job.err(), job.err()
+    return line.removeprefix("error: ")
+
+
+def assert_same_run(run_dir: Path, expected: Path) -> None:
+    """Weights, optimizer, what the workers were fed, and all that was measured."""
+    assert final_hash(run_dir) == final_hash(expected)
+    assert manifest(run_dir, 30)["audit"] == manifest(expected, 30)["audit"]
+    for name in ("train/loss", "grad_norm", "val/loss", "val/bits_per_byte"):
+        found = read_metric(run_dir, name)
+        assert len(found) >= 4 and found == read_metric(expected, name), name
+
+
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start a command in the background; whatever is left of it is killed when the test ends."""
@@ -152,6 +174,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     for job in jobs:
         if job.is_running():
             job.kill()
+
+
+@pytest.fixture
+def finish(start: Start, text: Path) -> Finish:
+    """Run what `command` makes of some arguments to its end with exit code 0; data.path is `text`."""
+
+    def finish_job(*words: object, env: Mapping[str, str] | None = None, **options: Any) -> Job:
+        job = start(command(*words, **({"data__path": text} | options)), **(env or {}))
+        assert job.wait(300) == 0, job.err()
+        return job
+
+    return finish_job
 
 
 @pytest.fixture
@@ -186,3 +220,9 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = Job(command(launcher=torchrun(2), run_dir=folder / "run", data__path=text), folder / "job")
     assert job.wait() == 0, job.err()
     return folder / "run"
+
+
+@pytest.fixture
+def copied(undisturbed: Path, tmp_path: Path) -> Path:
+    """A folder of the test's own with what the undisturbed run has left."""
+    return Path(shutil.copytree(undisturbed, tmp_path / "run"))
