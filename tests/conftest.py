@@ -5,13 +5,13 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.nodes import Cluster, why_no_cluster
+from support.switch import wait_until as wait_until
 
 from mingpt.tools.jobs import Job, is_alive, last_step, read_metric, tensor_hash, torchrun
 
@@ -89,15 +89,6 @@ def changed_program(folder: Path, code: str) -> Path:
     imports = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt.base import events\n"
     path.write_text(f"{imports}{code}\ntrain.main()\n")
     return path
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    """Poll until the condition holds. Raises TimeoutError."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not so after {timeout_s} s")
-        time.sleep(0.01)
 
 
 def reached(run_dir: Path, step: int) -> Callable[[], bool]:
