@@ -100,19 +100,6 @@ def all_gone(pids: Sequence[int]) -> bool:
     return not any(is_alive(pid) for pid in pids)
 
 
-def session_members(sessions: Sequence[int]) -> list[int]:
-    """Process ids of what lives in these sessions; an agent starts each worker in a session of its own."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()  # state, parent, process group, session, ...
-        except OSError:
-            continue  # it has just ended
-        if int(fields[3]) in sessions and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
 def manifest(run_dir: Path, step: int) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((run_dir / "snapshots" / f"step_{step:08d}.json").read_text())
     return content

@@ -1,18 +1,13 @@
 """The test bed: nodes on one machine that see, lose and find each other as machines do."""
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
-from conftest import ROOT, all_gone, wait_until
-from support.nodes import Cluster, Node, why_no_cluster
+from conftest import all_gone, wait_until
+from support.nodes import Cluster, Node
 from support.nodes_job import listens
-
-from mingpt.tools.jobs import clean_environment
 
 MakeCluster = Callable[..., Cluster]
 CONNECT = """
@@ -82,16 +77,6 @@ def test_a_node_cut_off_from_the_network_times_out_until_it_is_healed(cluster: M
     assert connect(first, second) == connect(second, first) == "connected"
 
 
-def test_all_nodes_see_the_shared_folder(cluster: MakeCluster) -> None:
-    made = cluster(2)
-    first, second = made.nodes
-    path = made.shared / "file"
-    first.run("sh", "-c", f"echo one > {path}")
-    assert path.read_text() == second.run("cat", str(path)) + "\n" == "one\n"
-    path.write_text("two\n")
-    assert first.run("cat", str(path)) == "two"
-
-
 def test_storage_that_is_cut_hangs_and_heals(cluster: MakeCluster) -> None:
     made = cluster(2)
     first, second = made.nodes
@@ -124,27 +109,3 @@ def test_a_frozen_node_does_nothing_until_it_is_thawed(cluster: MakeCluster) -> 
     node.freeze()
     node.kill()
     assert job.wait(5) == -signal.SIGKILL
-
-
-@pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
-def test_nothing_is_left_of_a_cluster_whose_program_is_killed(tmp_path: Path) -> None:
-    code = """
-import sys, time
-from pathlib import Path
-from support.nodes import Cluster
-cluster = Cluster(1, Path(sys.argv[1]))
-cluster.nodes[0].start(["sleep", "1000"])
-print(*cluster.nodes[0].pids(), flush=True)
-time.sleep(1000)
-"""
-    environment = clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
-    program = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert program.stdout
-    pids = [int(pid) for pid in program.stdout.readline().split()]
-    assert len(pids) >= 2 and not all_gone(pids)
-    program.kill()
-    program.wait()
-    program.stdout.close()
-    wait_until(lambda: all_gone(pids), 5)

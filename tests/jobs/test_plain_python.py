@@ -17,7 +17,6 @@ from conftest import (
     command,
     final_hash,
     reached,
-    session_members,
     snapshot_steps,
     wait_until,
 )
@@ -46,9 +45,10 @@ def test_a_killed_worker_comes_back_costs_no_bit_and_torchrun_says_nothing(
     job.wait_until(reached(tmp_path, 12))
     workers = job.workers()
     assert len(workers) == 2 and set(workers) <= set(children(job.pid))
+    pids = descendants(job.pid)
     os.kill(workers[0], signal.SIGKILL)
     assert job.wait() == 0, job.err()
-    wait_until(lambda: session_members([job.pid, *workers]) == [])
+    wait_until(lambda: all_gone(pids))
     history = read_history(tmp_path)
     first, second = history["generations"]
     assert history["status"] == "finished" and first["end"] == "worker 0 vanished"
@@ -103,7 +103,7 @@ def test_a_signal_while_workers_start_ends_the_job(start: Start, text: Path, tmp
     pids = [job.pid, *descendants(job.pid)]
     os.kill(job.pid, signal.SIGINT)
     assert job.wait(30) in (0, 1), job.err()
-    wait_until(lambda: session_members(pids) == [], timeout_s=10)
+    wait_until(lambda: all_gone(pids), timeout_s=10)
     assert_quiet(job.err())
 
 
