@@ -100,7 +100,7 @@ class Node:
     def _start_init(self) -> None:
         kinds = ["--net", "--uts", "--ipc", "--pid", "--mount"]
         read_only = dict.fromkeys(str(Path(path).resolve()) for path in (ROOT, sys.prefix, sys.base_prefix))
-        given = [self.name, str(self.cluster.folder), self.cluster.memory_size, *read_only]
+        given = [self.name, str(self.cluster.folder), "512m", *read_only]
         errors = self.cluster.folder / "output" / f"{self.name}.boot"
         self.process = subprocess.Popen(
             ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc", "sh", "-ec", INIT, "init", *given],
@@ -243,11 +243,11 @@ class Cluster:
     `shared` and `disk` are paths that mean the same on every node: one folder of all, and one of each.
     """
 
-    def __init__(self, count: int, folder: Path, *, shared: bool = True, memory_size: str = "512m") -> None:
+    def __init__(self, count: int, folder: Path, *, shared: bool = True) -> None:
         why_not = why_no_cluster()
         if why_not:
             raise RuntimeError(why_not)
-        self.folder, self.has_storage, self.memory_size = folder.resolve(), shared, memory_size
+        self.folder, self.has_storage = folder.resolve(), shared
         self.shared, self.disk = self.folder / "shared", self.folder / "disk"
         self.network = f"10.77.{1 + secrets.randbelow(254)}"
         self.nodes: list[Node] = []

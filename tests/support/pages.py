@@ -107,7 +107,7 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
 def finish(process: subprocess.Popen[str]) -> str:
     """What a command prints. Raises AssertionError if it fails."""
     out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, f"{process.args}\n{out[-2000:]}\n{err[-4000:]}"
+    assert process.returncode == 0, f"{process.args!r}\n{out[-2000:]}\n{err[-4000:]}"
     return out
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from tutorial import pictures
+from tutorial.pictures import main
 
 COMMITTED = sorted((ROOT / "tutorial" / "pictures").glob("*.svg"))
 
@@ -18,7 +18,7 @@ def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_committed_pictures_are_what_the_program_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
-    pictures.main()
+    monkeypatch.setattr("tutorial.pictures.FOLDER", tmp_path)
+    main()
     drawn = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert drawn == {path.name: path.read_bytes() for path in COMMITTED}
