@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def has_storage(self) -> bool:
-        return self.disk == "shared" or self.launch in ("folder", "file")
+        return self.disk == "shared" or self.launch == "folder"
 
 
 def inflict(fault: str, node: Node) -> None:

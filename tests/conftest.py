@@ -5,17 +5,18 @@ import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.nodes import Cluster, why_no_cluster
+from support.switch import wait_until as wait_until
 
-from mingpt.tools.jobs import Job, is_alive, last_step, tensor_hash, torchrun
+from mingpt.tools.jobs import Job, is_alive, last_step, read_metric, tensor_hash, torchrun
 
 Start = Callable[..., Job]
+Finish = Callable[..., Job]
 ROOT = Path(__file__).parent.parent
 SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
 SMALL: dict[str, Any] = {
@@ -90,15 +91,6 @@ def changed_program(folder: Path, code: str) -> Path:
     return path
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    """Poll until the condition holds. Raises TimeoutError."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not so after {timeout_s} s")
-        time.sleep(0.01)
-
-
 def reached(run_dir: Path, step: int) -> Callable[[], bool]:
     """Whether this step is on record."""
     return lambda: last_step(run_dir) >= step
@@ -106,19 +98,6 @@ def reached(run_dir: Path, step: int) -> Callable[[], bool]:
 
 def all_gone(pids: Sequence[int]) -> bool:
     return not any(is_alive(pid) for pid in pids)
-
-
-def session_members(sessions: Sequence[int]) -> list[int]:
-    """Process ids of what lives in these sessions; an agent starts each worker in a session of its own."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()  # state, parent, process group, session, ...
-        except OSError:
-            continue  # it has just ended
-        if int(fields[3]) in sessions and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 def manifest(run_dir: Path, step: int) -> dict[str, Any]:
@@ -137,6 +116,27 @@ def final_hash(run_dir: Path, step: int = 30) -> str:
     return digest
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def error_of(job: Job, code: int = 2) -> str:
+    """What follows `error: ` in the one such line of a job; exit code 2 comes without a traceback."""
+    assert job.wait() == code, job.err()
+    (line,) = [line for line in job.err().splitlines() if line.startswith("error: ")]
+    assert code != 2 or "Traceback" not in job.err(), job.err()
+    return line.removeprefix("error: ")
+
+
+def assert_same_run(run_dir: Path, expected: Path) -> None:
+    """Weights, optimizer, what the workers were fed, and all that was measured."""
+    assert final_hash(run_dir) == final_hash(expected)
+    assert manifest(run_dir, 30)["audit"] == manifest(expected, 30)["audit"]
+    for name in ("train/loss", "grad_norm", "val/loss", "val/bits_per_byte"):
+        found = read_metric(run_dir, name)
+        assert len(found) >= 4 and found == read_metric(expected, name), name
+
+
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start a command in the background; whatever is left of it is killed when the test ends."""
@@ -152,6 +152,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     for job in jobs:
         if job.is_running():
             job.kill()
+
+
+@pytest.fixture
+def finish(start: Start, text: Path) -> Finish:
+    """Run what `command` makes of some arguments to its end with exit code 0; data.path is `text`."""
+
+    def finish_job(*words: object, env: Mapping[str, str] | None = None, **options: Any) -> Job:
+        job = start(command(*words, **({"data__path": text} | options)), **(env or {}))
+        assert job.wait(300) == 0, job.err()
+        return job
+
+    return finish_job
 
 
 @pytest.fixture
@@ -186,3 +198,9 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = Job(command(launcher=torchrun(2), run_dir=folder / "run", data__path=text), folder / "job")
     assert job.wait() == 0, job.err()
     return folder / "run"
+
+
+@pytest.fixture
+def copied(undisturbed: Path, tmp_path: Path) -> Path:
+    """A folder of the test's own with what the undisturbed run has left."""
+    return Path(shutil.copytree(undisturbed, tmp_path / "run"))

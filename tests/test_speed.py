@@ -1,13 +1,10 @@
 """A guard against slowdowns that needs no quiet machine.
 
-It measures what a micro-batch of the default run writes to memory, the share of its time that a batch of data
-takes, and what a start imports.
+It measures what a micro-batch of the default run writes to memory, and what a start imports.
 """
 
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt.config import Config, ModelConfig
-from mingpt.data import CharDataset, ElasticSampler
 from mingpt.distributed.device import autocast
 from mingpt.model import GPT
 
@@ -61,13 +57,6 @@ def micro_batch(arch: str) -> Callable[[], None]:
     return run
 
 
-def cpu_seconds(work: Callable[[], None]) -> float:
-    """Of this process alone: on a busy machine, it varies much less than the time on the clock."""
-    began = time.process_time()
-    work()
-    return time.process_time() - began
-
-
 @pytest.mark.parametrize("arch", ["modern", "gpt2"])
 def test_a_micro_batch_writes_no_more_to_memory_than_it_did(arch: str) -> None:
     work = micro_batch(arch)
@@ -76,27 +65,6 @@ def test_a_micro_batch_writes_no_more_to_memory_than_it_did(arch: str) -> None:
         work()
     written_mb, expected_mb = written.bytes / 1e6, WRITTEN_MB[arch]
     assert expected_mb * 0.8 < written_mb < expected_mb * 1.05, f"{written_mb:.1f} MB"
-
-
-def test_fetching_a_batch_takes_hardly_any_time_of_its_step() -> None:
-    """Choosing and gathering the windows: at most half a per cent of a forward and backward pass.
-
-    Measured: a sixth of that.
-    """
-    tokens = torch.randint(0, 65, (1_000_000,), dtype=torch.uint8).numpy()
-    dataset = CharDataset(tokens, CONFIG.data.block_size)
-    sampler = ElasticSampler(dataset, batch_size=CONFIG.trainer.batch_size, micro_batch_size=SIZE, seed=1)
-    batches, work = dataset.batches(sampler, SIZE), micro_batch("modern")
-    work()
-    next(batches)
-
-    def fetch() -> None:
-        for _ in range(64):
-            next(batches)
-
-    fetched = [cpu_seconds(fetch) / 64 for _ in range(9)]
-    computed = [cpu_seconds(work) for _ in range(9)]
-    assert statistics.median(fetched) < 0.005 * statistics.median(computed)
 
 
 STARTING_PROGRAM = """

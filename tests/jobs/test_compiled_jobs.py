@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start, command, final_hash, manifest, wait_until
+from conftest import Finish, Start, changed_program, command, final_hash, manifest, wait_until
 
 from mingpt.tools.jobs import is_alive, torchrun
 
@@ -30,7 +30,7 @@ def slow_compiler(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
 def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
-    start: Start, text: Path, tmp_path: Path
+    start: Start, finish: Finish, text: Path, tmp_path: Path
 ) -> None:
     """One job also loses a worker while the other one compiles, which notices it before it is done."""
     settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2}
@@ -43,39 +43,31 @@ def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
     wait_until(lambda: not is_alive(compiling), timeout_s=20)
     (tmp_path / "go").touch()
     assert two.wait(300) == 0 and "torch.compile failed" not in two.err(), two.err()
-    three = start(command(launcher=torchrun(3), run_dir=tmp_path / "3", **settings), **env)
-    assert three.wait(300) == 0, three.err()
+    finish(launcher=torchrun(3), run_dir=tmp_path / "3", env=env, **settings)
     assert final_hash(tmp_path / "2", 4) == final_hash(tmp_path / "3", 4)
     assert manifest(tmp_path / "2", 4)["software"]["compiled"] is True
     settings |= {"trainer__compile": "auto", "trainer__max_steps": 5, "snapshot__resume": "changed"}
-    resumed = start(command(run_dir=tmp_path / "3", trainer__workers=1, **settings), **env)
-    assert resumed.wait(300) == 0, resumed.err()
+    resumed = finish(run_dir=tmp_path / "3", trainer__workers=1, env=env, **settings)
     assert "compiled: trainer.compile=auto goes on as the snapshot was computed" in resumed.err()
     assert "trainer.compile: True -> auto" not in resumed.err()
     assert manifest(tmp_path / "3", 5)["software"]["compiled"] is True
 
 
 ONE_RANK_WITHOUT_COMPILER = """
-import os, runpy, sys
-sys.path.insert(0, os.getcwd())
+import os
 if os.environ["RANK"] == "1":
     os.environ["CXX"] = "/nowhere/c++"
-sys.argv = ["train.py", *sys.argv[1:]]
-runpy.run_path("train.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
-def test_blocks_under_fsdp_are_compiled_on_all_workers_or_on_none(
-    start: Start, text: Path, tmp_path: Path
-) -> None:
+def test_blocks_under_fsdp_are_compiled_on_all_workers_or_on_none(finish: Finish, tmp_path: Path) -> None:
     """A compiler that fails on one worker must not leave the others waiting in a forward pass."""
-    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__compile": True}
-    settings |= {"trainer__max_steps": 2, "trainer__parallel": "fsdp", "model__n_layer": 1}
-    program = tmp_path / "program.py"
-    program.write_text(ONE_RANK_WITHOUT_COMPILER)
-    words = command(launcher=torchrun(2), program=str(program), **settings)
-    job = start(words, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-    assert job.wait(300) == 0 and "torch.compile failed" in job.err(), job.err()
+    settings: dict[str, Any] = {"trainer__max_steps": 2, "trainer__parallel": "fsdp", "model__n_layer": 1}
+    settings |= {"run_dir": tmp_path / "run", "trainer__compile": True}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    program = changed_program(tmp_path, ONE_RANK_WITHOUT_COMPILER)
+    job = finish(launcher=torchrun(2), program=program, env=env, **settings)
+    assert "torch.compile failed" in job.err()
     assert manifest(tmp_path / "run", 2)["software"]["compiled"] is False

@@ -54,14 +54,6 @@ def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
     assert errors == ["error: 1 fault found"]
 
 
-@pytest.mark.slow
-def test_a_mistake_that_all_nodes_make_is_an_error(start: Start, text: Path, tmp_path: Path) -> None:
-    jobs = start_agents(start, tmp_path, text, {"model.n_head": "3"}, {"model.n_head": "3"})
-    assert [job.wait(60) for job in jobs] == [1, 1]  # torchrun's own
-    (error,) = [line for job in jobs for line in job.err().splitlines() if line.startswith("error:")]
-    assert "model.n_embd (32) must be divisible by model.n_head (3)" in error and said(jobs) == []
-
-
 @pytest.mark.parametrize(
     ("rank", "sentences"),
     [

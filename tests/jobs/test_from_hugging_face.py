@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import Start, command, manifest
+from conftest import Finish, manifest
 from support.vocabularies import small_bpe
 
 from mingpt.snapshot import SnapshotStore
@@ -13,18 +13,16 @@ from mingpt.tools.jobs import read_metric
 
 
 def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(
-    start: Start, text: Path, tmp_path: Path
+    finish: Finish, text: Path, tmp_path: Path
 ) -> None:
     """Of two workers the first alone reads the folder. There is no tokenizer but the one in the folder."""
     (tmp_path / "tokenizer.json").write_bytes(small_bpe(text.read_text()))
-    settings: dict[str, Any] = {"data__path": text, "model__arch": "gpt2"}
+    settings: dict[str, Any] = {"model__arch": "gpt2"}
     first: dict[str, Any] = {"data__tokenizer": tmp_path / "tokenizer.json", "trainer__max_steps": 5}
-    job = start(command(trainer__workers=1, run_dir=tmp_path / "run", **(settings | first)))
-    assert job.wait() == 0, job.err()
+    finish(trainer__workers=1, run_dir=tmp_path / "run", **(settings | first))
     export(str(tmp_path / "run"), str(tmp_path / "hf"))
     given: dict[str, Any] = settings | {"snapshot__init_from": tmp_path / "hf", "trainer__max_steps": 0}
-    job = start(command(trainer__workers=2, run_dir=tmp_path / "again", **given))
-    assert job.wait() == 0, job.err()
+    finish(trainer__workers=2, run_dir=tmp_path / "again", **given)
     before = SnapshotStore(str(tmp_path / "run" / "snapshots")).read(5).tensors("model.")
     after = SnapshotStore(str(tmp_path / "again" / "snapshots")).read(0).tensors("model.")
     assert before.keys() == after.keys()

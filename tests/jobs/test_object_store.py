@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start, command, final_hash
+from conftest import Finish, Start, command, final_hash
 from support.object_store import object_store
 
 from mingpt.tools.jobs import torchrun
@@ -12,28 +12,33 @@ from mingpt.tools.jobs import torchrun
 
 @pytest.mark.slow
 def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    finish: Finish,
+    text: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with object_store(monkeypatch) as bucket:
         bucket.mkdir("runs")
         place = "s3://runs/one"
-        words = command(launcher=torchrun(2), run_dir=tmp_path, data__path=text, snapshot__path=place)
-        job = start(words)
+        job = start(command(launcher=torchrun(2), run_dir=tmp_path, data__path=text, snapshot__path=place))
         job.wait_until(lambda: bucket.exists("runs/one/step_00000010.json"))
         job.kill()
-        resumed = start(words)
-        assert resumed.wait() == 0 and "resumed from step" in resumed.err(), resumed.err()
+        resumed = finish(launcher=torchrun(2), run_dir=tmp_path, snapshot__path=place)
+        assert "resumed from step" in resumed.err()
         content = bucket.cat_file("runs/one/step_00000030.safetensors")
         expected = (undisturbed / "snapshots" / "step_00000030.safetensors").read_bytes()
         assert content == expected and final_hash(undisturbed)
         assert not list(tmp_path.glob("snapshots/*"))
 
 
-def test_a_url_in_memory_serves_one_process_and_no_job(start: Start, text: Path, tmp_path: Path) -> None:
+def test_a_url_in_memory_serves_one_process_and_no_job(
+    start: Start, finish: Finish, text: Path, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__max_steps": 5}
     settings |= {"snapshot__path": "memory://one"}
-    one_process = start(command(**settings))  # trainer.workers=auto sees it
-    assert one_process.wait() == 0, one_process.err()
+    finish(**settings)  # trainer.workers=auto sees it
     refused = start(command(launcher=torchrun(1), **settings))
     assert refused.wait() != 0
     assert "snapshot.path memory://one lives in the memory of one process" in refused.err()

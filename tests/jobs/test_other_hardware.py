@@ -1,12 +1,11 @@
 """A restart computes with what the run began with, on all workers."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start, changed_program, command, manifest, snapshot_steps
+from conftest import Finish, Start, changed_program, command, error_of, manifest, snapshot_steps
 
 from mingpt.snapshot.manifest import add_checksum
 from mingpt.tools.jobs import read_history, torchrun
@@ -56,45 +55,35 @@ def test_a_restart_without_the_gpu_ends_the_job_in_one_sentence(
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "snapshot__memory_every": 0}
     settings |= {"trainer__eval_every": 1000, "trainer__max_steps": 100_000, "snapshot__resume": "changed"}
     job = start(command(launcher=torchrun(2, restarts=3), program=program, **settings))
-    assert job.wait() == 1  # torchrun's; its workers end with 2
-    (line,) = [line for line in job.err().splitlines() if line.startswith("error:")]
+    line = error_of(job, code=1)  # torchrun's; its workers end with 2
     assert "were computed on cuda" in line and "have cpu" in line
     assert len(read_history(tmp_path / "run")["generations"]) == 1
 
 
 @pytest.mark.slow
 def test_other_hardware_is_refused_unless_asked_for(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, finish: Finish, text: Path, copied: Path, tmp_path: Path
 ) -> None:
-    run_dir, fields = tmp_path / "run", {"device_type": "cuda", "device": "NVIDIA H100"}
-    shutil.copytree(undisturbed, run_dir)
-    change_software(run_dir, **fields)
+    change_software(copied, device_type="cuda", device="NVIDIA H100")
     program = changed_program(tmp_path, BFLOAT16.format(native=False))
-    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": 1}
-    longer: dict[str, Any] = {"trainer__max_steps": 31, "snapshot__resume": "changed"}
-    refused = start(command(program=program, **settings, trainer__max_steps=30))
-    assert refused.wait() == 0, "a finished run is finished anywhere"
-    (run_dir / "snapshots" / "step_00000030.json").unlink()
-    change_software(run_dir, **fields)
-    refused = start(command(program=program, **settings))
-    assert refused.wait() == 2
-    (line,) = [line for line in refused.err().splitlines() if line.startswith("error:")]
+    settings: dict[str, Any] = {"program": program, "run_dir": copied, "trainer__workers": 1}
+    finish(**settings)  # a finished run is finished anywhere
+    (copied / "snapshots" / "step_00000030.json").unlink()
+    change_software(copied, device_type="cuda", device="NVIDIA H100")
+    line = error_of(start(command(data__path=text, **settings)))
     assert "snapshot.resume=changed" in line and "computed" in line
-    accepted = start(command(program=program, **settings, **longer))
-    assert accepted.wait() == 0, accepted.err()
+    accepted = finish(**settings, trainer__max_steps=31, snapshot__resume="changed")
     assert "the bits may differ" in accepted.err()
 
 
 @pytest.mark.slow
-def test_workers_agree_on_a_type_that_all_of_them_have(start: Start, text: Path, tmp_path: Path) -> None:
+def test_workers_agree_on_a_type_that_all_of_them_have(finish: Finish, tmp_path: Path) -> None:
     """dtype auto is float32 as soon as one worker has no native bfloat16."""
-    settings: dict[str, Any] = {"data__path": text, "trainer__max_steps": 2}
     for rank, expected in ((1, "float32"), (7, "bfloat16")):
         run_dir = tmp_path / f"without-{rank}"
         code = BFLOAT16.format(native=True) + NO_BFLOAT16.format(rank=rank)
         program = changed_program(tmp_path, code)
-        job = start(command(launcher=torchrun(2), program=program, run_dir=run_dir, **settings))
-        assert job.wait() == 0, job.err()
+        finish(launcher=torchrun(2), program=program, run_dir=run_dir, trainer__max_steps=2)
         assert manifest(run_dir, 2)["software"]["dtype"] == expected
         assert manifest(run_dir, 2)["software"]["device_type"] == "cpu"
 

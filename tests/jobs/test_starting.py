@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Start, all_gone, changed_program, command, final_hash, snapshot_steps, wait_until
+from conftest import Finish, Start, all_gone, changed_program, command, error_of, final_hash, snapshot_steps
 
 from mingpt.tools.jobs import Job, descendants, read_history, torchrun
 
@@ -27,7 +27,6 @@ import os
 if os.environ.get("RANK") == "1":
     sys.modules["mingpt.training.trainer"] = None
 """
-ENDS = "a restart would repeat it"
 
 
 @pytest.mark.slow
@@ -51,10 +50,9 @@ def test_a_failure_that_repeats_before_the_first_step_ends_the_job(
         job = start(command(launcher=torchrun(2, restarts=50), program=program, **settings))
     else:
         job = start(command(program=program, trainer__workers=2, trainer__max_restarts=50, **settings))
-    assert job.wait(60) == 1
-    errors = [line for line in job.err().splitlines() if line.startswith("error: ")]
-    expected = f"error: 3 generations failed one after the other before the first step ({sentence}"
-    assert len(errors) == 1 and errors[0].startswith(expected) and errors[0].endswith(ENDS), job.err()
+    error = error_of(job, code=1)
+    assert error.startswith(f"3 generations failed one after the other before the first step ({sentence}")
+    assert error.endswith("a restart would repeat it")
 
 
 FREEZES = """
@@ -165,19 +163,6 @@ def test_a_stop_during_the_start_is_obeyed_at_once(
     assert read_history(run_dir)["generations"] == []
 
 
-@pytest.mark.slow
-def test_a_stop_file_that_is_there_before_the_workers_ends_the_job_when_they_have_met(
-    start: Start, text: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "STOP").touch()
-    job = start(command(launcher=torchrun(2), run_dir=tmp_path, data__path=text))
-    pids = job.wait_until(lambda: len(job.workers()) == 2 and descendants(job.pid))
-    assert job.wait(30) == 0, job.err()
-    assert not (tmp_path / "STOP").exists() and snapshot_steps(tmp_path) == []
-    assert job.err().count("stopped by STOP before the first step") == 1
-    wait_until(lambda: all_gone(pids))
-
-
 DIES_THEN_LOADS_SLOWLY = """
 import os, time
 from pathlib import Path
@@ -196,7 +181,7 @@ events.subscribe("step_start", die)
 
 @pytest.mark.slow
 def test_a_stop_while_a_restart_begins_is_noted_and_the_run_goes_on_later(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
     program = changed_program(tmp_path, DIES_THEN_LOADS_SLOWLY.format(mark=str(mark)))
@@ -206,7 +191,6 @@ def test_a_stop_while_a_restart_begins_is_noted_and_the_run_goes_on_later(
     request("STOP", job, run_dir)
     assert job.wait(30) == 0, job.err()
     assert read_history(run_dir)["status"] == "stopped"
-    resumed = start(command(trainer__workers=1, **settings))
-    assert resumed.wait() == 0, resumed.err()
+    finish(trainer__workers=1, **settings)
     assert final_hash(run_dir) == final_hash(undisturbed)
     assert read_history(run_dir)["status"] == "finished"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 import pytest
 from conftest import (
     ROOT,
+    Finish,
     Start,
     all_gone,
+    assert_same_run,
     changed_program,
     command,
     final_hash,
@@ -31,11 +32,10 @@ from mingpt.tools.jobs import Job, descendants, read_history, read_metric, torch
     ["SIGTERM", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("SIGUSR1", "STOP"))],
 )
 def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
-    kind: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    kind: str, start: Start, finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "snapshot__every": 1000}
-    words = command(launcher=torchrun(2), **settings)
-    job = start(words)
+    job = start(command(launcher=torchrun(2), **settings))
     job.wait_until(reached(tmp_path, 8))
     pids = descendants(job.pid)
     if kind == "STOP":
@@ -50,22 +50,11 @@ def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
     assert history["status"] == "stopped" and generation["end"] == f"stopped by {kind}"
     assert 8 <= stopped_at < 30 and snapshot_steps(tmp_path) == [stopped_at]
     assert not (tmp_path / "STOP").exists()
-    resumed = start(words)
-    assert resumed.wait() == 0, resumed.err()
+    finish(launcher=torchrun(2), **settings)
     history = read_history(tmp_path)
     assert history["generations"][1]["from_step"] == stopped_at and history["steps_lost"] == 0
     assert history["status"] == "finished"
-    assert final_hash(tmp_path) == final_hash(undisturbed)
-    assert read_metric(tmp_path) == read_metric(undisturbed)
-
-
-def test_a_single_process_that_is_told_to_stop_exits_with_0(start: Start, text: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__workers": 1}
-    job = start(command(trainer__max_steps=10_000, **settings))
-    job.wait_until(reached(tmp_path, 3))
-    os.kill(job.pid, signal.SIGINT)
-    assert job.wait(30) == 0, job.err()
-    assert "stopped by SIGINT" in job.err() and "Traceback" not in job.err()
+    assert_same_run(tmp_path, undisturbed)
 
 
 EVALUATION_S = 60
@@ -118,19 +107,18 @@ events.subscribe("evaluation_start", on_evaluation)
 
 
 def test_an_evaluation_alone_is_stopped_by_the_first_signal(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
+    start: Start, text: Path, undisturbed: Path, copied: Path, tmp_path: Path
 ) -> None:
     """No step follows it, after which the workers could agree to stop."""
-    run_dir, mark = tmp_path / "run", tmp_path / "evaluating"
-    shutil.copytree(undisturbed, run_dir)
+    mark = tmp_path / "evaluating"
     program = changed_program(tmp_path, SLOW_EVALUATION_ALONE.format(mark=str(mark)))
-    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__workers": 1}
+    settings: dict[str, Any] = {"run_dir": copied, "data__path": text, "trainer__workers": 1}
     job = start(command(program=program, trainer__eval_only=True, **settings))
     job.wait_until(mark.exists)
     began = time.monotonic()
     os.kill(job.pid, signal.SIGINT)
     assert job.wait(30) == 0 and time.monotonic() - began < 15, job.err()
-    assert final_hash(run_dir) == final_hash(undisturbed)
+    assert final_hash(copied) == final_hash(undisturbed)
 
 
 SLOW_BATCHES = """
@@ -175,7 +163,14 @@ def whole(long_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("STOP", 30, 2), ("SIGINT", 0, 2), ("SIGTERM", 10, 1)],
 )
 def test_an_evaluation_that_was_cut_is_done_first_on_resume(
-    kind: str, step: int, workers: int, start: Start, long_text: Path, whole: Path, tmp_path: Path
+    kind: str,
+    step: int,
+    workers: int,
+    start: Start,
+    finish: Finish,
+    long_text: Path,
+    whole: Path,
+    tmp_path: Path,
 ) -> None:
     """The records end as those of an undisturbed run, in their order too."""
     settings = long_evaluations(long_text) | {"trainer__workers": workers}
@@ -194,14 +189,13 @@ def test_an_evaluation_that_was_cut_is_done_first_on_resume(
     assert history["status"] == "stopped" and history["generations"][-1]["end"] == f"stopped by {kind}"
     assert snapshot_steps(run_dir)[-1] == step and step not in read_metric(run_dir, "val/loss")
     mark.with_suffix(".done").touch()
-    resumed = start(command(program=program, run_dir=run_dir, **settings))
-    assert resumed.wait() == 0 and "nothing is left" not in resumed.err(), resumed.err()
+    resumed = finish(program=program, run_dir=run_dir, **settings)
+    assert "nothing is left" not in resumed.err()
     assert read_history(run_dir)["status"] == "finished"
     assert final_hash(run_dir) == final_hash(whole)
     assert values(run_dir) == values(whole)
     assert manifest(run_dir, 30)["metrics"]["val"]["step"] == 30
-    again = start(command(run_dir=run_dir, **settings))
-    assert again.wait() == 0 and "nothing is left to do" in again.err()
+    assert "nothing is left to do" in finish(run_dir=run_dir, **settings).err()
 
 
 def values(run_dir: Path) -> list[dict[str, Any]]:

@@ -78,8 +78,6 @@ def test_a_rank_holds_its_rows_of_each_weight_and_nothing_else(results: Results,
         assert_equal(outcome.held, outcome.pieces)
         lengths = {2: [2, 2], 3: [2, 2, 0]}
         assert len(outcome.held["wpe.weight"]) == lengths[ranks][rank]
-        rows = outcome.rows["wpe.weight"]
-        assert rows.stop - rows.start == lengths[ranks][rank]
 
 
 @pytest.mark.parametrize(("ranks", "rounds"), [(2, 4), (3, 3)])
@@ -93,7 +91,8 @@ def test_partial_sums_keep_no_more_memory_than_they_have(results: Results, ranks
         assert len(outcome.sum_bytes) in (2 * rounds, 2 * (rounds - 1))
         of_step = outcome.sum_bytes[: len(outcome.sum_bytes) // 2]
         nodes = {2: [1, 1, 2, 0], 3: [2, 2, 0]}[ranks]  # 2 | 4 | 4 + 2 leaves, and 2 + 1 | 4 + 2
-        padded = outcome.piece_bytes * 1.2 + 4096  # FSDP2 pads each tensor to equal rows
+        piece_bytes = sum(piece.nbytes for piece in outcome.pieces.values())
+        padded = piece_bytes * 1.2 + 4096  # FSDP2 pads each tensor to equal rows
         for kept, count in zip(of_step, nodes, strict=False):
             assert kept <= count * padded
             assert (kept > 0) == (count > 0)

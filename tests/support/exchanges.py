@@ -1,4 +1,4 @@
-"""Workers of an optimizer as threads of one process, which exchange tensors through a list."""
+"""Workers of an optimizer as threads of one process, which exchange tensors as objects."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mingpt.distributed import DistributedContext
 from mingpt.optim import Exchange
 from mingpt.parallel import split_rows
-from support.ranks import run_in_threads
+from support.ranks import run_ranks
 
 R = TypeVar("R")
-TIMEOUT_S = 30
 
 
 class FakeWorkers:
@@ -20,30 +20,22 @@ class FakeWorkers:
 
     def __init__(self, workers: int, is_sharded: bool) -> None:
         self.workers, self.is_sharded = workers, is_sharded
-        self.barrier = threading.Barrier(workers, timeout=TIMEOUT_S)
-        self.board: list[list[Tensor]] = [[] for _ in range(workers)]  # per sender, a part per receiver
-        self.bytes_sent = 0
 
-    def exchange(self, rank: int) -> Exchange:
+    def exchange(self, context: DistributedContext) -> Exchange:
+        rank = context.rank
+
         def all_to_all(sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
             assert sent.ndim == 1 and sent.is_contiguous() and len(sent) == sum(send)
-            self.board[rank] = list(sent.split(list(send)))
-            self.barrier.wait()
-            received = [self.board[source][rank].clone() for source in range(self.workers)]
+            parts = context.all_gather_object(sent.clone().split(list(send)))
+            received = [part[rank] for part in parts]
             assert [len(part) for part in received] == list(receive)
-            self.barrier.wait()
             return torch.cat(received)
 
         def all_gather(own: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-            assert own.ndim == 1 and len(own) == sizes[rank]
-            self.board[rank] = [own]
-            self.barrier.wait()
-            if rank == 0:
-                self.bytes_sent += sum(part.nbytes for (part,) in self.board)
-            for source, size in enumerate(sizes):
-                assert self.board[source][0].shape == (size,)
-                yield self.board[source][0].clone()
-            self.barrier.wait()
+            assert own.ndim == 1
+            parts = context.all_gather_object(own.clone())
+            assert [len(part) for part in parts] == list(sizes)
+            yield from parts
 
         return Exchange(
             rank,
@@ -56,15 +48,7 @@ class FakeWorkers:
 
     def run(self, work: Callable[[Exchange], R]) -> list[R]:
         """What `work` returns for each rank. Raises what one of them raised."""
-
-        def run_rank(rank: int) -> R:
-            try:
-                return work(self.exchange(rank))
-            except Exception:
-                self.barrier.abort()
-                raise
-
-        results: list[Any] = run_in_threads(self.workers, run_rank)
+        results: list[Any] = run_ranks(self.workers, lambda context: work(self.exchange(context)))
         errors = [result for result in results if isinstance(result, Exception)]
         errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
         if errors:

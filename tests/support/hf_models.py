@@ -9,6 +9,7 @@ from mingpt.config import Config, ModelConfig, to_dict
 from mingpt.model import GPT
 from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers
 from mingpt.snapshot import SnapshotStore
+from support.models import add_noise
 from support.snapshots import make_manifest, write
 from support.training import make_optimizer
 
@@ -20,9 +21,7 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
     fields = hf_fields(config, vocab_size=vocab_size, block_size=block_size)
     theirs = getattr(transformers, CONFIGS[config.arch])(**fields)
     model = getattr(transformers, CLASSES[config.arch])(theirs).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
+    add_noise(model)
     return model
 
 
@@ -31,9 +30,7 @@ def save_run(folder: Path | str, config: Config, characters: str, step: int = 30
     torch.manual_seed(5)
     data = config.data
     model = GPT(config.model, vocab_size=len(characters), block_size=data.block_size).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
+    add_noise(model)
     optimizer = make_optimizer(model, config.optimizer)
     tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}

@@ -1,6 +1,5 @@
 """What a page says of files, headings and names in the code, compared with what is there."""
 
-import ast
 import re
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -9,16 +8,12 @@ from urllib.parse import unquote
 FENCED = re.compile(r"^[ \t]*(```+|~~~+).*?^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.*?)[ \t]*#*[ \t]*$", re.MULTILINE)
-HTML_ANCHOR = re.compile(r"<a\s[^>]*\b(?:id|name)=\"([^\"]+)\"")
-TARGETS = (
-    re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"),  # [text](target), ![text](target "title")
-    re.compile(r"^ {0,3}\[[^\]]+\]:\s+<?([^\s>]+)", re.MULTILINE),  # [reference]: target
-    re.compile(r"<[^>]+\b(?:src|srcset|href)=\"([^\"\s]+)\""),
-)
+TARGET = re.compile(
+    r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)"
+)  # [text](target), ![text](target "title")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 NAME_LINK = re.compile(r"\[`([^`\n]+)`\]\(([^)\s#]+\.py)(?:#[^)\s]*)?\)")
 NAME = re.compile(r"(?!.*\.py$)[A-Za-z_][\w.]*(\(\))?")
-LINES = re.compile(r"L(\d+)(?:-L(\d+))?")
 MODULE = re.compile(r"python3? -m ((?:mingpt|tutorial)(?:\.\w+)+)")
 COMMAND = re.compile(r"-m\s+mingpt\s+([a-z]\w*)")
 FOLDERS = ("benchmarks", "configs", "data", "docs", "launch", "mingpt", "tests", "tutorial")
@@ -41,7 +36,7 @@ def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> l
 
 
 def wrong_links(prose: str, page: Path, root: Path) -> Iterator[str]:
-    for target in [found for pattern in TARGETS for found in pattern.findall(prose)]:
+    for target in TARGET.findall(prose):
         if re.match(r"[a-z][a-z0-9+.-]*:|//", target):
             continue  # another site
         path, _, anchor = unquote(target).partition("#")
@@ -49,29 +44,18 @@ def wrong_links(prose: str, page: Path, root: Path) -> Iterator[str]:
         file = (base / path.lstrip("/")).resolve() if path else page.resolve()
         if not file.exists() or not file.is_relative_to(root.resolve()):
             yield f"{target}: no such file in the repository"
-        elif anchor and not has_anchor(file, anchor):
-            yield f"{target}: no such heading or line"
-
-
-def has_anchor(file: Path, anchor: str) -> bool:
-    lines = LINES.fullmatch(anchor)
-    if lines:
-        return int(lines[2] or lines[1]) <= len(file.read_text().splitlines())
-    return file.suffix == ".md" and anchor in anchors(file.read_text())
+        elif anchor and (file.suffix != ".md" or anchor not in anchors(file.read_text())):
+            yield f"{target}: no such heading"
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as GitHub spells them, and those set by hand."""
-    found: dict[str, int] = {}
-    prose = COMMENT.sub("", FENCED.sub("", text))
-    for heading in HEADING.findall(prose):
+    """Of a page's headings, as GitHub spells them."""
+    found: list[str] = []
+    for heading in HEADING.findall(COMMENT.sub("", FENCED.sub("", text))):
         words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
-        number = found.get(slug, 0)
-        found[slug] = number + 1
-        if number:
-            found[f"{slug}-{number}"] = 1
-    return {*found, *HTML_ANCHOR.findall(prose)}
+        found.append(re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-"))
+    again = {f"{slug}-{number}" for slug in found for number in range(1, found.count(slug))}
+    return {*found, *again}
 
 
 def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
@@ -95,23 +79,14 @@ def wrong_names(prose: str, page: Path) -> Iterator[str]:
             continue  # said by wrong_links
         if name.endswith(".py") and not file.as_posix().endswith(f"/{name}"):
             yield f"`{name}`: leads to {target}"
-        elif NAME.fullmatch(name) and name.removesuffix("()") not in definitions(ast.parse(file.read_text())):
+        elif NAME.fullmatch(name) and not is_defined(name.removesuffix("()"), file.read_text()):
             yield f"`{name}`: not defined in {target}"
 
 
-def definitions(tree: ast.Module | ast.ClassDef) -> set[str]:
-    """Functions, classes and constants of a module, and those of its classes, as `Class.name`."""
-    found = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{name}" for name in definitions(node)}
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    return found
+def is_defined(name: str, program: str) -> bool:
+    """Whether a line begins with a name of the module, or of a class, as `Class.name`."""
+    last, indent = name.rpartition(".")[2], "    " * name.count(".")
+    return re.search(rf"^{indent}(?:async def |def |class )?{last}\b", program, re.MULTILINE) is not None
 
 
 def wrong_modules(text: str, root: Path) -> Iterator[str]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT
@@ -19,10 +19,15 @@ def make_model(arch: Arch, vocab_size: int = 31, block_size: int = 24, spread: b
     torch.manual_seed(0)
     model = GPT(replace(CONFIG, arch=arch), vocab_size=vocab_size, block_size=block_size)
     if spread:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(torch.randn_like(weight) * 0.1)
+        add_noise(model)
     return model.eval()
+
+
+def add_noise(model: nn.Module) -> None:
+    """Give biases, norms and matrices that begin at zero random weights, too."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
 
 
 def make_tokens(batch: int = 2, length: int = 24, vocab_size: int = 31) -> Tensor:

@@ -11,6 +11,7 @@ per node. Nothing outlives the cluster, also if the process that made it is kill
 
 import atexit
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mingpt.tools.jobs import ROOT, Job, children, clean_environment
-from support.switch import TIMEOUT_S, Switch, is_stopped, poll, send_to, state_of
+from support.switch import TIMEOUT_S, Switch, is_stopped, send_to, state_of, wait_until
 
 PROGRAMS = ("ip", "nft", "bindfs", "unshare", "nsenter", "setsid", "mount")
 # $1 name, $2 the cluster's folder, $3 size of memory, then folders that are read-only in the node. The last
@@ -65,7 +66,7 @@ class NodeJob(Job):
     def __init__(self, node: "Node", command: Sequence[str], output: Path, env: dict[str, str]) -> None:
         super().__init__([*node.enter, "setsid", "env", f"--chdir={ROOT}", *command], output, cwd=ROOT, **env)
         # nsenter waits for the command as its child, and ends as that does.
-        poll(lambda: children(self.process.pid) or not self.is_running())
+        wait_until(lambda: children(self.process.pid) or not self.is_running())
         self.pid = next(iter(children(self.process.pid)), self.process.pid)
 
 
@@ -99,7 +100,7 @@ class Node:
     def _start_init(self) -> None:
         kinds = ["--net", "--uts", "--ipc", "--pid", "--mount"]
         read_only = dict.fromkeys(str(Path(path).resolve()) for path in (ROOT, sys.prefix, sys.base_prefix))
-        given = [self.name, str(self.cluster.folder), self.cluster.memory_size, *read_only]
+        given = [self.name, str(self.cluster.folder), "512m", *read_only]
         errors = self.cluster.folder / "output" / f"{self.name}.boot"
         self.process = subprocess.Popen(
             ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc", "sh", "-ec", INIT, "init", *given],
@@ -129,12 +130,9 @@ class Node:
         self.daemon = subprocess.Popen(
             [*self.enter, *bindfs, str(source), str(target)], start_new_session=True
         )
-        mounted = f" {target} rw"
-        poll(lambda: any(mounted in line and "fuse" in line for line in self._mounts()))
+        mounts = Path(f"/proc/{self.init}/mountinfo")
+        wait_until(lambda: re.search(rf" {target} rw.*fuse", mounts.read_text()))
         self.run("ls", str(target))  # the daemon has begun to answer
-
-    def _mounts(self) -> list[str]:
-        return Path(f"/proc/{self.init}/mountinfo").read_text().splitlines()
 
     @property
     def enter(self) -> list[str]:
@@ -193,30 +191,16 @@ class Node:
         self.process = self.daemon = None
         self.cluster.switch.unplug(self.link)
 
-    def lose_power(self) -> None:
-        """As `kill`, but its peers hear nothing: no connection is closed or reset."""
-        self.cut_network()
-        self.kill()
-
     def cut_network(self) -> None:
         """Nothing reaches the node or leaves it: its connections, and attempts to connect, time out."""
         self.cluster.switch.cut(self.link)
 
-    def block(self, ports: int | str, from_node: "Node") -> None:
-        """TCP packets from another node to a port of this one, or to a range "5000-5010", vanish."""
-        self.cluster.switch.block(from_node.link, self.link, ports)
-
-    def cut_storage(self, *, abort: bool = False) -> None:
-        """Accesses to the shared folder hang until it is healed; with `abort` they fail."""
+    def cut_storage(self) -> None:
+        """Accesses to the shared folder hang until it is healed."""
         assert self.daemon, "this cluster has no shared folder"
         daemon = children(self.daemon.pid)
-        if abort:
-            send_to(signal.SIGKILL, daemon)
-            send_to(signal.SIGCONT, [self.daemon.pid])  # nsenter, which is stopped if the daemon was
-            self.daemon.wait(TIMEOUT_S)
-        else:
-            send_to(signal.SIGSTOP, daemon)
-            poll(lambda: all(is_stopped(pid) for pid in daemon))  # until then it may answer
+        send_to(signal.SIGSTOP, daemon)
+        wait_until(lambda: all(is_stopped(pid) for pid in daemon))  # until then it may answer
 
     def cut(self) -> None:
         """Network and storage; accesses to storage hang."""
@@ -224,20 +208,15 @@ class Node:
         self.cut_storage()
 
     def heal(self) -> None:
-        """Network, ports and storage work again."""
+        """Network and storage work again."""
         self.cluster.switch.heal(self.link)
-        if not self.daemon:
-            return
-        if self.daemon.poll() is None:
+        if self.daemon:
             send_to(signal.SIGCONT, [*children(self.daemon.pid), self.daemon.pid])
-        else:
-            self.run("umount", "--lazy", str(self.cluster.shared))
-            self._mount_storage()
 
     def freeze(self) -> None:
         """SIGSTOP for every process of the node but its first, which does nothing."""
         # One that waits for storage (state D) stops when that answers.
-        poll(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
+        wait_until(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
 
     def thaw(self) -> None:
         """The inverse of `freeze`."""
@@ -245,7 +224,7 @@ class Node:
             if job.is_running():
                 send_to(signal.SIGCONT, [job.process.pid])
         send_to(signal.SIGCONT, self.pids())
-        poll(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
+        wait_until(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
 
     def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
         """Send a signal to the processes in states but `done`; whether all are in one of `enough` then."""
@@ -264,11 +243,11 @@ class Cluster:
     `shared` and `disk` are paths that mean the same on every node: one folder of all, and one of each.
     """
 
-    def __init__(self, count: int, folder: Path, *, shared: bool = True, memory_size: str = "512m") -> None:
+    def __init__(self, count: int, folder: Path, *, shared: bool = True) -> None:
         why_not = why_no_cluster()
         if why_not:
             raise RuntimeError(why_not)
-        self.folder, self.has_storage, self.memory_size = folder.resolve(), shared, memory_size
+        self.folder, self.has_storage = folder.resolve(), shared
         self.shared, self.disk = self.folder / "shared", self.folder / "disk"
         self.network = f"10.77.{1 + secrets.randbelow(254)}"
         self.nodes: list[Node] = []
@@ -278,12 +257,8 @@ class Cluster:
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
         self.switch = Switch()
         atexit.register(self.close)
-        try:
-            for number in range(1, count + 1):
-                self.nodes.append(Node(self, number))
-        except BaseException:
-            self.close()
-            raise
+        for number in range(1, count + 1):
+            self.nodes.append(Node(self, number))
 
     def __enter__(self) -> "Cluster":
         return self

@@ -12,7 +12,7 @@ from mingpt.distributed.rendezvous import rank_of
 from mingpt.tools.jobs import ROOT, read_history, tensor_hash
 from support.nodes import Cluster, Node, NodeJob
 
-LAUNCHES = ("folder", "hosts", "stock", "file")
+LAUNCHES = ("folder", "hosts", "stock")
 PORT = 29400
 POLL_S = 0.02
 TAIL_BYTES = 4096  # of metrics.jsonl: several records
@@ -35,8 +35,8 @@ class Progress:
 class NodesJob:
     """train.py with one worker per node, in the "shared" folder or a folder of each node's "own" disk.
 
-    `launch` is "folder" or "hosts" (launch/elastic.sh, by a shared folder or a list of all nodes), "stock"
-    (torchrun's c10d store on the first node) or "file" (torchrun's store in a file of the shared folder).
+    `launch` is "folder" or "hosts" (launch/elastic.sh, by a shared folder or a list of all nodes) or "stock"
+    (torchrun's c10d store on the first node).
     `minimum` is MIN of --nnodes=MIN:MAX. Nothing is waited for longer than `limit_s`.
     """
 
@@ -61,8 +61,6 @@ class NodesJob:
         for node in nodes:
             given = [f"run_dir={self.run_dir}", *(f"{key}={value}" for key, value in self.settings.items())]
             env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-            if self.launch == "file":
-                env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             self.running[node] = node.start([*self.launcher(node), self.program, *given], env)
 
     def launcher(self, node: Node) -> list[str]:
@@ -74,12 +72,8 @@ class NodesJob:
             options = ["--nnodes", nodes, "--nproc", "1", "--rdzv", place, "--local_addr", node.address]
             return [str(ROOT / "launch" / "elastic.sh"), *options, "--"]
         first = self.nodes[0]
-        places = {
-            "stock": (f"{first.address}:{PORT}", f"is_host={int(node is first)}"),
-            "file": (f"{shared}/rendezvous", "store_type=file"),
-        }
-        place, kind = places[self.launch]
-        where = [f"--rdzv_endpoint={place}", f"--rdzv-conf={kind},{QUICK}", f"--local-addr={node.address}"]
+        where = [f"--rdzv_endpoint={first.address}:{PORT}", f"--local-addr={node.address}"]
+        where.append(f"--rdzv-conf=is_host={int(node is first)},{QUICK}")
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc_per_node=1"]
         return [*command, "--max-restarts=100", "--rdzv_backend=c10d", "--rdzv_id=job", *where]
 

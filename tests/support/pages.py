@@ -1,5 +1,6 @@
-"""The commands of the pages, shortened by overrides, and run."""
+"""The commands of the pages, shortened by overrides, and the programs of the tutorial, run."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -14,6 +15,9 @@ BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}
 SHORT |= {"data.block_size": 16, "data.sha256": "null", "trainer.max_steps": 2}
 SHORT |= {"trainer.compile": False}  # tests/jobs/test_compiled_jobs.py has whole jobs that compile
+COMMAND = re.compile(r"^    ((?:python|torchrun) .*)$", re.MULTILINE)
+PROGRAMS = {"torchrun": f"{sys.executable} -m torch.distributed.run", "python": sys.executable}
+TIMEOUT_S = 180  # beside other tests on two cores; alone a program takes 2 to 20 s
 NEEDED = (
     "train.py",
     "sample.py",
@@ -64,8 +68,6 @@ def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
         words = [re.sub(r"max_steps=\d{2,}", "max_steps=3", word) for word in words]
     elif "sample.py" in words:
         words = [re.sub("^300$", "20", word) for word in words]
-    programs = {"torchrun": f"{sys.executable} -m torch.distributed.run", "python": sys.executable}
-    words = [programs.get(word, word) for word in words]
     return [" ".join(words)] * (2 if "on both nodes" in remark or "on all nodes" in remark else 1)
 
 
@@ -80,21 +82,46 @@ def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> N
 def run(line: str, text: Path, folder: Path, **more: object) -> None:
     """All commands of a line at once, as on several nodes. Settings spell a dot as two underscores."""
     settings = {key.replace("__", "."): value for key, value in more.items()}
-    port = str(free_port())
-    running = []
+    port, running = free_port(), []
     for node, command in enumerate(shorten(line, text, settings)):
         addresses = {"A": "127.0.0.1", "B": "127.0.0.2", "C": "127.0.0.3", "ADDRESS": f"127.0.0.{node + 1}"}
-        env = clean_environment(HOST="localhost", NODE=str(node), **addresses)
-        process = subprocess.Popen(
-            command.replace("29400", port),
-            shell=True,
-            cwd=folder,
-            text=True,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        running.append(process)
+        running.append(start(command, folder, port, HOST="localhost", NODE=str(node), **addresses))
     for process in running:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, f"{line}\n{out[-2000:]}\n{err[-3000:]}"
+        finish(process)
+
+
+def start(command: str, folder: Path, port: int, **variables: str) -> subprocess.Popen[str]:
+    """Start a command of a page with the programs of this environment and a port that is free."""
+    words = [PROGRAMS.get(word, word) for word in command.replace("29400", str(port)).split()]
+    return subprocess.Popen(
+        " ".join(words),
+        shell=True,
+        cwd=folder,
+        env=clean_environment(**variables),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What a command prints. Raises AssertionError if it fails."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, f"{process.args!r}\n{out[-2000:]}\n{err[-4000:]}"
+    return out
+
+
+def command_of(path: Path) -> str:
+    """The one command that the docstring of a program of the tutorial gives."""
+    docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+    commands = COMMAND.findall(docstring)
+    assert len(commands) == 1, path
+    return str(commands[0])
+
+
+def run_program(command: str, folder: Path) -> str:
+    """What a program of the tutorial prints, run in a folder that looks like the root."""
+    for name in ("mingpt", "tutorial", "data"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    return finish(start(command, folder, free_port()))

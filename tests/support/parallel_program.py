@@ -58,10 +58,8 @@ class Outcome:
     pieces: dict[str, Tensor] = field(default_factory=dict)
     held: dict[str, Tensor] = field(default_factory=dict)  # what it holds of the weights
     eval_loss: float = 0.0
-    rows: dict[str, slice] = field(default_factory=dict)
     any_of_one: tuple[bool, bool] = (False, True)  # any() where rank 0 alone is asked for, and nobody
     sum_bytes: list[int] = field(default_factory=list)  # that partial sums keep, after each micro-batch
-    piece_bytes: int = 0
 
 
 GROUPS: dict[str, dict[str, Case]] = {
@@ -183,8 +181,6 @@ def train(case: Case, context: DistributedContext) -> Outcome:
         del gradients
         strategy.finish_update()
     outcome.pieces, outcome.held = clone(strategy.pieces()), clone(strategy.held_weights())
-    outcome.piece_bytes = sum(piece.nbytes for piece in outcome.pieces.values())
-    outcome.rows = {name: strategy.my_rows(name) for name in strategy.shapes}
     model.eval()
     with torch.no_grad(), autocast(case):
         outcome.eval_loss = float(model(*make_batch(1000))[1])

@@ -61,23 +61,15 @@ def run_ranks(
 ) -> list[T | Exception]:
     """What `work` returns, or raises, on each rank."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
-    return run_in_threads(
-        world_size,
-        lambda rank: work(ThreadContext(rank, world_size, barrier, board, round, one_node)),
-    )
+    results: list[Any] = [None] * world_size
 
-
-def run_in_threads(count: int, work: Callable[[int], T]) -> list[T | Exception]:
-    """What `work` returns, or raises, for each number."""
-    results: list[Any] = [None] * count
-
-    def run(number: int) -> None:
+    def run(rank: int) -> None:
         try:
-            results[number] = work(number)
+            results[rank] = work(ThreadContext(rank, world_size, barrier, board, round, one_node))
         except Exception as error:
-            results[number] = error
+            results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,15 +1,10 @@
 """A context of one rank without a process group, for tests that start no job."""
 
-import torch
-
-from mingpt.distributed import DistributedContext, Launch
+from support.forks import ForkedContext
 
 
-class SingleProcess(DistributedContext):
+class SingleProcess(ForkedContext):
     """Neither signals nor exits are handled, unlike in a worker."""
 
     def __init__(self) -> None:
-        self.launch = Launch()
-        self.rank, self.world_size = 0, 1
-        self.device = torch.device("cpu")
-        self.rendezvous = self.memory = None
+        super().__init__(rank=0, world_size=1)

@@ -3,24 +3,22 @@
 The nodes are n1, n2, ... with the addresses 127.0.0.1, 127.0.0.2, ...; every slurmd has a port of its own.
 """
 
-import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
 from mingpt.tools.jobs import ROOT, clean_environment, free_port, is_alive
+from support.switch import send_to, wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
 START_S = 30.0
-POLL_S = 0.05
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -58,18 +56,21 @@ class SlurmCluster:
         folder: Path,
         nodes: int = 2,
         cpus: int = 2,
-        settings: Mapping[str, object] | None = None,
-        partitions: Sequence[str] = ("main Default=YES",),
+        *,
+        settings: Mapping[str, object],
+        partitions: Sequence[str],
     ) -> None:
         self.folder, self.cpus = folder, cpus
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
-        self.settings, self.partitions = dict(settings or {}), list(partitions)
+        self.settings, self.partitions = settings, partitions
         self.conf = folder / "slurm.conf"
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self.environment = clean_environment(SLURM_CONF=str(self.conf))
-        for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_", "SRUN_"))]:
-            if name != "SLURM_CONF":
-                del self.environment[name]
+        left = {
+            name: value
+            for name, value in clean_environment().items()
+            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+        }
+        self.environment = left | {"SLURM_CONF": str(self.conf)}
 
     def __enter__(self) -> "SlurmCluster":
         (self.folder / "state").mkdir(parents=True)
@@ -127,8 +128,7 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for pid in self.pids_with({f"SLURM_CONF={self.conf}"}):
-            kill(pid)
+        send_to(signal.SIGKILL, self.pids_with({f"SLURM_CONF={self.conf}"}))
 
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
         """The output of a Slurm command. Raises RuntimeError with its error."""
@@ -146,13 +146,10 @@ class SlurmCluster:
         """What `scontrol show job` says."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
-    def state(self, number: int) -> str:
-        return self.job(number)["JobState"]
-
     def wait_for_state(self, number: int, *states: str, timeout_s: float = 180) -> str:
         """Until the job has one of these states. Raises TimeoutError."""
-        self.wait_until(lambda: self.state(number) in states, timeout_s)
-        return self.state(number)
+        self.wait_until(lambda: self.job(number)["JobState"] in states, timeout_s)
+        return self.job(number)["JobState"]
 
     def start_again(self, number: int, restarts: int) -> None:
         """Wait until a job runs for that time after the first; by itself it would wait for two minutes.
@@ -180,18 +177,13 @@ class SlurmCluster:
         sruns = [pid for pid in pids if name_of(pid) == "srun"]
         ended = [*sorted(sruns, reverse=True), *sorted(pid for pid in daemons if pid), *pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in ended:
-                kill(pid, number)
+            send_to(number, ended)
             self.daemons[node].send_signal(number)
         self.daemons[node].wait()
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Poll until the condition holds. Raises TimeoutError."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not so after {timeout_s} s; see {self.folder}")
-            time.sleep(POLL_S)
+        """As `wait_until` of the network."""
+        wait_until(condition, timeout_s)
 
     def job_pids(self, node: str | None = None) -> list[int]:
         """Of everything that a job of this cluster has started, on all nodes or on one of them."""
@@ -212,14 +204,6 @@ class SlurmCluster:
         return found
 
 
-def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal, if the process still lives."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # it has ended by itself
-
-
 def name_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
@@ -231,7 +215,6 @@ def step_daemon(pid: int) -> int | None:
     """The slurmstepd that has started a process, if it is its parent."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        is_step_daemon = Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd")
     except OSError:
         return None  # it has just ended
-    return parent if is_step_daemon else None
+    return parent if name_of(parent).startswith("slurmstepd") else None

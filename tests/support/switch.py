@@ -12,13 +12,12 @@ TIMEOUT_S = 10.0
 
 
 class Switch:
-    """Forwards between the links that are plugged in, but for what is cut or blocked."""
+    """Forwards between the links that are plugged in, but for those that are cut."""
 
     def __init__(self) -> None:
         # Part of an interface's name, of which the kernel takes 15 characters.
         self.name, self.count = f"{os.getpid():x}{secrets.token_hex(2)}", 0
         self.links_cut: set[str] = set()
-        self.blocked: list[tuple[str, str, str]] = []  # from a link, to a link, ports
         self.process = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo up; read -r _"],
             stdin=subprocess.PIPE,  # closed with this process, however it ends; the switch ends then
@@ -57,22 +56,14 @@ class Switch:
         self.links_cut.add(link)
         self.load_rules()
 
-    def block(self, source: str, target: str, ports: int | str) -> None:
-        """Drop TCP packets from one link to another, to a port or a range "5000-5010"."""
-        self.blocked.append((source, target, str(ports)))
-        self.load_rules()
-
     def heal(self, link: str) -> None:
-        """Undo what was cut, and what was blocked on the way to this link."""
         self.links_cut.discard(link)
-        self.blocked = [rule for rule in self.blocked if rule[1] != link]
         self.load_rules()
 
     def load_rules(self) -> None:
         """Replace the packet filter. ARP passes: what is cut times out, and is not unreachable."""
         ends = [end for link in self.links_cut for end in (f"iifname {link}", f"oifname {link}")]
         rules = [f"{end} ether type {kind} drop" for end in ends for kind in ("ip", "ip6")]
-        rules += [f"iifname {a} oifname {b} tcp dport {ports} drop" for a, b, ports in self.blocked]
         chain = "\n".join(["type filter hook forward priority 0;", *rules])
         self.run("nft -f -", f"flush ruleset\ntable bridge cuts {{\nchain forward {{\n{chain}\n}}\n}}\n")
 
@@ -83,13 +74,13 @@ class Switch:
         self.process.wait(TIMEOUT_S)
 
 
-def poll(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds. Raises TimeoutError."""
-    deadline = time.monotonic() + TIMEOUT_S
+def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    """Poll until the condition holds. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not so after {TIMEOUT_S} s")
-        time.sleep(0.005)
+            raise TimeoutError(f"not so after {timeout_s} s")
+        time.sleep(0.01)
 
 
 def send_to(number: signal.Signals, pids: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.programs import command_of, run_program
+from support.pages import command_of, run_program
 
 # What must hold for the two numbers that a program prints last.
 EFFECTS: dict[str, Callable[[float, float], bool]] = {

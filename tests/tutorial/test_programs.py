@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from support.programs import command_of, run_program
+from support.pages import command_of, run_program
 
 from mingpt.config import ModelConfig
 from mingpt.model import GPT

@@ -5,8 +5,7 @@ import re
 
 import pytest
 from conftest import ROOT
-from support.pages import blocks
-from support.programs import command_of
+from support.pages import blocks, command_of
 
 FOLDER = ROOT / "tutorial"
 PAGE = FOLDER / "README.md"
