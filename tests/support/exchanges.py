@@ -10,7 +10,7 @@ from torch import Tensor
 from mingpt.distributed import DistributedContext
 from mingpt.optim import Exchange
 from mingpt.parallel import split_rows
-from support.ranks import run_ranks
+from support.ranks import lone_rank, run_ranks
 
 R = TypeVar("R")
 
@@ -58,7 +58,7 @@ class FakeWorkers:
 
 def single_worker() -> Exchange:
     """That of a single worker."""
-    return FakeWorkers(1, is_sharded=False).exchange(0)
+    return FakeWorkers(1, is_sharded=False).exchange(lone_rank())
 
 
 def piece(tensor: Tensor, exchange: Exchange) -> Tensor:

@@ -77,4 +77,9 @@ def run_ranks(
     return results
 
 
+def lone_rank(rank: int = 0, world_size: int = 1) -> DistributedContext:
+    """A rank that no other one meets: it is alone, or exchanges nothing."""
+    return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, round=None)
+
+
 HOST = platform.node()

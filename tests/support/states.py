@@ -8,6 +8,7 @@ from mingpt.optim import Optimizer
 from mingpt.parallel import ExactReduction, StrategySetup, split_rows
 from mingpt.training.state import TrainState
 from support.exchanges import FakeWorkers
+from support.ranks import lone_rank
 from support.single_process import SingleProcess
 from support.training import Arch, Name, make_model
 
@@ -34,5 +35,5 @@ def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
         updates_are_sharded=True,
         held_weights=lambda: pieces if weights_too else dict(model.named_parameters()),
     )
-    exchange = FakeWorkers(workers, is_sharded=True).exchange(rank)
+    exchange = FakeWorkers(workers, is_sharded=True).exchange(lone_rank(rank, workers))
     return TrainState(model, Optimizer(pieces, shapes, OptimizerConfig(name="adamw"), exchange), strategy)
