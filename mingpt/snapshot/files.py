@@ -9,6 +9,7 @@ minutes have passed, or when the same step is written again. A lifecycle rule of
 (AbortIncompleteMultipartUpload) does the same for runs that never start again.
 """
 
+import contextlib
 import datetime
 import hashlib
 import logging
@@ -178,10 +179,8 @@ class FileStore:
 
     def remove_file(self, name: str) -> None:
         """Remove a file that may not be there."""
-        path = self.path(name)
-        is_there = self.files.exists(path) or (self.is_local and os.path.islink(path))
-        if is_there:
-            self.files.rm_file(path)
+        with contextlib.suppress(FileNotFoundError):
+            self.files.rm_file(self.path(name))
 
     def abort_unfinished_uploads(
         self, older_than_s: float | None = STALE_UPLOAD_S, prefix: str = "step_"

@@ -221,15 +221,12 @@ def find_runs(
     """Where the bytes of a file's tensors are; those that all ranks hold come from the main rank."""
     runs = []
     for name, begin in layout.begins.items():
+        held, row_bytes = {main_rank: range(1)}, specs[name].nbytes  # whole, as if of one row
         parts = rows_by_rank(name)
-        if parts is None:
-            runs.append(Run(begin, begin + specs[name].nbytes, main_rank, name, 0))
-            continue
-        row_bytes = specs[name].nbytes // specs[name].shape[0]
-        runs += [
-            Run(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, rank, name, 0)
-            for rank, rows in enumerate(parts)
-        ]
+        if parts is not None:
+            held, row_bytes = dict(enumerate(parts)), specs[name].nbytes // specs[name].shape[0]
+        for rank, rows in held.items():
+            runs.append(Run(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, rank, name, 0))
     return sorted((run for run in runs if run.begin < run.end), key=lambda run: run.begin)
 
 
@@ -286,6 +283,10 @@ class StagingBuffer:
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 
+    def chunks(self, layout: FileLayout) -> list[memoryview]:
+        """A file whose tensors all lie in this buffer, in views of at most 16 MiB."""
+        return [memoryview(layout.header), *map(memory_of, self.pieces(layout.begins))]
+
     @property
     def content(self) -> memoryview:
         """All bytes."""
@@ -295,14 +296,3 @@ class StagingBuffer:
 def memory_of(piece: Tensor) -> memoryview:
     """Return the memory of (n,) uint8 on the CPU, which can be written to."""
     return memoryview(piece.numpy())  # type: ignore[arg-type]
-
-
-class LocalChunks:
-    """A file whose tensors all lie in `staging`, in pieces of at most 16 MiB; can be read more than once."""
-
-    def __init__(self, layout: FileLayout, staging: StagingBuffer) -> None:
-        self.layout, self.staging = layout, staging
-
-    def __iter__(self) -> Iterator[memoryview]:
-        yield memoryview(self.layout.header)
-        yield from map(memory_of, self.staging.pieces(self.layout.begins))
