@@ -65,8 +65,8 @@ def write_chunks(
 ) -> str:
     """Hash chunks and write them to `file` at the rate of the slower of both; returns their SHA-256.
 
-    A chunk may change once the next one is asked for. With a `handle`, a thread flushes what is written to
-    disk meanwhile, so that little is left for the last fsync. Raises what the file raises.
+    With a `handle`, a thread flushes what is written to disk meanwhile, so that little is left for the last
+    fsync. Raises what the file raises.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -131,8 +131,8 @@ class FileStore:
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         """As `write_atomic`, from chunks of `size` bytes together; returns their SHA-256.
 
-        A chunk may change once the next one is asked for. An upload that fails is tried again, unless
-        `chunks` is an iterator: then whoever makes it may try again.
+        An upload that fails is tried again, unless `chunks` is an iterator: then whoever makes it may try
+        again.
         """
         if not self.is_local:
             self.check_claim()
@@ -151,9 +151,8 @@ class FileStore:
             reason = f"{type(error).__name__}: {error}"
             log.info("writing %s/%s failed (%s) and is retried", self.url, name, reason)
 
-        can_repeat = iter(chunks) is not chunks
-        retries_s = self.retries_s if can_repeat else ()
-        return retry(lambda: self.upload_once(name, chunks, size), retries_s, on_failure)
+        pauses_s = () if iter(chunks) is chunks else self.retries_s
+        return retry(lambda: self.upload_once(name, chunks, size), pauses_s, on_failure)
 
     def upload_once(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         path = self.path(name)

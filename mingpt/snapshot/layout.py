@@ -90,18 +90,17 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
     return sorted(found, key=lambda name: (name.endswith(".json"), name))
 
 
-def group_files(step: int, group: str, parts: int) -> list[str]:
-    """The names of a group of tensors that is cut into so many parts."""
-    return [tensor_file_name(step, group, part, parts) for part in range(1, parts + 1)]
-
-
 def are_tensor_files(names: Sequence[str], step: int) -> bool:
     """Whether these are all tensor files of a snapshot of this step, in their order: weights first."""
     weights, optimizer = GROUPS
     optimizer_parts = sum(optimizer in name for name in names)
-    weight_parts = len(names) - optimizer_parts
-    expected = [*group_files(step, weights, weight_parts), *group_files(step, optimizer, optimizer_parts)]
-    return weight_parts > 0 and list(names) == expected
+    parts_of = {weights: len(names) - optimizer_parts, optimizer: optimizer_parts}
+    expected = [
+        tensor_file_name(step, group, part, parts)
+        for group, parts in parts_of.items()
+        for part in range(1, parts + 1)
+    ]
+    return parts_of[weights] > 0 and list(names) == expected
 
 
 @dataclass(frozen=True)
@@ -160,18 +159,15 @@ def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, Te
     for name in file_order(specs):
         spec = specs[name]
         added = len(entry_text(name, spec, data_bytes))
-        if parts[-1] and file_bytes(text_bytes + added, data_bytes + spec.nbytes) > part_bytes:
+        header_bytes = text_bytes + added + 1  # the closing brace
+        header_bytes += 8 + -header_bytes % 8  # its length and the padding
+        if parts[-1] and header_bytes + data_bytes + spec.nbytes > part_bytes:
             parts.append({})
             text_bytes, data_bytes = 0, 0
             added = len(entry_text(name, spec, 0))
         parts[-1][name] = spec
         text_bytes, data_bytes = text_bytes + added, data_bytes + spec.nbytes
     return parts
-
-
-def file_bytes(text_bytes: int, data_bytes: int) -> int:
-    """The size of a file whose header has entries of so many bytes, each with the comma or { before it."""
-    return 8 + text_bytes + 1 + -(text_bytes + 1) % 8 + data_bytes
 
 
 def entry_text(name: str, spec: TensorSpec, begin: int) -> str:

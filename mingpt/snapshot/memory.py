@@ -171,19 +171,8 @@ class MemorySaver:
             problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
         if problem:
             self.disable(problem)
-            return
-        if not any(keeper is not None for keeper in self.keepers):
-            return
-        problem = self.open_copies(start_step)
-        if not problem:
-            self.group = BackgroundGroup(self.sharding.rank, self.sharding.world_size)
-        elif self.sharding.rank == 0:
-            log.warning(
-                "no copies of snapshots in memory on the next node: %s cannot be used (%s); after the loss "
-                "of a node the run resumes from disk",
-                self.snapshots.root.parent,
-                problem,
-            )
+        elif any(keeper is not None for keeper in self.keepers):
+            self.open_copies(start_step)
 
     def on_any_rank(self, problem: str | None) -> str | None:
         """Return the problem of the first rank that has one. Collective."""
@@ -215,16 +204,24 @@ class MemorySaver:
             return f"{error.strerror}: {slots.folder.name} takes 2 x {size_mb:.1f} MB"
         return None
 
-    def open_copies(self, start_step: int | None) -> str | None:
-        """Allocate what this rank keeps of others; returns why some rank has no room, if so. Collective."""
+    def open_copies(self, start_step: int | None) -> None:
+        """Allocate room for what this rank keeps of others; without it on any rank, no copies. Collective."""
         problem = None
         for rank in [rank for rank, keeper in enumerate(self.keepers) if keeper == self.sharding.rank]:
             self.kept[rank] = self.snapshots.make_slots(f"-copy-{rank}")
             problem = problem or self.try_open(self.kept[rank], self.part_specs(rank), start_step)
         problem = self.on_any_rank(problem)
-        if problem:
-            self.remove_copies()
-        return problem
+        if not problem:
+            self.group = BackgroundGroup(self.sharding.rank, self.sharding.world_size)
+            return
+        self.remove_copies()
+        if self.sharding.rank == 0:
+            log.warning(
+                "no copies of snapshots in memory on the next node: %s cannot be used (%s); after the loss "
+                "of a node the run resumes from disk",
+                self.snapshots.root.parent,
+                problem,
+            )
 
     def part_specs(self, rank: int) -> dict[str, TensorSpec]:
         """Return the specs of what a rank holds of the sharded tensors."""

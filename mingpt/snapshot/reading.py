@@ -207,10 +207,6 @@ class TensorFile:
         self.file.read_into(entry.begin + begin * row_bytes, memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors."""
-        return {name: self.read(name) for name in self.entries}
-
 
 def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEntry]:
     """The tensors of a file, by name. Raises CorruptSnapshot unless they fill the file without gaps."""

@@ -56,6 +56,13 @@ def test_the_micro_batch_size_that_is_proposed_is_accepted(workers: int, size: i
     check_workers(build(settings | {"trainer.micro_batch_size": size}), workers)
 
 
+def test_every_setting_of_the_model_and_of_the_optimizer_affects_the_result() -> None:
+    sections = ("model.", "optimizer.")
+    assert [
+        key for key, one in settings().items() if key.startswith(sections) and not one.affects_result
+    ] == []
+
+
 def test_only_settings_that_change_the_result_differ() -> None:
     changes = {"run_dir": "elsewhere", "trainer.log_every": 3, "snapshot.every": 9, "trainer.workers": 7}
     changes |= {"trainer.max_restarts": 7, "model.n_layer": 2, "model.dropout": 0.5}

@@ -59,16 +59,6 @@ def test_the_chunks_of_a_layout_are_safetensors_files_of_the_tensors() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_buffer_keeps_a_state_until_it_is_filled_with_the_next() -> None:
-    state = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64)}
-    staging = StagingBuffer(state)
-    staging.fill(state)
-    state["a"].fill_(7.0)
-    assert load(bytes(staging.content))["a"].tolist() == [0.0] * 3
-    staging.fill(state)
-    assert load(bytes(staging.content))["a"].tolist() == [7.0] * 3
-
-
 def test_the_chunks_of_a_file_are_views_of_at_most_16_mib() -> None:
     tensors = {"model.a": torch.zeros(9 << 20, dtype=torch.bfloat16), "model.b": torch.zeros(3)}
     staging = StagingBuffer(tensors)
