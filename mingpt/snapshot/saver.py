@@ -6,7 +6,6 @@ show which: the rank that writes a file receives the others' bytes in chunks. Tr
 background threads do it, over a process group of their own.
 """
 
-import itertools
 import logging
 import math
 import threading
@@ -149,13 +148,14 @@ class Transfer:
         written.
         """
         number = batch.get(self.group.rank)
-        sizes = {writer: self.layouts[file].size for writer, file in batch.items()}
-        begins = range(0, max(sizes.values()), PIECE_BYTES)
-        waits = one_ahead(self.exchange(batch, begin) for begin in begins)
-        for begin, wait in zip(begins, waits, strict=True):
-            received = wait()
-            if number is not None and begin < sizes[self.group.rank]:
+        longest = max(self.layouts[file].size for file in batch.values())
+        wait = self.exchange(batch, 0)
+        for begin in range(0, longest, PIECE_BYTES):
+            wait_for_next = self.exchange(batch, begin + PIECE_BYTES)  # past the end, of nothing
+            received, wait = wait(), wait_for_next
+            if number is not None and begin < self.layouts[number].size:
                 yield self.assemble(number, begin, received)
+        wait()
 
     def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], Sequence[Tensor]]:
         """Begin to send the files' chunks from `begin` on; the result waits for those of this rank's file."""
@@ -182,15 +182,6 @@ class Transfer:
             chunk[first : first + size] = memory_of(received[rank][taken[rank] : taken[rank] + size])
             taken[rank] += size
         return chunk
-
-
-def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each as soon as the one after it is made too."""
-    held = list(itertools.islice(items, 1))
-    for item in items:
-        yield held.pop()
-        held.append(item)
-    yield from held
 
 
 class SnapshotSaver:

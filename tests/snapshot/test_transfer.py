@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.forks import fork_ranks, results_of
-from support.snapshots import file_names, make_manifest, make_store
+from support.snapshots import file_names, make_manifest, make_store, write
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
@@ -71,10 +71,7 @@ def part_of(tensors: Tensors, rows: Rows, rank: int, main_rank: int) -> Tensors:
 def local_files(folder: Path, tensors: Tensors) -> dict[str, bytes]:
     """The tensor files that one rank with all of the state writes."""
     store = make_store(folder)
-    saver = SnapshotSaver(store, 3, False, part_bytes=PART_BYTES)
-    saver.save(make_manifest(STEP), tensors)
-    saver.wait()
-    assert saver.error is None
+    write(store, make_manifest(STEP), tensors, PART_BYTES)
     return read_files(store)
 
 
@@ -178,9 +175,7 @@ def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_p
     """By the main rank; then all ranks send their parts again."""
     store = make_store(tmp_path)
     for step in (1, 2, 3):
-        saver = SnapshotSaver(store, 9, False, part_bytes=PART_BYTES)
-        saver.save(make_manifest(step), state())
-        saver.wait()
+        write(store, make_manifest(step), state(), PART_BYTES)
     work = save_together(tmp_path, prepare=breaking_off(1, NO_ROOM, lambda number: number == 2))
     assert results_of(2, work) == [("NoneType", 0)] * 2
     assert sorted(store.steps()) == [2, 3, STEP]
