@@ -329,7 +329,7 @@ class MemorySaver:
         """
         for store in self.snapshots.unused_folders(self.used):
             if max(store.steps(), default=0) <= step:
-                remove_folder(Path(store.root), f"older than the snapshot of step {step}")
+                remove_folder(Path(store.url), f"older than the snapshot of step {step}")
 
     def disable(self, problem: str) -> None:
         """Save nothing from now on, and free what is there. All ranks do so, and the first one says why."""
