@@ -37,7 +37,6 @@ from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
 from mingpt.snapshot import (
-    LocalChunks,
     SnapshotSaver,
     SnapshotStore,
     StagingBuffer,
@@ -294,7 +293,7 @@ def orders(work: Path, stride: int) -> Verdicts:
         store.begin(30)
         save_30 = transfer(30)
         for layout, condition in zip(layouts, state, strict=True):
-            content = b"".join(LocalChunks(layout, save_30.staging))
+            content = b"".join(save_30.staging.chunks(layout))
             if condition == "half":
                 Path(store.path(f"partial-{layout.name}")).write_bytes(content[: len(content) // 2])
             elif condition == "whole":

@@ -7,7 +7,6 @@ tensors by name, and which rows of them each rank holds; knows no model.
 from mingpt.snapshot.layout import (
     PART_BYTES,
     FileLayout,
-    LocalChunks,
     StagingBuffer,
     TensorSpec,
     make_layout,
@@ -27,7 +26,6 @@ __all__ = [
     "Entries",
     "FileLayout",
     "FileRecord",
-    "LocalChunks",
     "MemorySaver",
     "MemorySnapshots",
     "Process",

@@ -9,6 +9,7 @@ minutes have passed, or when the same step is written again. A lifecycle rule of
 (AbortIncompleteMultipartUpload) does the same for runs that never start again.
 """
 
+import contextlib
 import datetime
 import hashlib
 import logging
@@ -64,8 +65,8 @@ def write_chunks(
 ) -> str:
     """Hash chunks and write them to `file` at the rate of the slower of both; returns their SHA-256.
 
-    A chunk may change once the next one is asked for. With a `handle`, a thread flushes what is written to
-    disk meanwhile, so that little is left for the last fsync. Raises what the file raises.
+    With a `handle`, a thread flushes what is written to disk meanwhile, so that little is left for the last
+    fsync. Raises what the file raises.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -130,8 +131,8 @@ class FileStore:
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         """As `write_atomic`, from chunks of `size` bytes together; returns their SHA-256.
 
-        A chunk may change once the next one is asked for. An upload that fails is tried again, unless
-        `chunks` is an iterator: then whoever makes it may try again.
+        An upload that fails is tried again, unless `chunks` is an iterator: then whoever makes it may try
+        again.
         """
         if not self.is_local:
             self.check_claim()
@@ -150,9 +151,8 @@ class FileStore:
             reason = f"{type(error).__name__}: {error}"
             log.info("writing %s/%s failed (%s) and is retried", self.url, name, reason)
 
-        can_repeat = iter(chunks) is not chunks
-        retries_s = self.retries_s if can_repeat else ()
-        return retry(lambda: self.upload_once(name, chunks, size), retries_s, on_failure)
+        pauses_s = () if iter(chunks) is chunks else self.retries_s
+        return retry(lambda: self.upload_once(name, chunks, size), pauses_s, on_failure)
 
     def upload_once(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         path = self.path(name)
@@ -178,10 +178,8 @@ class FileStore:
 
     def remove_file(self, name: str) -> None:
         """Remove a file that may not be there."""
-        path = self.path(name)
-        is_there = self.files.exists(path) or (self.is_local and os.path.islink(path))
-        if is_there:
-            self.files.rm_file(path)
+        with contextlib.suppress(FileNotFoundError):
+            self.files.rm_file(self.path(name))
 
     def abort_unfinished_uploads(
         self, older_than_s: float | None = STALE_UPLOAD_S, prefix: str = "step_"

@@ -90,18 +90,17 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
     return sorted(found, key=lambda name: (name.endswith(".json"), name))
 
 
-def group_files(step: int, group: str, parts: int) -> list[str]:
-    """The names of a group of tensors that is cut into so many parts."""
-    return [tensor_file_name(step, group, part, parts) for part in range(1, parts + 1)]
-
-
 def are_tensor_files(names: Sequence[str], step: int) -> bool:
     """Whether these are all tensor files of a snapshot of this step, in their order: weights first."""
     weights, optimizer = GROUPS
     optimizer_parts = sum(optimizer in name for name in names)
-    weight_parts = len(names) - optimizer_parts
-    expected = [*group_files(step, weights, weight_parts), *group_files(step, optimizer, optimizer_parts)]
-    return weight_parts > 0 and list(names) == expected
+    parts_of = {weights: len(names) - optimizer_parts, optimizer: optimizer_parts}
+    expected = [
+        tensor_file_name(step, group, part, parts)
+        for group, parts in parts_of.items()
+        for part in range(1, parts + 1)
+    ]
+    return parts_of[weights] > 0 and list(names) == expected
 
 
 @dataclass(frozen=True)
@@ -160,18 +159,15 @@ def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, Te
     for name in file_order(specs):
         spec = specs[name]
         added = len(entry_text(name, spec, data_bytes))
-        if parts[-1] and file_bytes(text_bytes + added, data_bytes + spec.nbytes) > part_bytes:
+        header_bytes = text_bytes + added + 1  # the closing brace
+        header_bytes += 8 + -header_bytes % 8  # its length and the padding
+        if parts[-1] and header_bytes + data_bytes + spec.nbytes > part_bytes:
             parts.append({})
             text_bytes, data_bytes = 0, 0
             added = len(entry_text(name, spec, 0))
         parts[-1][name] = spec
         text_bytes, data_bytes = text_bytes + added, data_bytes + spec.nbytes
     return parts
-
-
-def file_bytes(text_bytes: int, data_bytes: int) -> int:
-    """The size of a file whose header has entries of so many bytes, each with the comma or { before it."""
-    return 8 + text_bytes + 1 + -(text_bytes + 1) % 8 + data_bytes
 
 
 def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
@@ -221,15 +217,12 @@ def find_runs(
     """Where the bytes of a file's tensors are; those that all ranks hold come from the main rank."""
     runs = []
     for name, begin in layout.begins.items():
+        held, row_bytes = {main_rank: range(1)}, specs[name].nbytes  # whole, as if of one row
         parts = rows_by_rank(name)
-        if parts is None:
-            runs.append(Run(begin, begin + specs[name].nbytes, main_rank, name, 0))
-            continue
-        row_bytes = specs[name].nbytes // specs[name].shape[0]
-        runs += [
-            Run(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, rank, name, 0)
-            for rank, rows in enumerate(parts)
-        ]
+        if parts is not None:
+            held, row_bytes = dict(enumerate(parts)), specs[name].nbytes // specs[name].shape[0]
+        for rank, rows in held.items():
+            runs.append(Run(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, rank, name, 0))
     return sorted((run for run in runs if run.begin < run.end), key=lambda run: run.begin)
 
 
@@ -286,6 +279,10 @@ class StagingBuffer:
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 
+    def chunks(self, layout: FileLayout) -> list[memoryview]:
+        """A file whose tensors all lie in this buffer, in views of at most 16 MiB."""
+        return [memoryview(layout.header), *map(memory_of, self.pieces(layout.begins))]
+
     @property
     def content(self) -> memoryview:
         """All bytes."""
@@ -295,14 +292,3 @@ class StagingBuffer:
 def memory_of(piece: Tensor) -> memoryview:
     """Return the memory of (n,) uint8 on the CPU, which can be written to."""
     return memoryview(piece.numpy())  # type: ignore[arg-type]
-
-
-class LocalChunks:
-    """A file whose tensors all lie in `staging`, in pieces of at most 16 MiB; can be read more than once."""
-
-    def __init__(self, layout: FileLayout, staging: StagingBuffer) -> None:
-        self.layout, self.staging = layout, staging
-
-    def __iter__(self) -> Iterator[memoryview]:
-        yield memoryview(self.layout.header)
-        yield from map(memory_of, self.staging.pieces(self.layout.begins))

@@ -91,7 +91,8 @@ def read_safetensors(where: str) -> dict[str, Tensor]:
         files, path = open_url(where, "it")
     except UserError as error:
         raise UnreadableSnapshot(str(error)) from None
-    tensors = TensorFile(SourceFile(files, path, "the file", RETRIES_S)).tensors()
+    file = TensorFile(SourceFile(files, path, "the file", RETRIES_S))
+    tensors = {name: file.read(name) for name in file.entries}
     for name, tensor in tensors.items():
         check_finite(name, tensor)
     return tensors

@@ -64,10 +64,8 @@ class MemorySnapshots:
         Reads manifests alone; `verify` of its store tells whether a snapshot is valid. Each names the newest
         one on disk at its time. If that is newer than `saved_after`, it does not count.
         """
-        found = []
-        for path in self.folders():
-            store = SnapshotStore(str(path))
-            found += [(step, store) for step in store.steps() if step > newer_than]
+        stores = [SnapshotStore(str(path)) for path in self.folders()]
+        found = [(step, store) for store in stores for step in store.steps() if step > newer_than]
         snapshots = []
         for step, store in sorted(found, key=lambda one: -one[0]):
             try:
@@ -92,35 +90,17 @@ class MemorySnapshots:
             if root != self.root and is_leftover(root):
                 remove_folder(root, "another run left it more than a day ago")
 
-    def remove_outdated(self, step: int, used: Container[str]) -> None:
-        """Remove this run's folders that nobody writes to, once a newer snapshot, that of `step`, is there.
+    def unused_folders(self, used: Container[str]) -> list[SnapshotStore]:
+        """Return this run's folders that nobody writes to.
 
         `used` are the names of the folders that workers of this generation write to.
         """
-        for path in self.unused_folders(used):
-            newest = max(SnapshotStore(str(path)).steps(), default=0)
-            if newest <= step:
-                remove_folder(path, f"older than the snapshot of step {step}")
-
-    def trim(self, step: int, used: Container[str]) -> None:
-        """Make room at a start from `step`. Raises OSError.
-
-        In each folder that `remove_outdated` may remove, the newest snapshot up to that step is kept.
-        """
-        for path in self.unused_folders(used):
-            store = SnapshotStore(str(path))
-            kept = max((older for older in store.steps() if older <= step), default=None)
-            for name in store.names():
-                if kept is None or step_of(name) != kept:
-                    store.remove_file(name)
-
-    def unused_folders(self, used: Container[str]) -> list[Path]:
         found = []
         for path in self.folders():
             owner = read_owner(path)
             is_ours = owner is None or owner == self.owner or owner.is_alive() is False
             if is_ours and path.name not in used:
-                found.append(path)
+                found.append(SnapshotStore(str(path)))
         return found
 
 
@@ -191,29 +171,26 @@ class MemorySaver:
             problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
         if problem:
             self.disable(problem)
-            return
-        if not any(keeper is not None for keeper in self.keepers):
-            return
-        problem = self.open_copies(start_step)
-        if not problem:
-            self.group = BackgroundGroup(self.sharding.rank, self.sharding.world_size)
-        elif self.sharding.rank == 0:
-            log.warning(
-                "no copies of snapshots in memory on the next node: %s cannot be used (%s); after the loss "
-                "of a node the run resumes from disk",
-                self.snapshots.root.parent,
-                problem,
-            )
+        elif any(keeper is not None for keeper in self.keepers):
+            self.open_copies(start_step)
 
     def on_any_rank(self, problem: str | None) -> str | None:
         """Return the problem of the first rank that has one. Collective."""
         return next(filter(None, self.sharding.all_gather_object(problem)), None)
 
     def make_room(self, start_step: int | None) -> str | None:
-        """Remove what other numbers of workers have left; returns why it cannot be done, if so."""
+        """Remove what other numbers of workers have left; returns why it cannot be done, if so.
+
+        In each folder that `remove_outdated` may remove, the newest snapshot up to `start_step` is kept.
+        """
+        if self.sharding.local_rank > 0 or start_step is None:
+            return None
         try:
-            if self.sharding.local_rank == 0 and start_step is not None:
-                self.snapshots.trim(start_step, self.used)
+            for store in self.snapshots.unused_folders(self.used):
+                kept = max((step for step in store.steps() if step <= start_step), default=None)
+                for name in store.names():
+                    if kept is None or step_of(name) != kept:
+                        store.remove_file(name)
         except OSError as error:
             return str(error)
         return None
@@ -227,16 +204,24 @@ class MemorySaver:
             return f"{error.strerror}: {slots.folder.name} takes 2 x {size_mb:.1f} MB"
         return None
 
-    def open_copies(self, start_step: int | None) -> str | None:
-        """Allocate what this rank keeps of others; returns why some rank has no room, if so. Collective."""
+    def open_copies(self, start_step: int | None) -> None:
+        """Allocate room for what this rank keeps of others; without it on any rank, no copies. Collective."""
         problem = None
         for rank in [rank for rank, keeper in enumerate(self.keepers) if keeper == self.sharding.rank]:
             self.kept[rank] = self.snapshots.make_slots(f"-copy-{rank}")
             problem = problem or self.try_open(self.kept[rank], self.part_specs(rank), start_step)
         problem = self.on_any_rank(problem)
-        if problem:
-            self.remove_copies()
-        return problem
+        if not problem:
+            self.group = BackgroundGroup(self.sharding.rank, self.sharding.world_size)
+            return
+        self.remove_copies()
+        if self.sharding.rank == 0:
+            log.warning(
+                "no copies of snapshots in memory on the next node: %s cannot be used (%s); after the loss "
+                "of a node the run resumes from disk",
+                self.snapshots.root.parent,
+                problem,
+            )
 
     def part_specs(self, rank: int) -> dict[str, TensorSpec]:
         """Return the specs of what a rank holds of the sharded tensors."""
@@ -311,13 +296,14 @@ class MemorySaver:
         """Return the manifest's fields about the part of a rank. A whole state has none."""
         if not self.sharding.context:
             return {}
-        shard = {
-            "rank": rank,
-            "workers": self.sharding.world_size,
-            "weights": self.sharding.weights_are_sharded,
-            "generation": self.generation,
+        return {
+            "shard": {
+                "rank": rank,
+                "workers": self.sharding.world_size,
+                "weights": self.sharding.weights_are_sharded,
+                "generation": self.generation,
+            }
         }
-        return {"shard": shard}
 
     def exchange_copies(self, buffer: StagingBuffer) -> None:
         """Send this rank's part to its keeper, and receive what it keeps of others, piece by piece.
@@ -328,21 +314,22 @@ class MemorySaver:
         if self.group is None or keeper is None:
             return
         names = self.part_specs(keeper).keys()  # of the tensors that are copied
-        sent = buffer.pieces(names)
-        received = [(rank, slots.buffer.pieces(names)) for rank, slots in self.kept.items()]
-        is_over = False
-        while not is_over:
-            outgoing = [(keeper, piece) for piece in itertools.islice(sent, 1)]
-            incoming = [(rank, piece) for rank, part in received for piece in itertools.islice(part, 1)]
+        parts = [buffer.pieces(names), *(slots.buffer.pieces(names) for slots in self.kept.values())]
+        for sent, *received in itertools.zip_longest(*parts):
+            outgoing = [] if sent is None else [(keeper, sent)]
+            incoming = [
+                (rank, piece) for rank, piece in zip(self.kept, received, strict=True) if piece is not None
+            ]
             self.group.send_and_receive(outgoing, incoming)
-            is_over = not outgoing and not incoming
 
     def remove_outdated(self, step: int) -> None:
-        """Remove older snapshots that nobody overwrites any more, once that of `step` is there.
+        """Remove folders of older snapshots that nobody writes to, once that of `step` is there.
 
         The first worker of each node does. Not collective.
         """
-        self.snapshots.remove_outdated(step, self.used)
+        for store in self.snapshots.unused_folders(self.used):
+            if max(store.steps(), default=0) <= step:
+                remove_folder(Path(store.url), f"older than the snapshot of step {step}")
 
     def disable(self, problem: str) -> None:
         """Save nothing from now on, and free what is there. All ranks do so, and the first one says why."""

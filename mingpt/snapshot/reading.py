@@ -187,10 +187,12 @@ class TensorFile:
         self.file, self.size = file, file.size()
         if expected_size not in (None, self.size):
             raise CorruptSnapshot(f"{file.what} has {self.size:,} bytes instead of {expected_size:,}")
-        first = file.read(0, min(self.size, LENGTH_BYTES))
-        end = LENGTH_BYTES + header_length(first, self.size, file.what)
-        self.entries = parse_header(file.read(LENGTH_BYTES, end), self.size, file.what)
-        self.header_end = end
+        if self.size < LENGTH_BYTES:
+            raise CorruptSnapshot(f"{file.what} has {self.size} bytes and no header")
+        length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
+        if length > min(MAX_HEADER, self.size - LENGTH_BYTES):
+            raise CorruptSnapshot(f"the header of {file.what} cannot have {length:,} bytes")
+        self.entries = parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), self.size, file.what)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
         """A tensor, or its rows `begin` to before `end` (of dimension 0), in memory of its own."""
@@ -204,20 +206,6 @@ class TensorFile:
         tensor = torch.empty(shape, dtype=dtype)
         self.file.read_into(entry.begin + begin * row_bytes, memory_of(tensor.view(-1).view(torch.uint8)))
         return tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors."""
-        return {name: self.read(name) for name in self.entries}
-
-
-def header_length(first: bytes, file_size: int, what: str) -> int:
-    """In bytes, from the first 8 bytes of a file that messages call `what`. Raises CorruptSnapshot."""
-    if len(first) < LENGTH_BYTES:
-        raise CorruptSnapshot(f"{what} has {file_size} bytes and no header")
-    length = int.from_bytes(first[:LENGTH_BYTES], "little")
-    if length > min(MAX_HEADER, file_size - LENGTH_BYTES):
-        raise CorruptSnapshot(f"the header of {what} cannot have {length:,} bytes")
-    return length
 
 
 def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEntry]:

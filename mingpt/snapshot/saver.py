@@ -6,7 +6,6 @@ show which: the rank that writes a file receives the others' bytes in chunks. Tr
 background threads do it, over a process group of their own.
 """
 
-import itertools
 import logging
 import math
 import threading
@@ -25,7 +24,6 @@ from mingpt.distributed.background_group import BackgroundGroup, picklable
 from mingpt.snapshot.layout import (
     PART_BYTES,
     FileLayout,
-    LocalChunks,
     RowsByRank,
     Run,
     StagingBuffer,
@@ -45,10 +43,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def held_whole(name: str) -> None:
-    """The `rows_by_rank` of an unsharded state."""
-
-
 @dataclass(frozen=True)
 class Sharding:
     """The ranks that save a state together, and which rows each of them holds.
@@ -59,7 +53,7 @@ class Sharding:
 
     context: DistributedContext | None = None  # of the ranks that hold the rows between them
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the whole tensors
-    rows_by_rank: RowsByRank = held_whole
+    rows_by_rank: RowsByRank = dict[str, list[range]]().get  # all ranks hold everything
     weights_are_sharded: bool = False  # else each rank has all weights
     main_rank: int = 0  # names the snapshot on disk and prunes
     writers: Sequence[int] = (0,)  # ranks that write files to disk
@@ -83,14 +77,6 @@ class Sharding:
 
 
 UNSHARDED = Sharding()
-
-
-class CannotWrite(Exception):
-    """All ranks know that one of them could not write, and the reason."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(f"{type(reason).__name__}: {reason}")
-        self.reason = reason
 
 
 class Transfer:
@@ -119,43 +105,39 @@ class Transfer:
         that: all files together after each pause, or, with one rank, the store does, file by file.
         """
         if self.group.world_size == 1:
-            return [store.write_file(layout, LocalChunks(layout, self.staging)) for layout in self.layouts]
+            return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
 
         def on_failure(failure: Exception) -> None:
-            if not isinstance(failure, CannotWrite):
-                raise failure  # only this rank knows of it
-            is_no_room = getattr(failure.reason, "errno", None) in NO_ROOM
-            if is_no_room or isinstance(failure.reason, (ClaimLost, SaveAborted)):
+            is_no_room = getattr(failure, "errno", None) in NO_ROOM
+            if is_no_room or isinstance(failure, (ClaimLost, SaveAborted)):
                 raise failure
             if self.group.rank == self.writers[0]:
-                log.info("writing step %d to %s failed (%s) and is retried", step, store.url, failure)
+                reason = f"{type(failure).__name__}: {failure}"
+                log.info("writing step %d to %s failed (%s) and is retried", step, store.url, reason)
 
-        try:
-            return retry(
-                lambda: self.write_files_once(store), () if store.is_local else store.retries_s, on_failure
-            )
-        except CannotWrite as failure:
-            raise failure.reason from None
+        pauses_s = () if store.is_local else store.retries_s
+        return retry(lambda: self.write_files_once(store), pauses_s, on_failure)
 
     def write_files_once(self, store: SnapshotStore) -> list[FileRecord]:
-        """Raises CannotWrite on all ranks if one cannot write."""
+        """Raises on all ranks what keeps one from writing, and SaveAborted if a rank is gone."""
         records: list[FileRecord] = []
         error: Exception | None = None
         for first in range(0, len(self.layouts), len(self.writers)):
             batch = dict(zip(self.writers, range(first, len(self.layouts)), strict=False))
-            chunks = Draining(self.chunks(batch))
+            chunks = self.chunks(batch)
             try:
                 if self.group.rank in batch:
                     records.append(store.write_file(self.layouts[batch[self.group.rank]], chunks))
+            except SaveAborted:
+                raise
             except Exception as problem:  # each driver raises exceptions of its own
-                if chunks.is_broken:
-                    raise  # a peer is lost
                 error = error or problem
-            chunks.drain()  # what this rank does not write it still has to send
+            for _ in chunks:
+                pass  # what this rank does not write it still has to send
         outcomes = self.group.all_gather_object((records, picklable(error)))
         for _, error_there in outcomes:
             if error_there is not None:
-                raise CannotWrite(error_there)
+                raise error_there
         by_name = {record.name: record for found, _ in outcomes for record in found}
         return [by_name[layout.name] for layout in self.layouts]
 
@@ -165,85 +147,41 @@ class Transfer:
         `batch` is the number of each writer's file. The next chunk travels while this one is hashed and
         written.
         """
-        longest = max(self.layouts[number].size for number in batch.values())
-        for wait in one_ahead(self.exchange(batch, begin) for begin in range(0, longest, PIECE_BYTES)):
-            chunk = wait()
-            if chunk is not None:
-                yield chunk
+        number = batch.get(self.group.rank)
+        longest = max(self.layouts[file].size for file in batch.values())
+        wait = self.exchange(batch, 0)
+        for begin in range(0, longest, PIECE_BYTES):
+            wait_for_next = self.exchange(batch, begin + PIECE_BYTES)  # past the end, of nothing
+            received, wait = wait(), wait_for_next
+            if number is not None and begin < self.layouts[number].size:
+                yield self.assemble(number, begin, received)
+        wait()
 
-    def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], memoryview | None]:
-        """Begin to send the files' chunks from `begin` on; the result waits for that of this rank's file."""
+    def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], Sequence[Tensor]]:
+        """Begin to send the files' chunks from `begin` on; the result waits for those of this rank's file."""
         sent: list[list[Tensor]] = [[] for _ in range(self.group.world_size)]
-        sizes, mine = [0] * self.group.world_size, None
+        sizes = [0] * self.group.world_size
         for writer, number in batch.items():
-            pieces = cut(self.runs[number], begin, begin + PIECE_BYTES)
-            sent[writer] += [self.part(piece) for piece in pieces if piece.rank == self.group.rank]
-            if writer == self.group.rank:
-                mine = self.layouts[number], pieces
-                for piece in pieces:
-                    sizes[piece.rank] += piece.end - piece.begin
-        wait = self.group.all_to_all(sent, sizes)
+            for piece in cut(self.runs[number], begin, begin + PIECE_BYTES):
+                size = piece.end - piece.begin
+                if piece.rank == self.group.rank:
+                    sent[writer].append(self.staging.parts[piece.name][piece.offset : piece.offset + size])
+                if writer == self.group.rank:
+                    sizes[piece.rank] += size
+        return self.group.all_to_all(sent, sizes)
 
-        def finish() -> memoryview | None:
-            received = wait()
-            if mine is None or begin >= mine[0].size:
-                return None
-            return self.assemble(mine[0], begin, mine[1], received)
-
-        return finish
-
-    def part(self, piece: Run) -> Tensor:
-        """(n,) uint8, the bytes of a run on this rank."""
-        size = piece.end - piece.begin
-        return self.staging.parts[piece.name][piece.offset : piece.offset + size]
-
-    def assemble(
-        self, layout: FileLayout, begin: int, pieces: Sequence[Run], received: Sequence[Tensor]
-    ) -> memoryview:
+    def assemble(self, number: int, begin: int, received: Sequence[Tensor]) -> memoryview:
         """A file's chunk from `begin` on, of what the ranks have sent of it."""
-        chunk = torch.empty(min(PIECE_BYTES, layout.size - begin), dtype=torch.uint8)
-        header = bytearray(layout.header[begin : begin + PIECE_BYTES])
-        if header:
-            chunk[: len(header)] = torch.frombuffer(header, dtype=torch.uint8)
+        layout = self.layouts[number]
+        chunk = memory_of(torch.empty(min(PIECE_BYTES, layout.size - begin), dtype=torch.uint8))
+        header = layout.header[begin : begin + PIECE_BYTES]
+        chunk[: len(header)] = header
         taken = [0] * self.group.world_size
-        for piece in pieces:
-            size, rank = piece.end - piece.begin, piece.rank
-            first = piece.begin - begin
-            chunk[first : first + size] = received[rank][taken[rank] : taken[rank] + size]
+        for piece in cut(self.runs[number], begin, begin + PIECE_BYTES):
+            size, rank, first = piece.end - piece.begin, piece.rank, piece.begin - begin
+            chunk[first : first + size] = memory_of(received[rank][taken[rank] : taken[rank] + size])
             taken[rank] += size
-        return memory_of(chunk)
-
-
-def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each as soon as the one after it is made too."""
-    held = list(itertools.islice(items, 1))
-    for item in items:
-        yield held.pop()
-        held.append(item)
-    yield from held
-
-
-class Draining:
-    """An iterator that can be run to its end after its user has given up; `is_broken` if it raises itself."""
-
-    def __init__(self, chunks: Iterator[memoryview]) -> None:
-        self.chunks, self.is_broken = chunks, False
-
-    def __iter__(self) -> "Draining":
-        return self
-
-    def __next__(self) -> memoryview:
-        try:
-            return next(self.chunks)
-        except StopIteration:
-            raise
-        except Exception:
-            self.is_broken = True
-            raise
-
-    def drain(self) -> None:
-        for _ in self:
-            pass
+        return chunk
 
 
 class SnapshotSaver:
@@ -287,17 +225,13 @@ class SnapshotSaver:
         self.wait()
         staging = self.allocate(tensors)
         staging.fill(tensors)
-        specs = {**specs_of(tensors), **self.sharding.specs}
-        transfer = self.make_transfer(specs, manifest["step"], staging)
+        sharding = self.sharding
+        specs = {**specs_of(tensors), **sharding.specs}  # of the whole tensors
+        layouts = make_layout(specs, manifest["step"], self.part_bytes)
+        runs = [find_runs(layout, specs, sharding.rows_by_rank, sharding.main_rank) for layout in layouts]
+        transfer = Transfer(layouts, staging, runs, self.group, sharding.writers)
         self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields))
         self.thread.start()
-
-    def make_transfer(self, specs: Mapping[str, TensorSpec], step: int, staging: StagingBuffer) -> Transfer:
-        """Return the transfer of the snapshot of `step`; `specs` are those of the whole tensors."""
-        layouts = make_layout(specs, step, self.part_bytes)
-        rows_by_rank, main_rank = self.sharding.rows_by_rank, self.sharding.main_rank
-        runs = [find_runs(layout, specs, rows_by_rank, main_rank) for layout in layouts]
-        return Transfer(layouts, staging, runs, self.group, self.sharding.writers)
 
     def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
         """Write a snapshot and prune; the background thread does this."""
@@ -373,13 +307,11 @@ class SnapshotSaver:
     def remove_one_before(self, step: int) -> int | None:
         """Remove the oldest snapshot, the best one last, and keep the newest valid one; returns its step."""
         older = [one for one in self.store.steps() if one < step and one not in self.store.unreadable]
-        newest_valid = next((one for one in older if self.is_valid(one)), None)
-        if newest_valid is None:
-            return None
-        best = self.find_best(older)
+        newest_valid = next((one for one in older if self.is_valid(one)), 0)
         removable = [one for one in older if one < newest_valid]
         if not removable:
             return None
+        best = self.find_best(older)
         oldest = min((one for one in removable if one != best), default=removable[-1])
         self.store.remove(oldest)
         return oldest
@@ -414,10 +346,7 @@ class SnapshotSaver:
         for step in steps[self.keep_last :]:
             if step != best:
                 self.store.remove(step)
-        self.remove_leftovers()
-
-    def remove_leftovers(self) -> None:
-        """What removals that were cut short, and uploads of processes that were killed, have left."""
+        # Removals that were cut short, and uploads of processes that were killed, have left something.
         complete = self.store.steps()
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:

@@ -256,8 +256,7 @@ class SnapshotStore(FileStore):
         self.remove_file(file_name(step, "json"))
         self.fsync_folder()
         for name in files_of(self.names(), step):
-            with contextlib.suppress(FileNotFoundError):  # a late listing
-                self.files.rm_file(self.path(name))
+            self.remove_file(name)  # it may be gone: a late listing
         self.fsync_folder()
 
     def discard(self, step: int) -> None:

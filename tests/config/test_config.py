@@ -30,10 +30,7 @@ def unread(keys: Sequence[str]) -> list[str]:
 
 
 def test_every_setting_is_read_as_an_attribute_of_its_own_section() -> None:
-    assert unread([*settings()]) == []
-
-
-def test_a_setting_that_nobody_reads_is_found_though_other_sections_have_its_name() -> None:
+    """One that nobody reads is found though other sections have its name."""
     invented = ["trainer.name", "model.path", "data.every", "model.length", "world_size"]
     assert unread([*invented, *settings()]) == invented
 
@@ -54,6 +51,13 @@ def test_the_micro_batch_size_that_is_proposed_is_accepted(workers: int, size: i
     with pytest.raises(UserError, match=f"lower trainer.micro_batch_size .now 3. to {size}, or"):
         check_workers(build(settings), workers)
     check_workers(build(settings | {"trainer.micro_batch_size": size}), workers)
+
+
+def test_every_setting_of_the_model_and_of_the_optimizer_affects_the_result() -> None:
+    sections = ("model.", "optimizer.")
+    assert [
+        key for key, one in settings().items() if key.startswith(sections) and not one.affects_result
+    ] == []
 
 
 def test_only_settings_that_change_the_result_differ() -> None:

@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load
 from support.snapshots import PARTS, TENSORS
 
-from mingpt.snapshot import LocalChunks, StagingBuffer, make_layout, specs_of
+from mingpt.snapshot import StagingBuffer, make_layout, specs_of
 from mingpt.snapshot.layout import are_tensor_files, file_layout, files_of, step_of, tensor_file_name
 
 SPECS = specs_of(PARTS)
@@ -52,29 +52,18 @@ def test_the_chunks_of_a_layout_are_safetensors_files_of_the_tensors() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     found = {}
     for layout in make_layout(specs_of(tensors), 3, 400):
-        content = b"".join(LocalChunks(layout, staging))
+        content = b"".join(staging.chunks(layout))
         assert len(content) == layout.size
-        assert b"".join(LocalChunks(layout, staging)) == content, "it can be read again"
         found |= load(content)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-
-
-def test_a_buffer_keeps_a_state_until_it_is_filled_with_the_next() -> None:
-    state = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.int64)}
-    staging = StagingBuffer(state)
-    staging.fill(state)
-    state["a"].fill_(7.0)
-    assert load(bytes(staging.content))["a"].tolist() == [0.0] * 3
-    staging.fill(state)
-    assert load(bytes(staging.content))["a"].tolist() == [7.0] * 3
 
 
 def test_the_chunks_of_a_file_are_views_of_at_most_16_mib() -> None:
     tensors = {"model.a": torch.zeros(9 << 20, dtype=torch.bfloat16), "model.b": torch.zeros(3)}
     staging = StagingBuffer(tensors)
     (layout,) = make_layout(specs_of(tensors), 1)
-    chunks = list(LocalChunks(layout, staging))
+    chunks = staging.chunks(layout)
     assert [len(chunk) for chunk in chunks[1:]] == [12, 16 << 20, 2 << 20]
     staging.content[-1:] = b"\7"
     assert chunks[-1][-1] == 7, "nothing is copied"

@@ -1,10 +1,7 @@
 """Snapshots of several files; test_store.py has what one file and several have in common."""
 
 import errno
-import hashlib
 import os
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +12,15 @@ from support.snapshots import (
     PART,
     PARTS,
     file_names,
-    forge_manifest,
     make_manifest,
     make_store,
-    read_manifest,
     save,
-    to_safetensors,
     transfer,
     write,
     write_schema_1,
 )
 
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.errors import ClaimLost, UnreadableSnapshot
 from mingpt.snapshot import (
     FileLayout,
     SnapshotSaver,
@@ -60,20 +54,6 @@ def newest(store: SnapshotStore) -> tuple[int, list[int]]:
     return found.manifest["step"], list(corrupt)
 
 
-def replace_part(store: SnapshotStore, number: int, tensors: dict[str, torch.Tensor]) -> None:
-    """With checksums and sizes put right."""
-    files, content = read_manifest(store, 2)["files"], to_safetensors(tensors)
-    Path(store.path(files[number]["name"])).write_bytes(content)
-    files[number] |= {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    forge_manifest(store, 2, files)
-
-
-def test_a_tensor_in_two_files_is_corrupt(store: SnapshotStore) -> None:
-    replace_part(store, 1, {"model.a": torch.zeros(6, 4)})
-    with pytest.raises(CorruptSnapshot, match=r"its tensor 'model\.a' is in two files"):
-        store.open(2)
-
-
 def test_all_files_of_a_step_are_set_aside_and_removed_the_manifest_first(
     store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +71,7 @@ def test_all_files_of_a_step_are_set_aside_and_removed_the_manifest_first(
     assert not [name for name in file_names(store) if name.startswith("step_")]
 
 
-@pytest.mark.parametrize("what", [name.replace("00000002", "00000003") for name in NAMES])
+@pytest.mark.parametrize("what", [NAMES[number].replace("00000002", "00000003") for number in (0, 4)])
 @pytest.mark.parametrize(("function", "code"), [("fsync", errno.ENOSPC), ("replace", errno.EIO)])
 def test_a_disk_that_fails_in_any_part_keeps_nothing_of_the_snapshot(
     what: str, function: str, code: int, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +90,7 @@ def test_writing_a_step_again_removes_parts_of_another_layout(store: SnapshotSto
     assert newest(store) == (2, [])
 
 
-@pytest.mark.parametrize("parts", [range(1), range(6), range(5, 6), []])
+@pytest.mark.parametrize("parts", [range(6), range(5, 6), []])
 def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_next_start(
     parts: range, store: SnapshotStore
 ) -> None:
@@ -216,29 +196,6 @@ def test_a_file_that_changes_after_it_was_opened_is_noticed(store: SnapshotStore
     with pytest.raises(UnreadableSnapshot, match="has changed while it was read"):
         snapshot.read("model.a")
     assert torch.equal(snapshot.read("optimizer.a"), PARTS["optimizer.a"])
-
-
-def reused_chunks(content: bytes, size: int) -> Iterator[memoryview]:
-    """Pieces of `content`, one after the other in the same memory."""
-    buffer = bytearray(size)
-    for begin in range(0, len(content), size):
-        piece = content[begin : begin + size]
-        buffer[: len(piece)] = piece
-        yield memoryview(buffer)[: len(piece)]
-
-
-@pytest.mark.parametrize("size", [1000, 2 << 20])
-@pytest.mark.parametrize("place", ["folder", "one PUT", "parts"])
-def test_a_chunk_may_change_once_the_next_is_asked_for(size: int, place: str, tmp_path: Path) -> None:
-    url = str(tmp_path) if place == "folder" else f"memory://{random.random()}"
-    part_bytes = 1 << 20 if place == "parts" else 1 << 30
-    store = SnapshotStore(url, upload_part_bytes=part_bytes)
-    store.prepare()
-    content = random.Random(1).randbytes((5 << 20) + 17 if size > 1000 else 10_017)
-    layout = FileLayout("step_00000001.safetensors", b"", {}, len(content))
-    record = store.write_file(layout, reused_chunks(content, size))
-    assert store.files.cat_file(store.path(layout.name)) == content
-    assert (record.sha256, record.bytes) == (hashlib.sha256(content).hexdigest(), len(content))
 
 
 def test_a_large_file_is_flushed_while_it_is_written(

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -97,13 +96,6 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_folder(
     monkeypatch.setattr(store.files, "ls", fail)
     with pytest.raises(UnreadableSnapshot, match=r"the folder .*snapshots cannot be read: Stale file handle"):
         store.find_newest()
-
-
-def test_a_folder_that_is_a_loop_of_links_is_no_empty_folder(tmp_path: Path) -> None:
-    os.symlink(tmp_path / "one", tmp_path / "two")
-    os.symlink(tmp_path / "two", tmp_path / "one")
-    with pytest.raises(UnreadableSnapshot):
-        SnapshotStore(str(tmp_path / "one"), retries_s=()).find_newest()
 
 
 def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(

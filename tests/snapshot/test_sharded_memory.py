@@ -1,14 +1,13 @@
 """What each rank writes to memory. Ranks are threads, or processes where copies are exchanged."""
 
-import errno
 import functools
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.faults import FaultyDisk
 from support.forks import fork_ranks
 from support.memory import MANIFEST, SHAPES, check_values, make_state
 from support.ranks import run_ranks
@@ -56,11 +55,7 @@ class Worker:
 
 
 def run_workers(workers: int, folder: Path, work: Any) -> list[Any]:
-    results = run_ranks(workers, lambda context: work(Worker(context, folder)), one_node=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
+    return run_ranks(workers, lambda context: work(Worker(context, folder)), one_node=True)
 
 
 def test_nobody_overwrites_the_step_before_while_any_worker_is_writing(
@@ -94,26 +89,17 @@ def test_nobody_overwrites_the_step_before_while_any_worker_is_writing(
     assert run_workers(2, tmp_path, work) == [[4, 2, 10, 4], [2, 10, 4]]
 
 
-@pytest.mark.parametrize("when", ["allocating", "writing"])
+@pytest.mark.parametrize(
+    ("function", "path"), [("posix_fallocate", ""), ("replace", "/partial-step_00000004")]
+)
 def test_where_one_worker_has_no_room_none_writes_and_one_line_says_so(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    function: str,
+    path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fallocate, commit = os.posix_fallocate, Slots.commit
-
-    def full(handle: int, offset: int, size: int) -> None:
-        if "node-0-worker-1" in os.readlink(f"/proc/self/fd/{handle}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fallocate(handle, offset, size)
-
-    def broken_commit(self: Slots, manifest: dict[str, Any]) -> None:
-        if manifest["shard"]["rank"] == 1 and manifest["step"] == 4:
-            raise OSError(errno.EIO, "Input/output error")
-        commit(self, manifest)
-
-    if when == "allocating":
-        monkeypatch.setattr(os, "posix_fallocate", full)
-    else:
-        monkeypatch.setattr(Slots, "commit", broken_commit)
+    FaultyDisk(monkeypatch, function, f"node-0-worker-1{path}")
 
     def work(worker: Worker) -> list[int]:
         for step in (2, 4, 6, 8):
@@ -123,7 +109,7 @@ def test_where_one_worker_has_no_room_none_writes_and_one_line_says_so(
     assert run_workers(2, tmp_path, work) == [[], []]
     (line,) = caplog.messages
     assert line.startswith("no snapshots in memory: ") and "after a kill the run resumes from disk" in line
-    assert ("No space left" if when == "allocating" else "Input/output error") in line
+    assert "No space left" in line
     assert list(tmp_path.glob("mingpt-*/*")) == []
 
 
@@ -143,7 +129,7 @@ def test_a_generation_of_another_size_keeps_what_it_started_from_until_it_has_wr
             steps.append(worker.steps())
         return steps
 
-    run_workers(3, tmp_path, first)
+    assert run_workers(3, tmp_path, first) == [None] * 3
     (root,) = tmp_path.glob("mingpt-*")
     unused = SnapshotStore(str(root / "node-0-worker-2"))
     assert unused.steps() == [4, 2]
@@ -201,14 +187,7 @@ def test_where_there_is_no_room_for_copies_each_worker_writes_its_own_and_one_li
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On three nodes, of which one is too small."""
-    fallocate = os.posix_fallocate
-
-    def full(handle: int, offset: int, size: int) -> None:
-        if "node-1-copy-0" in os.readlink(f"/proc/self/fd/{handle}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fallocate(handle, offset, size)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    FaultyDisk(monkeypatch, "posix_fallocate", "node-1-copy-0")
 
     def work(context: DistributedContext) -> list[int]:
         worker = Worker(context, tmp_path, memory_of(tmp_path, context.rank))

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.snapshots import TENSORS, open_content, to_safetensors
+from support.snapshots import TENSORS, make_manifest, open_content, to_safetensors
 
 from mingpt.base.errors import CorruptSnapshot
-from mingpt.snapshot import read_safetensors
+from mingpt.snapshot import Snapshot, read_safetensors
 from mingpt.snapshot.reading import MAX_HEADER
 from mingpt.snapshot.store import verify_file
 
@@ -63,41 +63,27 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
 BAD: dict[str, bytes] = {
     "empty": b"",
     "shorter than a length": b"\x01\x02",
-    "only a length": bytes(8),
     "header past the end": (1000).to_bytes(8, "little") + b"{}",
     "huge header": (2**63).to_bytes(8, "little") + b"{}",
     "header above the limit": make_file(b" " * (MAX_HEADER + 1)),
     "not JSON": make_file(b"not JSON"),
-    "a list": make_file([]),
-    "not UTF-8": make_file(b'{"a\xff": 1}'),
     "deep nesting": make_file(b'{"a": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
-    "many values": make_file(b'{"a": [' + b"0," * 250_000 + b"0]}"),
     "duplicate name": make_file(f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode(), bytes(16)),
     "pickle": b"\x80\x04\x95" + bytes(200),
-    "zip": b"PK\x03\x04" + bytes(200),
     "slash in a name": make_file({"a": A, "../b": B}),
-    "backslash in a name": make_file({"a": A, "..\\b": B}),
-    "NUL in a name": make_file({"a": A, "b\0": B}),
     "empty name": make_file({"a": A, "": B}),
     "long name": make_file({"a": A, "b" * 1000: B}),
     "no fields": make_file({"a": A, "b": {}}),
     "more fields": changed(code="import os"),
     "not an object": make_file({"a": A, "b": [1]}),
     "unknown dtype": changed(dtype="F8_E4M3"),
-    "dtype is a list": changed(dtype=["F32"]),
     "negative shape": changed(shape=[-2]),
-    "two negative sizes": changed(shape=[-1, -2]),
     "huge shape": changed(shape=[2**62]),
-    "shape that overflows": changed(shape=[2**32, 2**32]),
-    "shape past any number": changed(shape=[10**40]),
     "shape of floats": changed(shape=[2.0]),
-    "shape of bools": changed(shape=[True, 2]),
-    "shape is a text": changed(shape="2"),
     "many dimensions": changed(shape=[1] * 60 + [2]),
     "offsets past the end": changed(shape=[1000], data_offsets=[16, 4016]),
     "offsets backwards": changed(shape=[0], data_offsets=[24, 16]),
     "negative offsets": changed(data_offsets=[-8, 0]),
-    "one offset": changed(data_offsets=[16]),
     "offsets of text": changed(data_offsets=["16", "24"]),
     "overlapping": changed(data_offsets=[8, 16]),
     "gap": changed(shape=[1], data_offsets=[20, 24]),
@@ -116,13 +102,19 @@ def test_a_header_that_does_not_describe_its_file_is_corrupt(content: bytes, tmp
     assert len(str(error.value)) < 500
 
 
+def test_a_tensor_in_two_files_is_corrupt() -> None:
+    file = open_content(make_file({"a": A, "b": B}))
+    with pytest.raises(CorruptSnapshot, match="its tensor 'a' is in two files"):
+        Snapshot(make_manifest(1), [file, file])
+
+
 def verify(content: bytes) -> None:
     verify_file(open_content(content), hashlib.sha256(content).hexdigest())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("piece_bytes", [16, 100, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [100, 1 << 20])
 def test_a_single_number_that_is_not_finite_is_found(
     dtype: torch.dtype, number: float, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Files of a state whose rows lie on several ranks, byte by byte those of a rank that has all of it."""
 
 import errno
+import itertools
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.forks import fork_ranks, results_of
-from support.snapshots import file_names, make_manifest, make_store
+from support.snapshots import file_names, make_manifest, make_store, write
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost
@@ -70,10 +71,7 @@ def part_of(tensors: Tensors, rows: Rows, rank: int, main_rank: int) -> Tensors:
 def local_files(folder: Path, tensors: Tensors) -> dict[str, bytes]:
     """The tensor files that one rank with all of the state writes."""
     store = make_store(folder)
-    saver = SnapshotSaver(store, 3, False, part_bytes=PART_BYTES)
-    saver.save(make_manifest(STEP), tensors)
-    saver.wait()
-    assert saver.error is None
+    write(store, make_manifest(STEP), tensors, PART_BYTES)
     return read_files(store)
 
 
@@ -86,15 +84,11 @@ def read_files(store: SnapshotStore) -> dict[str, bytes]:
 Prepare = Callable[[SnapshotSaver, DistributedContext], None]
 
 
-def nothing(saver: SnapshotSaver, context: DistributedContext) -> None:
-    pass
-
-
 def save_together(
     folder: Path,
     main_rank: int = 0,
     writes_alone: bool = False,
-    prepare: Prepare = nothing,
+    prepare: Prepare = lambda saver, context: None,
     steps: tuple[int, ...] = (STEP,),
     late_fields: Callable[[], dict[str, Any]] = dict,
 ) -> Callable[[DistributedContext], tuple[str, int]]:
@@ -144,31 +138,35 @@ def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
     assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
 
 
-def full_disk(rank: int, times: int = 1000) -> Prepare:
-    """So often that rank's second file does not fit."""
+def breaking_off(rank: int, error: Exception, fails: Callable[[int], bool], is_local: bool = True) -> Prepare:
+    """A rank's file breaks off in the middle where `fails` says so of its number, from 1."""
 
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
+        saver.store.is_local, saver.store.retries_s = is_local, (0.0, 0.0)
         if context.rank != rank:
             return
-        write_file, calls = saver.store.write_file, []
+        write_file, numbers = saver.store.write_file, itertools.count(1)
 
-        def fail(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
-            calls.append(layout.name)
-            if len(calls) % 2 or len(calls) // 2 > times:
+        def write(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
+            if not fails(next(numbers)):
                 return write_file(layout, chunks)
             next(iter(chunks))
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
 
-        saver.store.write_file = fail  # type: ignore[method-assign]
+        saver.store.write_file = write  # type: ignore[method-assign]
 
     return prepare
+
+
+NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(("rank", "writes_alone"), [(0, False), (1, False), (0, True)])
 def test_a_full_disk_of_one_rank_is_the_error_of_all(rank: int, writes_alone: bool, tmp_path: Path) -> None:
     """And no rank waits for ever. What was written is removed."""
     store = make_store(tmp_path)
-    work = save_together(tmp_path, writes_alone=writes_alone, prepare=full_disk(rank))
+    prepare = breaking_off(rank, NO_ROOM, lambda number: number % 2 == 0)
+    work = save_together(tmp_path, writes_alone=writes_alone, prepare=prepare)
     assert results_of(3, work) == [("OSError", errno.ENOSPC)] * 3
     assert file_names(store) == []
 
@@ -177,43 +175,28 @@ def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_p
     """By the main rank; then all ranks send their parts again."""
     store = make_store(tmp_path)
     for step in (1, 2, 3):
-        saver = SnapshotSaver(store, 9, False, part_bytes=PART_BYTES)
-        saver.save(make_manifest(step), state())
-        saver.wait()
-    work = save_together(tmp_path, prepare=full_disk(1, times=1))
+        write(store, make_manifest(step), state(), PART_BYTES)
+    work = save_together(tmp_path, prepare=breaking_off(1, NO_ROOM, lambda number: number == 2))
     assert results_of(2, work) == [("NoneType", 0)] * 2
     assert sorted(store.steps()) == [2, 3, STEP]
     assert read_files(store).items() >= local_files(tmp_path / "alone", state()).items()
 
 
-def failing_uploads(rank: int, times: int, error: Exception | None = None) -> Prepare:
-    """To what is no folder; so often, a rank's file breaks off in the middle."""
+class TwoArguments(Exception):
+    """One that cannot be made again from its message."""
 
-    def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        saver.store.is_local, saver.store.retries_s = False, (0.0, 0.0)
-        if context.rank != rank:
-            return
-        upload_once, calls = saver.store.upload_once, []
-
-        def fail(name: str, chunks: Iterable[memoryview], size: int) -> str:
-            if ".safetensors" not in name:
-                return upload_once(name, chunks, size)
-            calls.append(name)
-            if len(calls) > times:
-                return upload_once(name, chunks, size)
-            next(iter(chunks))
-            raise error or TwoArguments("the server", "503 slow down")
-
-        saver.store.upload_once = fail  # type: ignore[method-assign]
-
-    return prepare
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
 
 
 @pytest.mark.parametrize("writes_alone", [False, True])
 def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tmp_path: Path) -> None:
     store = make_store(tmp_path)
     rank = 0 if writes_alone else 1
-    work = save_together(tmp_path, writes_alone=writes_alone, prepare=failing_uploads(rank, times=2))
+    prepare = breaking_off(
+        rank, TwoArguments("the server", "503"), lambda number: number <= 2, is_local=False
+    )
+    work = save_together(tmp_path, writes_alone=writes_alone, prepare=prepare)
     assert results_of(3, work) == [("NoneType", 0)] * 3
     assert read_files(store) == local_files(tmp_path / "alone", state())
     assert store.read(STEP).manifest["step"] == STEP
@@ -222,27 +205,18 @@ def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tm
 @pytest.mark.parametrize(
     ("times", "error", "kind"),
     [
-        (9, None, "OSError"),
+        (9, OSError(errno.EIO, "broken"), "OSError"),
         (1, ClaimLost("superseded"), "ClaimLost"),
-        (1, OSError(errno.ENOSPC, "full"), "OSError"),
+        (1, NO_ROOM, "OSError"),
     ],
     ids=["for good", "claim", "no room"],
 )
-def test_an_upload_is_given_up_by_all_ranks(
-    times: int, error: Exception | None, kind: str, tmp_path: Path
-) -> None:
+def test_an_upload_is_given_up_by_all_ranks(times: int, error: Exception, kind: str, tmp_path: Path) -> None:
     """After the last pause, and at once where another attempt would not help."""
     store = make_store(tmp_path)
-    work = save_together(tmp_path, prepare=failing_uploads(1, times, error))
+    work = save_together(tmp_path, prepare=breaking_off(1, error, lambda number: number <= times, False))
     assert [found for found, _ in results_of(3, work)] == [kind] * 3
     assert store.steps() == []
-
-
-class TwoArguments(Exception):
-    """One that cannot be made again from its message."""
-
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}")
 
 
 @pytest.mark.parametrize("where", ["begin", "commit", "late fields"])

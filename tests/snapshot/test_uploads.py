@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.spec import AbstractBufferedFile
 from support.object_store import object_store
 from support.snapshots import make_manifest, write
 
 from mingpt.snapshot import SnapshotStore
-from mingpt.snapshot.files import discard, unfinished_uploads
+from mingpt.snapshot.files import unfinished_uploads
 
 MIB = 1 << 20
 PLACE = "s3://runs/one"
@@ -129,21 +127,3 @@ def test_whoever_may_not_list_uploads_can_write_all_the_same(
     store.files.call_s3 = call
     expected = "unfinished uploads to runs/one/step_* cannot be looked for (PermissionError: AccessDenied)"
     assert caplog.messages == [expected]
-
-
-class Upload(AbstractBufferedFile):  # type: ignore[misc]
-    """Of a driver whose `discard` does nothing."""
-
-    sent = 0
-
-    def _upload_chunk(self, final: bool = False) -> bool:
-        self.sent += 1
-        return True
-
-
-def test_a_file_that_is_discarded_is_not_completed_when_it_is_closed_later() -> None:
-    upload = Upload(MemoryFileSystem(), "file", "wb", block_size=100)
-    upload.write(b"half")
-    discard(upload, "file")
-    upload.close()
-    assert upload.sent == 0
