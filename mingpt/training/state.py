@@ -305,7 +305,8 @@ class StoredState:
         row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
         count = max(1, PIECE_BYTES // row_bytes)
         for begin in range(part.begin, part.end, count):
-            yield part._replace(begin=begin, end=min(begin + count, part.end))
+            end = min(begin + count, part.end)
+            yield Rows(part.name, begin, end, part.rank, part.part, part.first)
 
     def size(self, part: Rows) -> int:
         """In bytes."""
