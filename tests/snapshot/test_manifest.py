@@ -1,5 +1,4 @@
 import hashlib
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -89,12 +88,6 @@ def test_a_manifest_that_is_another_kind_of_text_is_corrupt(content: bytes) -> N
         decode_manifest(content)
 
 
-def test_a_manifest_with_another_value_is_corrupt() -> None:
-    manifest = json.loads(add_checksum(WHOLE)) | {"step": 5}
-    with pytest.raises(CorruptSnapshot, match="its manifest is damaged: its checksum does not hold"):
-        decode_manifest((json.dumps(manifest, indent=1) + "\n").encode())
-
-
 SHARD = {"rank": 1, "workers": 2, "weights": True, "generation": "0" * 32}
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("step", {"step": -1}),
@@ -164,13 +157,9 @@ def test_a_field_of_another_type_or_range_is_named(expected: str, change: dict[s
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("whole", [WHOLE, OLD], ids=["schema 2", "schema 1"])
 @pytest.mark.parametrize("field", [field for field in WHOLE if field != "schema"])
-def test_a_field_that_is_missing_is_named(field: str, whole: dict[str, Any]) -> None:
-    if field not in whole:
-        decode_manifest(add_checksum(whole))  # schema 1 has no files
-        return
-    rest = {key: value for key, value in whole.items() if key != field}
+def test_a_field_that_is_missing_is_named(field: str) -> None:
+    rest = {key: value for key, value in WHOLE.items() if key != field}
     with pytest.raises(CorruptSnapshot, match=f"{field}: Field required"):
         decode_manifest(add_checksum(rest))
 
@@ -181,12 +170,6 @@ def test_fields_and_settings_that_this_version_does_not_know_are_ignored() -> No
     )
     manifest = decode_manifest(add_checksum(WHOLE | more))
     assert Snapshot(manifest, []).config == Config()
-
-
-def test_a_path_that_is_no_text_does_not_make_a_snapshot_corrupt() -> None:
-    """A folder's name may hold any bytes."""
-    path = {"data": WHOLE["data"] | {"path": "caf\udce9"}} | {"config": CONFIG | {"run_dir": "caf\udce9"}}
-    assert decode_manifest(add_checksum(WHOLE | path))["data"]["path"] == "caf\udce9"
 
 
 def test_a_record_that_json_cannot_hold_is_left_out() -> None:
