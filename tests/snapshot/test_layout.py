@@ -49,8 +49,6 @@ def test_the_chunks_of_a_layout_are_safetensors_files_of_the_tensors(monkeypatch
     }
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    found = load(bytes(staging.content))
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     found = {}
     for layout in make_layout(specs_of(tensors), 3, 400):
         content = b"".join(staging.chunks(layout))

@@ -30,7 +30,6 @@ WHOLE = {
     "sha256": hashlib.sha256(b"ab" * 32 + b"cd" * 32).hexdigest(),
     "bytes": 47,
 }
-OLD = {"schema": 1, **make_manifest(4, loss=1.5), "sha256": "ab" * 32, "bytes": 17}
 CONFIG = to_dict(Config())
 
 
@@ -60,11 +59,6 @@ def test_a_manifest_is_read_back_with_the_sizes_and_the_hashes_of_the_files() ->
     assert file_records(manifest) == RECORDS
     assert (manifest["sha256"], manifest["bytes"]) == (joint_sha256(RECORDS), 47)
     assert manifest["sha256"] == WHOLE["sha256"]
-
-
-def test_a_manifest_of_schema_1_has_one_file() -> None:
-    manifest = decode_manifest(add_checksum(OLD | {"files": "a field of no meaning then"}))
-    assert file_records(manifest) == [FileRecord("step_00000004.safetensors", "ab" * 32, 17)]
 
 
 @pytest.mark.parametrize(

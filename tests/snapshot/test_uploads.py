@@ -15,8 +15,6 @@ from mingpt.snapshot.files import unfinished_uploads
 
 MIB = 1 << 20
 PLACE = "s3://runs/one"
-
-
 TENSORS = {"model.a": torch.randn(2 * MIB), "model.b": torch.randn(5), "optimizer.a": torch.zeros(3)}
 
 
