@@ -49,7 +49,7 @@ def test_the_chunks_of_a_layout_are_safetensors_files_of_the_tensors(monkeypatch
     }
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for layout in make_layout(specs_of(tensors), 3, 400):
         content = b"".join(staging.chunks(layout))
         assert all(len(chunk) <= 40 for chunk in staging.chunks(layout)[1:])
