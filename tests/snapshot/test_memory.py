@@ -77,8 +77,6 @@ def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them
     assert later.own.store.steps() == [20, 15], (
         "the earlier generation's stays until there are two newer ones"
     )
-    save(later, 25)
-    assert later.own.store.steps() == [25, 20]
     assert len(later.own.store.names()) == 4
 
 
@@ -116,22 +114,6 @@ def test_one_that_is_being_overwritten_is_none_and_the_other_is_valid(memory: Me
     memory.own.begin()  # as if killed in the middle of the copy
     memory.own.buffer.buffer[200:300] = 7
     assert newest_step(memory) == 10
-    later = reopen(memory)
-    save(later, 15)
-    assert newest_step(later) == 15
-
-
-def test_what_is_kept_for_a_later_generation_is_none_past_the_step_that_it_starts_from(
-    memory: MemorySaver,
-) -> None:
-    """Of the newest step another worker may lack its part, and then the one before is needed again."""
-    for step in (5, 10):
-        save(memory, step)
-    later = reopen(memory)
-    later.allocate(make_state(5), start_step=5)
-    assert later.own.store.steps() == [5]
-    save(later, 10)
-    assert later.own.store.steps() == [10, 5]
 
 
 def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySaver, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from support.faults import FaultyDisk
 from support.snapshots import TENSORS, make_manifest, make_store, save
 
 from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore
@@ -68,17 +67,21 @@ def test_where_there_is_no_room_older_ones_go_the_best_one_last(
     assert len(caplog.messages) == 5
 
 
-def test_the_only_one_is_not_removed_for_the_next(
-    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("code", "kept"), [(errno.ENOSPC, [2]), (errno.EIO, [2, 1])])
+def test_the_only_one_is_not_removed_for_the_next_and_none_if_the_disk_is_not_full(
+    code: int,
+    kept: list[int],
+    store: SnapshotStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     saver = saver_with(store, {1: 1.0, 2: 2.0})
-    FullDisk(monkeypatch, store, room=0)
+    FullDisk(monkeypatch, store, room=0).code = code
     save(saver, make_manifest(3))
     assert isinstance(saver.error, OSError)
-    assert store.steps() == [2]
-    assert caplog.messages[-1] == "snapshot of step 3 could not be written: OSError: [Errno 28] no room"
-    save(saver, make_manifest(4))
-    assert store.steps() == [2]
+    assert store.steps() == kept
+    expected = f"snapshot of step 3 could not be written: OSError: [Errno {code}] no room"
+    assert caplog.messages[-1] == expected
 
 
 @pytest.mark.parametrize("kind", ["json", "safetensors", "optimizer.safetensors"])
@@ -92,23 +95,3 @@ def test_the_newest_that_is_valid_is_kept_and_not_a_damaged_one(
     save(saver, make_manifest(4))
     assert store.steps() == [3, 2]
     store.read(2)
-
-
-def test_other_errors_than_a_full_disk_remove_nothing(
-    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = saver_with(store, {1: 1.0, 2: 2.0})
-    FullDisk(monkeypatch, store, room=0).code = errno.EIO
-    save(saver, make_manifest(3))
-    assert store.steps() == [2, 1]
-
-
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_tensors_whose_manifest_does_not_fit_are_removed(
-    function: str, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = saver_with(store, {1: 1.0})
-    with monkeypatch.context() as patch:
-        FaultyDisk(patch, function, "partial-step_00000002.json")
-        save(saver, make_manifest(2))
-    assert (store.steps(), store.steps("safetensors")) == ([1], [1])

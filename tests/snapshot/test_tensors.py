@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.snapshots import TENSORS, make_manifest, open_content, to_safetensors
 
 from mingpt.base.errors import CorruptSnapshot
@@ -39,25 +38,6 @@ def test_the_tensors_of_a_good_file_are_read_whole_or_by_rows() -> None:
     with pytest.raises(AssertionError, match="has no rows 2 to 4"):
         file.read("model.wte", 2, 4)
     assert open_content(make_file({"a": A, "b": B})).entries.keys() == {"a", "b"}
-
-
-def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
-    """Also metadata, an empty tensor, a scalar and offsets that are not aligned."""
-    tensors = {
-        "bytes": torch.arange(3, dtype=torch.uint8),
-        "empty": torch.zeros(0, 4),
-        "half": torch.ones(3, dtype=torch.float16),
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-        "weight": torch.randn(3, 5),
-    }
-    save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
-    read = read_safetensors(str(tmp_path / "file"))
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
-    odd = {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
-    odd["b"] = {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}
-    numbers = bytes([7]) + torch.tensor([1.0, 2.0]).numpy().tobytes()
-    assert open_content(make_file(odd, numbers)).read("b").tolist() == [1.0, 2.0]
 
 
 BAD: dict[str, bytes] = {
@@ -127,23 +107,3 @@ def test_a_single_number_that_is_not_finite_is_found(
         damaged[row, column] = number
         with pytest.raises(CorruptSnapshot, match=r"model\.a.*not finite"):
             verify(to_safetensors({"model.a": damaged}))
-
-
-@pytest.mark.parametrize("piece_bytes", [16, 17, 40, 1 << 20])
-def test_pieces_cut_no_number_in_two_and_cover_the_file(
-    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bytes of these numbers are finite only in their right order; they are not aligned."""
-    monkeypatch.setattr("mingpt.snapshot.store.PIECE_BYTES", piece_bytes)
-    numbers = torch.tensor([0x80, 0xFF, 0x00, 0x01] * 9, dtype=torch.uint8)
-    header = {
-        "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
-        "b": {"dtype": "F32", "shape": [9], "data_offsets": [3, 39]},
-        "empty": {"dtype": "F32", "shape": [0, 4], "data_offsets": [39, 39]},
-        "c": {"dtype": "F64", "shape": [], "data_offsets": [39, 47]},
-    }
-    end = torch.tensor(2.5, dtype=torch.float64).numpy().tobytes()
-    content = make_file(header, b"abc" + numbers.numpy().tobytes() + end)
-    verify(content)
-    with pytest.raises(CorruptSnapshot, match="SHA-256"):
-        verify_file(open_content(content), hashlib.sha256(content + b"!").hexdigest())

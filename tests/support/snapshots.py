@@ -1,7 +1,6 @@
 """Tensors, manifests and snapshots for tests."""
 
 import hashlib
-import json
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,27 +102,6 @@ def write_schema_1(
     fields = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     Path(store.path(f"step_{step:08d}.safetensors")).write_bytes(content)
     Path(store.path(f"step_{step:08d}.json")).write_bytes(add_checksum({"schema": 1, **manifest, **fields}))
-
-
-def tensor_files(store: SnapshotStore, step: int) -> list[Path]:
-    """Those of a step that its manifest lists."""
-    return [Path(store.path(file["name"])) for file in read_manifest(store, step)["files"]]
-
-
-def read_manifest(store: SnapshotStore, step: int) -> dict[str, Any]:
-    """Unchecked."""
-    manifest: dict[str, Any] = json.loads(Path(store.path(f"step_{step:08d}.json")).read_text())
-    return manifest
-
-
-def forge_manifest(store: SnapshotStore, step: int, files: list[dict[str, Any]], **fields: Any) -> None:
-    """Replace the list of files, and make sizes and checksums fit it."""
-    digests = "".join(str(file.get("sha256")) for file in files).encode()
-    sizes = [file.get("bytes") for file in files]
-    sealed: dict[str, Any] = {"files": files, "sha256": hashlib.sha256(digests).hexdigest()}
-    sealed["bytes"] = sum(size for size in sizes if isinstance(size, int))
-    content = add_checksum(read_manifest(store, step) | sealed | fields)
-    Path(store.path(f"step_{step:08d}.json")).write_bytes(content)
 
 
 def file_names(store: SnapshotStore) -> list[str]:

@@ -23,19 +23,17 @@ def audit_of(steps: int, spoil: bool = False) -> Audit:
     return audit
 
 
-def test_the_chain_is_what_configuration_and_text_call_for() -> None:
+@pytest.mark.parametrize("max_steps", [4, 100])
+def test_the_chain_is_what_configuration_and_text_call_for(
+    max_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where digests are chained in between, as snapshots are rare."""
+    monkeypatch.setattr("mingpt.training.audit.MAX_STEPS", max_steps)
     audit = audit_of(6)
     for _ in range(2):  # gathering again changes nothing
         chain = audit.gather_chain(SingleProcess())
         assert chain() == recompute(CONFIG, DATASET, 6)
         assert audit.steps == []
-
-
-def test_digests_are_chained_in_time_where_snapshots_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingpt.training.audit.MAX_STEPS", 4)
-    audit = audit_of(11)
-    assert len(audit.steps) == 3
-    assert audit.gather_chain(SingleProcess())() == recompute(CONFIG, DATASET, 11)
 
 
 def test_one_window_in_the_wrong_place_is_noticed() -> None:

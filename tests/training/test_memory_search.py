@@ -21,7 +21,7 @@ from mingpt.snapshot.layout import specs_of
 from mingpt.snapshot.memory import plan_copies
 from mingpt.snapshot.slots import Slots
 from mingpt.training.search import find_in_memory, find_latest
-from mingpt.training.state import TOKENIZER_TENSOR, check_model, check_shard, is_sharded
+from mingpt.training.state import TOKENIZER_TENSOR, check_shard, is_sharded
 
 
 class Nodes:
@@ -91,24 +91,18 @@ def same(results: Sequence[int | Exception | None]) -> int | None:
 
 
 @pytest.mark.parametrize("weights", [True, False], ids=["fsdp", "sharded optimizer"])
-@pytest.mark.parametrize("node_of", [[0], [0, 0], [0, 0, 0], [0] * 13, [0, 1], [0, 0, 0, 1, 1]])
-def test_the_parts_of_all_workers_are_the_whole_state(
+@pytest.mark.parametrize("node_of", [[0], [0] * 13, [0, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
+def test_the_parts_of_all_workers_are_the_whole_state_also_without_any_one_of_several_nodes(
     node_of: list[int], weights: bool, tmp_path: Path
 ) -> None:
     """Thirteen workers: some hold no row of some tensors."""
     nodes = Nodes(tmp_path, node_of, weights)
     for step in (5, 10):
         nodes.save(step)
-    assert nodes.find(sorted(set(node_of))) == 10
-
-
-@pytest.mark.parametrize("node_of", [[0, 1], [0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
-def test_when_any_node_is_lost_the_others_have_every_part(node_of: list[int], tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, node_of)
-    nodes.save(5)
     present = sorted(set(node_of))
-    for lost in present:
-        assert nodes.find([node for node in present if node != lost]) == 5
+    assert nodes.find(present) == 10
+    for lost in present if len(present) > 1 else []:
+        assert nodes.find([node for node in present if node != lost]) == 10
 
 
 def test_a_step_of_which_a_part_is_missing_or_damaged_does_not_count(tmp_path: Path) -> None:
@@ -194,35 +188,11 @@ def test_what_is_newer_counts_whether_it_is_whole_or_in_parts_in_memory_or_on_di
     assert newest() == 30
 
 
-def test_a_part_on_disk_is_no_snapshot(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [0, 0])
-    nodes.save(5)
-    store = SnapshotStore(str(nodes.memories[0].root / "node-0-worker-0"))
-    with pytest.raises(CorruptSnapshot, match="it is a part of a sharded state"):
-        store.read(5, check_model)
-    nothing = MemorySnapshots(str(tmp_path), "none", tmp_path, 0)
-    latest = find_latest(store, nothing, SingleProcess(), is_restart=True)
-    assert latest.snapshot is None and latest.corrupt == {5: "it is a part of a sharded state"}
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"rank": 1}, "has shape"),
-        ({"workers": 3}, "has shape"),
-        ({"weights": False}, "has shape"),
-    ],
-)
-def test_a_part_has_the_rows_that_its_manifest_says(
-    change: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", [{"rank": 1}, {"workers": 3}, {"weights": False}])
+def test_a_part_has_the_rows_that_its_manifest_says(change: dict[str, Any], tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, [0, 0])
     nodes.save(5)
     snapshot = SnapshotStore(str(nodes.memories[0].root / "node-0-worker-0")).open(5)
     shard = snapshot.manifest["shard"] | change
-    with pytest.raises(CorruptSnapshot, match=expected):
+    with pytest.raises(CorruptSnapshot, match="has shape"):
         check_shard(snapshot.manifest | {"shard": shard}, snapshot.entries)
-    step = next(name for name in snapshot.entries if name.endswith(".step"))
-    some = {name: entry for name, entry in snapshot.entries.items() if name != step}
-    with pytest.raises(CorruptSnapshot, match=f"lacks {step}"):
-        check_shard(snapshot.manifest, some)

@@ -116,15 +116,6 @@ def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
     assert saving.store.steps() == [20]
 
 
-def test_an_error_that_is_none_of_the_disk_is_raised_as_it_is(
-    saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_from(saving, 0, TypeError("a bug"), monkeypatch)
-    saving.save_to_disk(logger)
-    with pytest.raises(TypeError, match="a bug"):
-        saving.finish(logger)
-
-
 def test_waiting_long_for_the_write_before_is_said_once(
     saving: Saving, logger: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,61 +1,138 @@
+"""The state of a run; a stored one is handed over in pieces, and each rank takes its rows of it."""
+
 import pytest
 import torch
+from support.forks import results_of
+from support.single_process import SingleProcess
 from support.states import make_state, shard_state
-from support.training import ARCHITECTURES, NAMES, Arch, Name, train
+from support.training import Arch, Name, train
+from torch import Tensor
 
-from mingpt.training.state import copy_rows
+from mingpt.base.errors import UserError
+from mingpt.distributed import DistributedContext
+from mingpt.parallel import split_rows
+from mingpt.training import state
+from mingpt.training.state import Rows, StoredState, copy_rows, load_state
+
+Tensors = dict[str, Tensor]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_shapes_are_those_of_the_whole_tensors(name: Name, arch: Arch) -> None:
-    """One rank has whole ones; the state of AdamW has a scalar per parameter."""
+def make_stored(tensors: Tensors, owners: int = 1, rank: int | None = None) -> StoredState:
+    """One that `owners` ranks can read, rows by rows; `rank` may not read those of others."""
+    rows = [
+        Rows(name, part.start, part.stop, owner)
+        for name, tensor in tensors.items()
+        for owner, part in enumerate(split_rows(len(tensor) if tensor.ndim else 1, owners))
+        if part
+    ]
+
+    def read(piece: Rows) -> Tensor:
+        assert rank is None or rank == piece.rank
+        tensor = tensors[piece.name]
+        return tensor[piece.begin : piece.end] if tensor.ndim else tensor
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return StoredState({"step": 7, "config": {}}, shapes, dtypes, rows, read)
+
+
+def some_tensors() -> Tensors:
+    """A matrix, rows of several dimensions, a scalar, bytes, no rows, rows larger than a piece."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model.matrix": torch.randn(9, 5, generator=generator),
+        "model.deep": torch.randn(4, 2, 3, generator=generator),
+        "optimizer.step": torch.tensor(3.0),
+        "tokenizer": torch.arange(37, dtype=torch.uint8),
+        "model.none": torch.empty(0, 4),
+        "model.wide": torch.randn(3, 40, generator=generator),
+        "model.half": torch.randn(6, generator=generator).bfloat16(),
+    }
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "PIECE_BYTES", 64)
+
+
+@pytest.mark.parametrize("owners", [1, 2])
+def test_all_ranks_get_what_each_alone_can_read(owners: int, small_pieces: None) -> None:
+    tensors = some_tensors()
+
+    def work(context: DistributedContext) -> tuple[Tensors, Tensors]:
+        stored = make_stored(tensors, owners, context.rank)
+        streamed = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        for name, begin, rows in stored.stream(tensors, context):
+            copy_rows(streamed[name], 0, begin, rows)
+        return streamed, {name: stored.tensor(name, context) for name in tensors}
+
+    for streamed, whole in results_of(2, work):
+        for name, tensor in [*streamed.items(), *whole.items()]:
+            assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
+
+
+def trained_tensors(name: Name, arch: Arch) -> Tensors:
     state = make_state(name, arch)
-    assert state.shapes() == {key: tuple(tensor.shape) for key, tensor in state.tensors().items()}
-    assert state.shapes()["optimizer.wte.weight.step"] == ()
-    assert set(state.first_rows().values()) == {0}
-    assert {state.rows_by_rank(key, shape) for key, shape in state.shapes().items()} == {None}
-
-
-def test_the_state_holds_values_and_no_graph_and_no_copies() -> None:
-    state = make_state("adamw", "gpt2")
-    train(state.model, state.optimizer, range(1))
-    tensors = state.tensors()
-    assert not any(tensor.requires_grad for tensor in tensors.values())
-    assert tensors["model.wte.weight"].data_ptr() == state.model.wte.weight.data_ptr()
-    assert tensors["optimizer.wte.weight.step"] == 1
+    train(state.model, state.optimizer, range(2))
+    return {key: tensor.clone() for key, tensor in state.tensors().items()}
 
 
 @pytest.mark.parametrize("weights_too", [False, True])
-def test_a_rank_knows_which_rows_of_which_tensors_each_holds(weights_too: bool) -> None:
-    """wte has 11 rows, wpe 8, over 3 ranks."""
-    states = [shard_state(rank, 3, weights_too) for rank in range(3)]
-    for rank, state in enumerate(states):
-        shapes, first = state.shapes(), state.first_rows()
-        assert shapes == make_state("adamw", "gpt2").shapes()
-        for name, part in state.tensors().items():
-            rows = state.rows_by_rank(name, shapes[name])
-            is_whole = name.endswith(".step") or (name.startswith("model.") and not weights_too)
-            assert (rows is None) == is_whole
-            held = range(shapes[name][0] if shapes[name] else 0) if rows is None else rows[rank]
-            assert first[name] == held.start
-            assert tuple(part.shape) == (len(held), *shapes[name][1:]) if shapes[name] else part.ndim == 0
-        assert first["optimizer.wte.weight.exp_avg"] == 4 * rank
-    rows = states[0].rows_by_rank("optimizer.wpe.weight.exp_avg", (8, 16))
-    assert rows == [range(3), range(3, 6), range(6, 8)]
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_of_several_takes_its_rows(rank: int, weights_too: bool, small_pieces: None) -> None:
+    tensors = trained_tensors("adamw", "gpt2")
+    state = shard_state(rank, 3, weights_too)
+    load_state(state, make_stored(tensors), SingleProcess())
+    shapes = state.shapes()
+    for name, part in state.tensors().items():
+        rows = state.rows_by_rank(name, shapes[name])
+        expected = tensors[name][rows[rank].start : rows[rank].stop] if rows else tensors[name]
+        assert torch.equal(part, expected), name
 
 
-@pytest.mark.parametrize("columns", [(), (3,), (2, 2)])
-def test_rows_are_copied_as_far_as_a_part_has_them(columns: tuple[int, ...]) -> None:
-    """Against one row after the other: parts and pieces of every place, none among them."""
-    whole = torch.arange(7 * torch.Size(columns).numel()).view(7, *columns)
-    for first in range(7):
-        for end in range(first, 8):
-            for begin in range(7):
-                for stop in range(begin, 8):
-                    part = torch.full((end - first, *columns), -1)
-                    expected = part.clone()
-                    for row in set(range(first, end)) & set(range(begin, stop)):
-                        expected[row - first] = whole[row]
-                    copy_rows(part, first, begin, whole[begin:stop])
-                    assert torch.equal(part, expected)
+def test_learned_positions_are_cut_to_the_block_size() -> None:
+    """Those beyond it are not needed."""
+    tensors = trained_tensors("adamw", "gpt2")
+    longer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    longer["model.wpe.weight"] = torch.cat([tensors["model.wpe.weight"], torch.ones(4, 16)])
+    state = make_state("adamw", "gpt2")
+    load_state(state, make_stored(longer), SingleProcess())
+    assert torch.equal(state.tensors()["model.wpe.weight"], tensors["model.wpe.weight"])
+
+
+@pytest.mark.parametrize("kind", ["another", "incomplete", "none"])
+def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
+    tensors = trained_tensors("muon" if kind == "another" else "adamw", "gpt2")
+    if kind == "incomplete":
+        del tensors["optimizer.wte.weight.exp_avg"]
+    elif kind == "none":
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    state = make_state("adamw", "gpt2")
+    load_state(state, make_stored(tensors), SingleProcess())
+    after = state.tensors()
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            assert torch.equal(after[name], tensor)
+    assert all(not after[name].any() for name in after if name.startswith("optimizer."))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model.h.1.mlp.c_fc.weight": None},
+        {"model.lm_head.weight": torch.ones(11, 16)},
+        {"model.wte.weight": torch.ones(12, 16)},
+        {"model.wpe.weight": torch.ones(5, 16)},
+        {"model.wte.weight": torch.ones(11, 16, dtype=torch.int32)},
+    ],
+    ids=["missing", "more", "shape", "too few positions", "type"],
+)
+def test_the_weights_of_another_model_are_refused(change: dict[str, Tensor | None]) -> None:
+    """And nothing is taken over."""
+    changed = trained_tensors("adamw", "gpt2") | change
+    stored = make_stored({name: tensor for name, tensor in changed.items() if tensor is not None})
+    state = make_state("adamw", "gpt2")
+    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    with pytest.raises(UserError, match="the snapshot of step 7"):
+        load_state(state, stored, SingleProcess())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from support.single_process import SingleProcess
 from support.snapshots import snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
 from torch import Tensor
@@ -13,9 +13,11 @@ from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_d
 from mingpt.data import CharTokenizer
 from mingpt.snapshot.reading import TensorEntry
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights, open_weights
+from mingpt.training.run_data import initial_rows
 from mingpt.training.state import check_model, manifest_tokenizer, snapshot_tokenizer
 
 VOCABULARY = "abcdefghijk"
+ABC = CharTokenizer("abc")
 
 
 def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
@@ -55,25 +57,26 @@ def test_tensors_that_the_run_does_not_have_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "vocabulary"),
     [
-        {"n_layer": 3},
-        {"n_layer": 10**9},
-        {"n_embd": 10**12},
-        {"arch": "gpt2"},
+        ({"n_layer": 3}, VOCABULARY),
+        ({"n_layer": 10**9}, VOCABULARY),
+        ({"n_embd": 10**12}, VOCABULARY),
+        ({"arch": "gpt2"}, VOCABULARY),
+        ({}, ""),
+        ({}, "ba"),
+        ({}, "aab"),
+        ({}, "abc"),
+        ({}, "a" * 2_000_000),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_a_configuration_of_another_model_is_refused_whatever_its_size(change: dict[str, Any]) -> None:
+def test_a_configuration_or_a_vocabulary_of_another_model_is_refused_whatever_its_size(
+    change: dict[str, Any], vocabulary: str
+) -> None:
     """At once, and nothing is allocated for it."""
     manifest, entries = make_snapshot("muon", "modern")
     manifest["config"]["model"] |= change
-    with pytest.raises(CorruptSnapshot):
-        check_model(manifest, entries)
-
-
-@pytest.mark.parametrize("vocabulary", ["", "ba", "aab", "abc", "a" * 2_000_000])
-def test_a_vocabulary_that_is_none_or_has_another_size_is_refused(vocabulary: str) -> None:
-    manifest, entries = make_snapshot("muon", "modern")
     with pytest.raises(CorruptSnapshot):
         check_model(manifest | {"vocabulary": vocabulary}, entries)
 
@@ -85,41 +88,10 @@ def test_a_gpt2_file_that_is_none_is_one_sentence(content: bytes, tmp_path: Any)
     for where in (path, tmp_path / "missing.safetensors"):
         with pytest.raises(UserError, match=f"snapshot.init_from={where} cannot be used"):
             open_weights(str(where))
-    save_file({"wte.weight": torch.full((11, 16), float("nan"))}, path)
-    with pytest.raises(UserError, match="not finite"):
-        open_weights(str(path))
-
-
-def json_snapshot(**fields: Any) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """That of a run with a tokenizer.json of 7 bytes and 11 tokens; `fields` go over its manifest."""
-    manifest, entries = make_snapshot("adamw", "gpt2")
-    about = {"kind": "json", "vocab_size": len(VOCABULARY)}
-    last = max(entry.end for entry in entries.values())
-    tokenizer = TensorEntry("U8", (7,), last, last + 7)
-    return manifest | {"vocabulary": "", "tokenizer": about} | fields, entries | {"tokenizer": tokenizer}
-
-
-def test_a_tokenizer_among_the_tensors_belongs_to_a_manifest_that_says_so() -> None:
-    manifest, entries = json_snapshot()
-    check_model(manifest, entries)
-    none = {"tokenizer": {"kind": "none", "vocab_size": 11}}
-    check_model(manifest | none, make_snapshot("adamw", "gpt2")[1])
-    without = {name: entry for name, entry in entries.items() if name != "tokenizer"}
-    for wrong, there in (
-        (manifest, without),
-        (manifest | {"tokenizer": {"kind": "none", "vocab_size": 11}}, entries),
-        (manifest, entries | {"tokenizer": replace(entries["tokenizer"], dtype="F32")}),
-        (manifest, entries | {"tokenizer": replace(entries["tokenizer"], shape=(7, 1))}),
-        (manifest | {"tokenizer": {"kind": "pickle", "vocab_size": 11}}, without),
-        (manifest | {"tokenizer": {"kind": "json", "vocab_size": 12}}, entries),
-        (manifest | {"tokenizer": {"kind": "char", "vocab_size": 2}, "vocabulary": VOCABULARY}, without),
-    ):
-        with pytest.raises(CorruptSnapshot):
-            check_model(wrong, there)
 
 
 def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_is_one_sentence() -> None:
-    manifest, _ = json_snapshot()
+    manifest = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11}}
     tensors = {"tokenizer": torch.arange(7, dtype=torch.uint8)}
     with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
         snapshot_tokenizer(snapshot_of(manifest, tensors))
@@ -136,11 +108,11 @@ def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokeni
 def test_rows_of_an_embedding_follow_their_tokens() -> None:
     """As they are for the same tokenizer; a name without a row there is left out."""
     here, there = torch.zeros(4, 2), torch.arange(8.0).view(4, 2)
-    abc, bcd = CharTokenizer("abc"), CharTokenizer("bcd")
-    assert match_rows("wte", here, there, abc, abc) is there
+    bcd = CharTokenizer("bcd")
+    assert match_rows("wte", here, there, ABC, ABC) is there
     assert match_rows("wte", here, there, None, None) is there
-    assert match_rows("wte", here, there, abc, bcd).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
-    assert match_rows("wte", here, there[:1], abc, bcd).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
+    assert match_rows("wte", here, there, ABC, bcd).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
+    assert match_rows("wte", here, there[:1], ABC, bcd).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
     assert match_rows("wte", here, there[:3], None, None).tolist() == here.tolist()
 
 
@@ -172,3 +144,21 @@ def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
     del given["ln_f.bias"]
     with pytest.raises(UserError, match=r"init_from=there holds .* another model \(ln_f\.bias: missing"):
         match_weights(initial, config, shapes, draw_zeros, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokenizer", "config", "expected"),
+    [
+        (5, ABC, DataConfig(), 5),
+        (2, ABC, DataConfig(), None),  # a token was added to the tokenizer, and no row to the model
+        (5, CharTokenizer("abd"), DataConfig(), None),
+        (5, ABC, DataConfig(vocab_size=8), None),
+        (5, None, DataConfig(), None),
+    ],
+)
+def test_an_embedding_keeps_its_rows_where_the_tokenizer_is_the_same(
+    rows: int, tokenizer: CharTokenizer | None, config: DataConfig, expected: int | None
+) -> None:
+    initial = InitialWeights({"wte.weight": torch.zeros(rows, 4)}, ABC, None, "there")
+    assert initial_rows(config, SingleProcess(), tokenizer, initial) == expected
+    assert initial_rows(config, SingleProcess(), tokenizer, None) is None
