@@ -81,9 +81,3 @@ def test_a_matrix_has_the_same_bits_in_every_batch(shape: tuple[int, int]) -> No
     alone = torch.cat([newton_schulz(matrix) for matrix in matrices.split(1)])
     for size in (2, 3, 5):
         assert torch.equal(torch.cat([newton_schulz(part) for part in matrices.split(size)]), alone)
-
-
-def test_no_matrix_is_left_alone_by_the_size_of_a_batch() -> None:
-    for count, lengths in ((1, [1]), (4, [4]), (5, [2, 3]), (8, [4, 4]), (9, [3, 3, 3])):
-        shapes = {f"h.{number}": (8, 24) for number in range(count)}
-        assert sorted(map(len, assign_batches(shapes, 1, "cpu")[0])) == lengths

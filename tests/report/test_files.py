@@ -13,33 +13,10 @@ from support.runs import make_run
 from mingpt.base.files import write_atomic
 from mingpt.report.files import JsonlSink, LineFile, SmallFile, read_records
 
-FULL = "No space left on device"
-
 
 def append(file: LineFile, *lines: str) -> None:
     for line in lines:
         file.write(f"{line}\n".encode())
-
-
-@pytest.mark.parametrize("function", ["write", "fsync", "replace"])
-def test_a_small_file_stays_as_it_was_until_there_is_room_which_is_said_once(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "run.json"
-    file = SmallFile(path)
-    file.write("before")
-    disk = FaultyDisk(monkeypatch, function, "run.json", partly=function == "write")
-    file.write("1")
-    file.write("2")
-    assert path.read_text() == "before" and file.unwritten == "2"
-    assert list(tmp_path.iterdir()) == [path], "a partial file would take room"
-    disk.broken = False
-    file.retry()
-    assert path.read_text() == "2" and file.unwritten is None
-    assert caplog.messages == [
-        f"{path} cannot be written ({FULL}): training goes on, and it is tried again",
-        f"{path} is written again",
-    ]
 
 
 def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """Who is in the group and who has to restart, on plain entries."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
-from mingpt.base.files import BadJson, check_json
 from mingpt.launch.elastic.decisions import (
     FINISHED,
     JOIN_HOLD_S,
@@ -17,7 +15,6 @@ from mingpt.launch.elastic.decisions import (
     Pulse,
     Restart,
     best_group,
-    busy,
     describe_wait,
     has_lost_member,
     is_complete,
@@ -35,16 +32,6 @@ def entry(name: str, reach: str = "abcdef", **fields: object) -> Entry:
 
 def running(name: str, round: str, members: str, number: int = 1, reach: str = "abcdef") -> Entry:
     return entry(name, reach, state=RUNNING, round=round, members=tuple(members), number=number)
-
-
-def test_an_entry_is_read_from_json_as_it_was_and_what_is_none_is_refused() -> None:
-    one = entry("a", members=("a", "b"), job="x")
-    content = json.loads(json.dumps(asdict(one)))
-    assert check_json(content, Entry) == one
-    wrong = [{}, [], "text", content | {"port": "1"}, content | {"reach": [1]}, content | {"more": 1}]
-    for bad in [*wrong, content | {"counter": True}, content | {"members": "ab"}]:
-        with pytest.raises(BadJson):
-            check_json(bad, Entry)
 
 
 def test_an_agent_is_alive_only_once_its_counter_changes() -> None:
@@ -120,14 +107,6 @@ def test_a_later_round_starts_once_each_former_member_is_here_or_gone() -> None:
 def test_the_job_and_its_number_come_from_whoever_went_furthest() -> None:
     assert job_of([entry("a"), entry("b")]) == ("", 0)
     assert job_of([entry("a", job="new", number=1), entry("b", job="old", number=7)]) == ("old", 7)
-
-
-def test_nobody_meets_while_a_round_goes_on_or_its_members_are_to_come() -> None:
-    waiting = entry("c", round="old")
-    assert busy([waiting, entry("a")]) == ([], [])
-    one = running("a", "r", "ab")
-    assert busy([waiting, one]) == ([one], [])
-    assert busy([waiting, one, entry("b", round="r")]) == ([], [one])
 
 
 def restart(
