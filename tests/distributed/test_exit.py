@@ -10,7 +10,7 @@ from mingpt.distributed.exit import is_lost_peer, is_timeout
         (RuntimeError("[tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:27271"), True, False),
         (RuntimeError("Connection reset by peer"), True, False),
         (RuntimeError("Application timeout caused pair closure"), True, True),
-        (RuntimeError("Timed out waiting 4000ms for recv operation to complete"), True, True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms"), True, True),
         (DistNetworkError("the client socket has failed"), True, False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False, False),
         (ValueError("Connection closed by peer"), False, False),
