@@ -54,14 +54,3 @@ def test_the_gradients_have_the_same_bits(arch: Arch, bf16: bool, length: int) -
     model.set_recompute(False)
     again = gradients(model, length, bf16)
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_nothing_is_recomputed_where_there_is_no_backward_pass(
-    training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model("gpt2", 40).train(training)
-    model.set_recompute(True)
-    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", None)
-    with torch.set_grad_enabled(not training):
-        forward(model, 40, bf16=False)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mingpt.config import OptimizerConfig
 from mingpt.optim import Exchange, Muon
-from mingpt.optim.muon import assign_batches, newton_schulz, wide
+from mingpt.optim.muon import newton_schulz
 
 SHAPES = {
     f"h.{number}": shape
@@ -54,18 +54,6 @@ def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -
         for name in SHAPES:
             together = torch.cat([part[number][name] for part in parts])
             assert torch.equal(together, expected[name]), name
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 9])
-def test_each_matrix_is_assigned_once_in_batches_of_one_shape(workers: int) -> None:
-    assigned = assign_batches(SHAPES, workers, "cpu")
-    assert len(assigned) == workers
-    batches = [batch for part in assigned for batch in part]
-    assert sorted(name for batch in batches for name in batch) == sorted(SHAPES)
-    for batch in batches:
-        assert len({wide(torch.empty(SHAPES[name])).shape for name in batch}) == 1
-    in_alone = sorted(batch for part in assign_batches(SHAPES, 1, "cpu") for batch in part)
-    assert sorted(batches) == in_alone
 
 
 def test_newton_schulz_brings_all_singular_values_near_one() -> None:

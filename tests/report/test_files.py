@@ -115,21 +115,6 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
 
 
-def test_records_past_the_step_are_not_followed_by_others_where_they_cannot_be_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    log_losses(JsonlSink(make_run(tmp_path)), range(1, 9))
-    disk = FaultyDisk(monkeypatch, "truncate", "metrics.jsonl", errno.EIO)
-    sink = resumed(tmp_path, 5)
-    log_losses(sink, range(6, 8))
-    assert sink.first_waiting() == 6 and steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8]
-    disk.broken = False
-    sink.log(8, {"train/loss": 8.5})
-    assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8] and sink.first_waiting() is None
-    assert records_in(path)[-1]["train/loss"] == 8.5
-
-
 def test_a_fresh_run_keeps_the_records_of_earlier_ones_that_made_a_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
