@@ -23,18 +23,13 @@ def make_model(arch: Arch, length: int) -> GPT:
     return model.train()
 
 
-def forward(model: GPT, length: int, bf16: bool) -> Tensor:
+def gradients(model: GPT, length: int, bf16: bool) -> list[Tensor]:
+    """The loss and every gradient; other random numbers are drawn between the two passes."""
     tokens = make_tokens(1, length)
     torch.manual_seed(9)  # of dropout
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         loss = model(tokens, tokens.roll(-1, 1))[1]
     assert loss is not None
-    return loss
-
-
-def gradients(model: GPT, length: int, bf16: bool) -> list[Tensor]:
-    """The loss and every gradient; other random numbers are drawn between the two passes."""
-    loss = forward(model, length, bf16)
     torch.manual_seed(10)
     model.zero_grad()
     loss.backward()
