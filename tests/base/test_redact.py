@@ -1,6 +1,5 @@
 """Credentials in URLs are hidden wherever they are shown; nothing prints the environment."""
 
-import re
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Start, command
+from conftest import Start, command
 
 from mingpt.base.urls import redact
 from mingpt.tools.jobs import torchrun
@@ -82,19 +81,3 @@ def test_no_secret_reaches_the_terminal_or_any_file(start: Start, server: str, t
         assert WORD not in job.out() + job.err()
     assert files_with(WORD, tmp_path) == []
     assert "http://me:***@127.0.0.1" in (tmp_path / "run" / "config.yaml").read_text()
-
-
-def test_the_environment_is_read_by_name_and_never_as_a_whole() -> None:
-    """distributed/launch.py reads a launcher's variables; the others hand a copy to programs they start."""
-    by_name = re.compile(r"os\.environ(\[|\.get\(|\.setdefault\(|\.pop\()")
-    whole = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "mingpt").rglob("*.py")
-        for line in path.read_text().splitlines()
-        if "os.environ" in by_name.sub("", line)
-    }
-    assert whole == {
-        "mingpt/distributed/launch.py",
-        "mingpt/launch/elastic/command.py",
-        "mingpt/tools/jobs.py",
-    }

@@ -1,3 +1,4 @@
+import math
 import os
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from mingpt.distributed.device import (
     cgroup_quota,
     check_device_types,
     find_device,
-    find_environment,
     resolve_dtype,
     usable_cores,
 )
@@ -42,26 +42,14 @@ def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tup
         ({"pod/other": "100000 100000", "pod/job": "800000 100000"}, 8.0),  # a neighbour's does not
         ({"pod": "700000 100000"}, 7.0),  # no file on the lowest level
         ({"pod/job": "damaged", "pod": "600000 100000"}, 6.0),
+        ({"pod/job": "max 100000"}, math.inf),
+        ({}, math.inf),
     ],
 )
 def test_the_smallest_quota_of_a_cgroup_and_those_above_it_counts(
     limits: dict[str, str], cores: float, tmp_path: Path
 ) -> None:
-    assert cgroup_quota(*make_cgroups(tmp_path, "0::/pod/job\n", limits)) == cores
-
-
-@pytest.mark.parametrize(
-    ("membership", "limits"),
-    [
-        ("0::/pod\n", {"pod": "max 100000"}),
-        ("0::/pod\n", {}),
-        ("0::/\n", {}),
-        ("3:cpu,cpuacct:/pod\n", {"pod": "100000 100000"}),  # cgroup v1 alone
-        ("", {}),
-    ],
-)
-def test_without_a_quota_there_is_no_limit(membership: str, limits: dict[str, str], tmp_path: Path) -> None:
-    assert cgroup_quota(*make_cgroups(tmp_path, membership, limits)) >= 1e9
+    assert cgroup_quota(*make_cgroups(tmp_path, "0::/pod/job\n", limits)) == pytest.approx(cores)
 
 
 def test_the_affinity_and_the_quota_both_limit_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,15 +100,6 @@ def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) ->
     with autocast(CPU, dtype):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
         assert not torch.is_autocast_cache_enabled()  # casts would take two bytes for each parameter
-
-
-def test_the_environment_names_what_the_bits_depend_on() -> None:
-    environment = find_environment(CPU, 3, torch.bfloat16)
-    assert environment.torch == torch.__version__
-    assert environment.threads == 3
-    assert environment.device.startswith("cpu ")
-    assert environment.device_type == "cpu"
-    assert (environment.dtype, environment.compiled) == ("bfloat16", False)
 
 
 def test_workers_with_different_kinds_of_devices_are_refused() -> None:

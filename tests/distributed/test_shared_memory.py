@@ -1,7 +1,6 @@
 """Real ranks of this machine, which share memory; what they raise once a peer is gone or frozen."""
 
-import contextlib
-import gc
+import functools
 import os
 import signal
 import socket
@@ -54,20 +53,6 @@ def test_after_a_barrier_all_ranks_see_what_each_has_written(ranks: int) -> None
     assert results_of(ranks, exchange_numbers) == [expected] * ranks
 
 
-def lose_rank_1(context: DistributedContext) -> float:
-    """Seconds until the loss of a peer is noticed."""
-    memory = connected(context)
-    memory.begin(8)
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(Exception, match="Connection closed by worker 1") as raised:
-        memory.barrier()
-        memory.barrier()
-    assert is_lost_peer(raised.value) and not is_timeout(raised.value)
-    return time.monotonic() - began
-
-
 def gather_parts(context: DistributedContext) -> list[bool]:
     """Whether each rank's part came as it was, by gloo and by the segments, in rounds of other sizes."""
     as_expected = []
@@ -88,12 +73,6 @@ def gather_parts(context: DistributedContext) -> list[bool]:
 def test_parts_of_several_sizes_reach_all_ranks(ranks: int) -> None:
     """Also one of no elements."""
     assert results_of(ranks, gather_parts) == [6 * ranks * [True]] * ranks
-
-
-def test_a_killed_peer_is_noticed_at_once() -> None:
-    noticed_s, killed = fork_ranks(2, lose_rank_1)
-    assert killed is None
-    assert isinstance(noticed_s, float) and noticed_s < TIMEOUT_S / 2
 
 
 def end_after_rank_0_has_gone(context: DistributedContext) -> bool:
@@ -117,21 +96,34 @@ def test_a_peer_may_leave_once_it_has_read() -> None:
     assert all(results_of(2, end_after_rank_0_has_gone))
 
 
-def freeze_rank_1(context: DistributedContext) -> float:
-    memory, pids = connected(context, timeout_s=1.0), context.all_gather_object(os.getpid())
+def lose_rank_1(context: DistributedContext, kind: signal.Signals, timeout_s: float, message: str) -> float:
+    """Seconds until it is noticed that rank 1 has got this signal; rank 0 wakes it afterwards."""
+    memory, pids = connected(context, timeout_s), context.all_gather_object(os.getpid())
+    memory.begin(8)
     if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), kind)
         return 0.0
     began = time.monotonic()
-    with pytest.raises(Exception, match="Timed out after 1 s waiting for worker 1") as raised:
+    with pytest.raises(Exception, match=message) as raised:
         memory.barrier()
+    assert is_lost_peer(raised.value) and is_timeout(raised.value) == (kind == signal.SIGSTOP)
     os.kill(pids[1], signal.SIGCONT)
-    assert is_lost_peer(raised.value) and is_timeout(raised.value)
     return time.monotonic() - began
 
 
-def test_a_frozen_peer_is_noticed_after_the_time_limit() -> None:
-    assert 1.0 <= results_of(2, freeze_rank_1)[0] < 5.0
+@pytest.mark.parametrize(
+    ("kind", "timeout_s", "message", "least_s"),
+    [
+        (signal.SIGKILL, TIMEOUT_S, "Connection closed by worker 1", 0.0),
+        (signal.SIGSTOP, 1.0, "Timed out after 1 s waiting for worker 1", 1.0),
+    ],
+)
+def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_after_the_time_limit(
+    kind: signal.Signals, timeout_s: float, message: str, least_s: float
+) -> None:
+    work = functools.partial(lose_rank_1, kind=kind, timeout_s=timeout_s, message=message)
+    noticed_s, _ = fork_ranks(2, work)
+    assert isinstance(noticed_s, float) and least_s <= noticed_s < TIMEOUT_S / 2
 
 
 def without_memfd_on_rank_1(context: DistributedContext) -> bool:
@@ -156,35 +148,6 @@ def refused_on_rank_1(context: DistributedContext) -> bool:
 @pytest.mark.parametrize("work", [without_memfd_on_rank_1, on_another_node, refused_on_rank_1])
 def test_where_one_rank_cannot_no_rank_does(work: Callable[[DistributedContext], bool]) -> None:
     assert results_of(3, work) == [True] * 3
-
-
-def open_files() -> list[str]:
-    """Sockets and files without a name that this process has open."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them, and those of the store
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return [path for path in found if path.startswith(("socket:", "/memfd:"))]
-
-
-def connect_and_forget(context: DistributedContext) -> set[str]:
-    """What is open after memory was shared that was not open before."""
-    context.all_gather_object(None)
-    before = open_files()
-    memory = connected(context)
-    for count in (10, 1_000_000):
-        memory.begin(4 * count)
-        memory.barrier()
-        memory.end()
-    context.all_gather_object(None)
-    del memory
-    context.memory = None
-    gc.collect()
-    return set(open_files()) - set(before)
-
-
-def test_nothing_is_left_open() -> None:
-    assert results_of(2, connect_and_forget) == [set(), set()]
 
 
 def meet_as_rank_1(name: bytes, pids: list[int]) -> None:

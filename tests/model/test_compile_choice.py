@@ -81,13 +81,6 @@ def test_a_resumed_run_goes_on_as_its_snapshot_was_computed(recorded: bool, step
     assert choice.is_compiled is recorded and choice.reason.endswith("as the snapshot was computed")
 
 
-@pytest.mark.parametrize("recorded", [None, False, True])
-@pytest.mark.parametrize("asked", [False, True])
-def test_true_and_false_win(asked: bool, recorded: bool | None) -> None:
-    choice = choose_compile(build({"trainer.compile": asked}), 65, "cpu", recorded)
-    assert choice.is_compiled is asked and choice.reason == f"trainer.compile={str(asked).lower()}"
-
-
 def test_a_compiled_run_cannot_go_on_with_recomputation_unless_it_is_told_to_leave_the_compiler() -> None:
     with pytest.raises(UserError, match="set it back to none, or go on without the compiler"):
         choose_compile(build({"trainer.recompute": "block"}), 65, "cpu", recorded=True)

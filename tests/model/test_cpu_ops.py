@@ -28,11 +28,8 @@ def x() -> Tensor:
     return torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
 
 
-def test_rms_norm_is_that_of_torch(x: Tensor) -> None:
+def test_the_norm_and_the_activation_are_those_of_torch(x: Tensor) -> None:
     assert_same(cpu_ops.rms_norm(x), F.rms_norm(x, (24,), eps=cpu_ops.EPSILON), x)
-
-
-def test_squared_relu_is_the_square_of_relu(x: Tensor) -> None:
     assert_same(cpu_ops.squared_relu(x), F.relu(x).square(), x)
 
 

@@ -5,11 +5,7 @@ import torch
 
 from mingpt.model.layers import (
     Dropout,
-    compiling_for_cpu,
-    use_torch_ops,
 )
-
-X = torch.linspace(-4, 4, 60, dtype=torch.float64).view(5, 12)
 
 
 @pytest.mark.parametrize("compiling", [False, True])
@@ -22,14 +18,3 @@ def test_dropout_drops_in_training_alone(compiling: bool, monkeypatch: pytest.Mo
     assert torch.equal(dropped[dropped != 0].unique(), torch.tensor([4 / 3]))
     layer.eval()
     assert torch.equal(layer(x), x)
-
-
-def test_only_a_cpu_without_a_compiler_uses_the_operations_of_cpu_ops(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    elsewhere = torch.empty(3, device="meta")
-    assert (use_torch_ops(X), use_torch_ops(elsewhere)) == (False, True)
-    assert not compiling_for_cpu(X)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert (use_torch_ops(X), use_torch_ops(elsewhere)) == (True, True)
-    assert (compiling_for_cpu(X), compiling_for_cpu(elsewhere)) == (True, False)

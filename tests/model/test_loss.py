@@ -49,6 +49,7 @@ def test_chunks_have_the_loss_and_the_gradient_of_the_whole(
     monkeypatch.setattr(loss, "MAX_LOGITS", max_logits)
     monkeypatch.setattr(loss, "padding", lambda _: padded)
     x, weight, targets = features()
+    torch.testing.assert_close(loss.logits(x, weight), x @ weight.T)
     expected = F.cross_entropy(x @ weight.T, targets)
     value = loss.chunked_cross_entropy(x, weight, targets)
     torch.testing.assert_close(value, expected)
@@ -68,15 +69,6 @@ def test_under_autocast_the_gradient_is_as_exact_as_that_of_torch() -> None:
         assert other.dtype == right.dtype
 
 
-def test_padding_changes_no_logit(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = (tensor.detach().double().requires_grad_() for tensor in features()[:2])
-    expected = loss.logits(x, weight)
-    monkeypatch.setattr(loss, "padding", lambda _: 24)
-    padded = loss.logits(x, weight)
-    torch.testing.assert_close(padded, expected)
-    torch.testing.assert_close(gradients(padded.sum(), x, weight), gradients(expected.sum(), x, weight))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_a_large_vocabulary_never_has_all_its_logits(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(arch="gpt2", n_layer=1, n_head=1, n_embd=32)
@@ -91,14 +83,10 @@ def test_a_large_vocabulary_never_has_all_its_logits(training: bool, monkeypatch
         return value.detach(), largest.elements
 
     whole, all_logits = run()
-    expected = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
     assert all_logits == tokens.numel() * 2000
-    model.zero_grad()
     monkeypatch.setattr(loss, "MAX_LOGITS", 128 * 2000)
     value, elements = run()
     assert elements == 128 * 2000
     torch.testing.assert_close(value, whole)
-    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    torch.testing.assert_close(grads, expected)
     assert model(tokens, tokens)[0] is None
     assert model(tokens)[0] is not None

@@ -23,18 +23,13 @@ def make_model(arch: Arch, length: int) -> GPT:
     return model.train()
 
 
-def forward(model: GPT, length: int, bf16: bool) -> Tensor:
+def gradients(model: GPT, length: int, bf16: bool) -> list[Tensor]:
+    """The loss and every gradient; other random numbers are drawn between the two passes."""
     tokens = make_tokens(1, length)
     torch.manual_seed(9)  # of dropout
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         loss = model(tokens, tokens.roll(-1, 1))[1]
     assert loss is not None
-    return loss
-
-
-def gradients(model: GPT, length: int, bf16: bool) -> list[Tensor]:
-    """The loss and every gradient; other random numbers are drawn between the two passes."""
-    loss = forward(model, length, bf16)
     torch.manual_seed(10)
     model.zero_grad()
     loss.backward()
@@ -54,14 +49,3 @@ def test_the_gradients_have_the_same_bits(arch: Arch, bf16: bool, length: int) -
     model.set_recompute(False)
     again = gradients(model, length, bf16)
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_nothing_is_recomputed_where_there_is_no_backward_pass(
-    training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model("gpt2", 40).train(training)
-    model.set_recompute(True)
-    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", None)
-    with torch.set_grad_enabled(not training):
-        forward(model, 40, bf16=False)

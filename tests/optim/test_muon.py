@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mingpt.config import OptimizerConfig
 from mingpt.optim import Exchange, Muon
-from mingpt.optim.muon import assign_batches, newton_schulz, wide
+from mingpt.optim.muon import newton_schulz
 
 SHAPES = {
     f"h.{number}": shape
@@ -56,18 +56,6 @@ def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -
             assert torch.equal(together, expected[name]), name
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 9])
-def test_each_matrix_is_assigned_once_in_batches_of_one_shape(workers: int) -> None:
-    assigned = assign_batches(SHAPES, workers, "cpu")
-    assert len(assigned) == workers
-    batches = [batch for part in assigned for batch in part]
-    assert sorted(name for batch in batches for name in batch) == sorted(SHAPES)
-    for batch in batches:
-        assert len({wide(torch.empty(SHAPES[name])).shape for name in batch}) == 1
-    in_alone = sorted(batch for part in assign_batches(SHAPES, 1, "cpu") for batch in part)
-    assert sorted(batches) == in_alone
-
-
 def test_newton_schulz_brings_all_singular_values_near_one() -> None:
     """Its coefficients are chosen for about 0.7 to 1.2."""
     torch.manual_seed(1)
@@ -81,9 +69,3 @@ def test_a_matrix_has_the_same_bits_in_every_batch(shape: tuple[int, int]) -> No
     alone = torch.cat([newton_schulz(matrix) for matrix in matrices.split(1)])
     for size in (2, 3, 5):
         assert torch.equal(torch.cat([newton_schulz(part) for part in matrices.split(size)]), alone)
-
-
-def test_no_matrix_is_left_alone_by_the_size_of_a_batch() -> None:
-    for count, lengths in ((1, [1]), (4, [4]), (5, [2, 3]), (8, [4, 4]), (9, [3, 3, 3])):
-        shapes = {f"h.{number}": (8, 24) for number in range(count)}
-        assert sorted(map(len, assign_batches(shapes, 1, "cpu")[0])) == lengths

@@ -21,66 +21,24 @@ def make_gradients(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
     return [[torch.randn_like(parameter) for parameter in parameters] for _ in range(LEAVES)]
 
 
-def make_strategy(grads_are_static: bool = False) -> ExactReduction:
+@pytest.mark.parametrize("grads_are_static", [False, True])
+def test_gradients_that_the_next_backward_pass_overwrites_are_copied_and_summed_along_the_tree(
+    grads_are_static: bool,
+) -> None:
+    """Without the copies the sum is another one, so that this test can fail."""
     strategy = ExactReduction(StrategySetup(make_model(), [], [range(LEAVES)], (1, 1), SingleProcess()))
     strategy.prepare(lambda tokens, targets: torch.zeros(()), grads_are_static)
-    return strategy
-
-
-def reduce_step(
-    strategy: ExactReduction,
-    gradients: list[list[Tensor]],
-    memory: list[Tensor] | None = None,
-) -> None:
-    """One step whose backward passes give these gradients; each of them overwrites `memory`, if given."""
-    strategy.start_step()
-    for number in strategy.my_micro_batches:
-        with strategy.micro_batch(number):
-            for place, parameter in enumerate(strategy.parameters):
-                gradient = gradients[number][place]
-                parameter.grad = gradient.clone() if memory is None else memory[place].copy_(gradient)
-    strategy.finish_step()
-
-
-def sum_of_tree(gradients: list[list[Tensor]]) -> list[Tensor]:
-    """((0 + 1) + (2 + 3)) + (4 + 5), for each parameter."""
-    return [(a + b + (c + d)) + (e + f) for a, b, c, d, e, f in zip(*gradients, strict=True)]
-
-
-def equals(strategy: ExactReduction, expected: list[Tensor]) -> bool:
-    gradients = strategy.gradients().values()
-    return all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
-
-
-def test_the_gradient_of_a_step_is_the_sum_along_the_tree() -> None:
-    strategy = make_strategy()
     gradients = make_gradients(strategy.parameters)
-    for _ in range(2):  # nothing is left of the step before
-        reduce_step(strategy, gradients)
-        assert equals(strategy, sum_of_tree(gradients))
-        strategy.finish_update()
-        assert all(parameter.grad is None for parameter in strategy.parameters)
-
-
-@pytest.mark.parametrize("grads_are_static", [False, True])
-def test_gradients_that_the_next_backward_pass_overwrites_are_copied(grads_are_static: bool) -> None:
-    """Without the copies the sum is another one, so that this test can fail."""
-    strategy = make_strategy(grads_are_static)
-    gradients = make_gradients(strategy.parameters)
+    expected = [(a + b + (c + d)) + (e + f) for a, b, c, d, e, f in zip(*gradients, strict=True)]
     memory = [torch.empty_like(parameter) for parameter in strategy.parameters]
-    reduce_step(strategy, gradients, memory)
-    assert equals(strategy, sum_of_tree(gradients)) == grads_are_static
-
-
-@pytest.mark.parametrize(("max_norm", "clipped"), [(0.5, 0.5), (1000.0, None), (0.0, None)])
-def test_the_norm_before_clipping_is_returned(max_norm: float, clipped: float | None) -> None:
-    strategy = make_strategy()
-    reduce_step(strategy, make_gradients(strategy.parameters))
-    before = gradient_norm(strategy)
-    assert before > 0.5
-    assert float(strategy.clip_grad_norm_(max_norm)) == pytest.approx(before)
-    assert gradient_norm(strategy) == pytest.approx(clipped or before, rel=1e-4)
-
-
-def gradient_norm(strategy: ExactReduction) -> float:
-    return float(torch.cat([gradient.flatten() for gradient in strategy.gradients().values()]).norm())
+    for _ in range(2):  # nothing is left of the step before
+        strategy.start_step()
+        for number in strategy.my_micro_batches:
+            with strategy.micro_batch(number):
+                for place, parameter in enumerate(strategy.parameters):
+                    parameter.grad = memory[place].copy_(gradients[number][place])
+        strategy.finish_step()
+        found = strategy.gradients().values()
+        is_sum = all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert is_sum == grads_are_static
+        strategy.finish_update()

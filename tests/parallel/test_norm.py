@@ -73,10 +73,6 @@ def test_the_norm_of_a_row_does_not_depend_on_its_neighbours(columns: int, threa
         assert torch.equal(torch.cat([row_norms(part) for part in rows.split(size)]), whole)
 
 
-def test_no_rows_have_no_norms() -> None:
-    assert row_norms(torch.empty(0, 5)).shape == row_norms(torch.empty(0)).shape == (0,)
-
-
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_has_such_a_norm(broken: float) -> None:
     gradient = torch.ones(3, 4)

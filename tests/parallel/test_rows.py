@@ -14,12 +14,6 @@ def test_the_rows_of_the_ranks_are_those_of_torch_chunk(workers: int) -> None:
         assert [len(part) for part in rows] == theirs + [0] * (workers - len(theirs))
 
 
-def test_ranks_beyond_the_rows_have_an_empty_range_at_the_end() -> None:
-    """So that a slice of it is empty, too."""
-    assert split_rows(4, 3) == [range(2), range(2, 4), range(4, 4)]
-    assert split_rows(0, 2) == [range(0), range(0)]
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"), [((5,), [2, 2, 1]), ((5, 3), [6, 6, 3]), ((2, 3, 4), [12, 12, 0])]
 )

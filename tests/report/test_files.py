@@ -13,33 +13,10 @@ from support.runs import make_run
 from mingpt.base.files import write_atomic
 from mingpt.report.files import JsonlSink, LineFile, SmallFile, read_records
 
-FULL = "No space left on device"
-
 
 def append(file: LineFile, *lines: str) -> None:
     for line in lines:
         file.write(f"{line}\n".encode())
-
-
-@pytest.mark.parametrize("function", ["write", "fsync", "replace"])
-def test_a_small_file_stays_as_it_was_until_there_is_room_which_is_said_once(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "run.json"
-    file = SmallFile(path)
-    file.write("before")
-    disk = FaultyDisk(monkeypatch, function, "run.json", partly=function == "write")
-    file.write("1")
-    file.write("2")
-    assert path.read_text() == "before" and file.unwritten == "2"
-    assert list(tmp_path.iterdir()) == [path], "a partial file would take room"
-    disk.broken = False
-    file.retry()
-    assert path.read_text() == "2" and file.unwritten is None
-    assert caplog.messages == [
-        f"{path} cannot be written ({FULL}): training goes on, and it is tried again",
-        f"{path} is written again",
-    ]
 
 
 def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:
@@ -136,21 +113,6 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 4.0}\n{"step": 2, "tra')
     resumed(tmp_path, 2).log(2, {"train/loss": 3.0})
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
-
-
-def test_records_past_the_step_are_not_followed_by_others_where_they_cannot_be_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    log_losses(JsonlSink(make_run(tmp_path)), range(1, 9))
-    disk = FaultyDisk(monkeypatch, "truncate", "metrics.jsonl", errno.EIO)
-    sink = resumed(tmp_path, 5)
-    log_losses(sink, range(6, 8))
-    assert sink.first_waiting() == 6 and steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8]
-    disk.broken = False
-    sink.log(8, {"train/loss": 8.5})
-    assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7, 8] and sink.first_waiting() is None
-    assert records_in(path)[-1]["train/loss"] == 8.5
 
 
 def test_a_fresh_run_keeps_the_records_of_earlier_ones_that_made_a_step(

@@ -1,11 +1,9 @@
-import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.faults import FaultyDisk
 
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS
@@ -127,15 +125,6 @@ def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytes
     assert (tmp_path / "damaged-run.json").read_text() == content
     assert "is damaged and set aside as damaged-run.json" in caplog.text
     assert len(read(tmp_path)["generations"]) == 1
-
-
-def test_a_damaged_history_that_cannot_be_renamed_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "run.json").write_text("{")
-    FaultyDisk(monkeypatch, "replace", "run.json", errno.EIO)
-    begin(open_history(tmp_path), 1, 0, None, False, [])
-    assert "is damaged and cannot be renamed (Input/output error)" in caplog.text
 
 
 def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path: Path) -> None:

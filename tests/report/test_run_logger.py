@@ -218,14 +218,3 @@ def test_a_failure_is_recorded(tmp_path: Path) -> None:
     generation = json.loads((tmp_path / "run.json").read_text())["generations"][-1]
     assert status(tmp_path) == "failed"
     assert (generation["to_step"], generation["end"]) == (7, "failed: ValueError: twice two")
-
-
-def test_a_restart_says_only_what_happened_to_the_generation_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "mingpt")
-    make_logger(tmp_path)
-    logger = make_logger(tmp_path, is_restart=True)
-    caplog.clear()
-    logger.plan(0, 12_345, 48, "not compiled", [range(8)], "the folder")
-    assert caplog.messages == ["all workers vanished at step 0; resumed from 0 with 1 worker"]

@@ -132,17 +132,6 @@ def resumed(run_dir: Path, step: int, generation: int = 2) -> RunInfo:
     return replace(run, generation=generation, previous_end=end)
 
 
-@pytest.mark.parametrize(
-    ("step", "first_missing", "sent"), [(10, 0, range(11)), (10, 8, [8, 9, 10]), (10, 12, []), (0, 0, [])]
-)
-def test_what_it_lacks_up_to_the_step_of_the_start_comes_from_metrics_jsonl(
-    step: int, first_missing: int, sent: list[int], tmp_path: Path
-) -> None:
-    destination = make_destination(first_missing)
-    Follower(resumed(tmp_path, step), destination).close()
-    assert destination.mock_calls[1:-1] == [call.log(one, {"train/loss": float(one)}) for one in sent]
-
-
 def log_steps(run: RunInfo, steps: range, factor: float = 1.0) -> None:
     sink = Follower(run, TensorBoard(run))
     for step in steps:
@@ -165,11 +154,6 @@ def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_i
     assert "generation 2: worker 1 vanished at step 12" in dict(texts["restart"][:1])[10]
     log_steps(replace(resumed(tmp_path, 0), generation=4), range(2), factor=4.0)
     assert read_scalars(tmp_path)["train/loss"] == [(0, 0.0), (1, 4.0)]
-
-
-def test_tensorboard_turned_on_in_the_middle_of_a_run_holds_the_whole_of_it(tmp_path: Path) -> None:
-    log_steps(resumed(tmp_path, 10), range(11, 13))
-    assert [step for step, _ in read_scalars(tmp_path)["train/loss"]] == list(range(13))
 
 
 def test_an_event_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:

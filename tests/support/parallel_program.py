@@ -24,7 +24,6 @@ from mingpt.config import ModelConfig
 from mingpt.distributed import DistributedContext
 from mingpt.model import GPT, LossModule, draw_weight
 from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, ddp, split_rows
-from mingpt.parallel.fsdp import ExactFSDPReduction
 from support.forks import results_of
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, STEPS = 7, 2, 4, 11, 2
@@ -59,7 +58,6 @@ class Outcome:
     held: dict[str, Tensor] = field(default_factory=dict)  # what it holds of the weights
     eval_loss: float = 0.0
     any_of_one: tuple[bool, bool] = (False, True)  # any() where rank 0 alone is asked for, and nobody
-    sum_bytes: list[int] = field(default_factory=list)  # that partial sums keep, after each micro-batch
 
 
 GROUPS: dict[str, dict[str, Case]] = {
@@ -143,7 +141,7 @@ def make_batch(number: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def run_step(case: Case, strategy: Strategy, step: int, outcome: Outcome) -> None:
+def run_step(case: Case, strategy: Strategy, step: int) -> None:
     """The gradients of a step, not yet clipped."""
     strategy.start_step()
     for number in strategy.my_micro_batches:
@@ -152,15 +150,7 @@ def run_step(case: Case, strategy: Strategy, step: int, outcome: Outcome) -> Non
             with autocast(case):
                 loss = strategy.forward(*make_batch(100 * step + number))
             (loss * strategy.loss_scale).backward()
-        if isinstance(strategy, ExactFSDPReduction):
-            outcome.sum_bytes.append(kept_bytes(strategy))
     strategy.finish_step()
-
-
-def kept_bytes(strategy: ExactFSDPReduction) -> int:
-    """Of the memory that partial sums keep from being freed."""
-    parts = [part for scatter in strategy.scatters for _, _, part in scatter.partial_sums]
-    return sum(part.untyped_storage().nbytes() for part in parts)
 
 
 def clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +161,7 @@ def train(case: Case, context: DistributedContext) -> Outcome:
     model, strategy = make_strategy(case, context)
     outcome = Outcome()
     for step in range(STEPS):
-        run_step(case, strategy, step, outcome)
+        run_step(case, strategy, step)
         gradients = strategy.gradients()
         outcome.gradients = clone(gradients)
         outcome.norm = float(strategy.clip_grad_norm_(MAX_NORM))

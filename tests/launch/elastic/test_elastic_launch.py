@@ -1,6 +1,5 @@
 """The options of launch/elastic.sh, and the torchrun command that it makes of them."""
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from conftest import ROOT
 
 from mingpt.base.errors import UserError
-from mingpt.launch.elastic.command import check_local_addr, list_addresses, torchrun_command
+from mingpt.launch.elastic.command import torchrun_command
 
 GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "n1:29400,n2:29400", "--local_addr", "127.0.0.1"]
 
@@ -79,10 +78,3 @@ def test_the_script_works_from_any_folder_and_refuses_in_one_line(tmp_path: Path
     done = subprocess.run([script, "--nnodes", "1"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-
-
-def test_interfaces_are_those_that_the_system_lists() -> None:
-    addresses = list_addresses()
-    assert addresses["127.0.0.1"] == "lo"
-    assert set(addresses.values()) <= set(os.listdir("/sys/class/net"))
-    assert check_local_addr("127.0.0.77") == ("127.0.0.77", "lo")

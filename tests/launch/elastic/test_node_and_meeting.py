@@ -73,27 +73,19 @@ def test_who_posts_no_more_is_gone_once_it_does_not_answer(
     assert node.view().gone == (set() if answers else {"a"})
 
 
-def test_who_sees_no_board_takes_nobody_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sees_no_board_takes_nobody_for_gone_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_later(n: int) -> list[Entry]:
         if n > 4:
-            raise TimeoutError
+            raise PermissionError(13, "Permission denied")
         return [other("a", counter=n)]
 
     monkeypatch.setattr(node_module, "request", silent)
     monkeypatch.setattr(node_module, "FRESH_S", 0.5)
-    node = started(FakeBoard("board", fail_later))
+    node = started(FakeBoard("/shared/meet", fail_later))
     wait_until(lambda: alive(node) == {"a"})
     wait_until(lambda: not node.view().is_fresh)
     assert node.view().gone == frozenset()
-
-
-def test_a_board_that_fails_is_named_with_its_reason() -> None:
-    def fail(n: int) -> list[Entry]:
-        raise PermissionError(13, "Permission denied")
-
-    node = started(FakeBoard("/shared/meet", fail))
-    wait_until(lambda: node.view().troubles == ("/shared/meet: Permission denied",))
-    assert not node.view().is_fresh
+    assert "/shared/meet: Permission denied" in node.view().troubles
 
 
 def test_a_board_that_hangs_keeps_no_agent_from_ending() -> None:
