@@ -262,6 +262,8 @@ class Claim:
             with self.failure_logged("freed of earlier ones"):  # they no longer count
                 for earlier in self.numbers()[1:]:
                     self.remove(earlier)
+        elif newest > number:
+            self.remove(number)  # it was free only because newer claims exist, and must not count after them
 
     def create_object(self, path: str, content: bytes) -> None:
         """Create an object. Raises FileExistsError where the driver can tell."""
