@@ -68,8 +68,6 @@ def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
     path = str(PLAY)
     floor = about["val_nats_per_character"]
     assert make_corpus(content, DataConfig(path=path)).entropy_floor == floor
-    assert make_corpus(content, DataConfig(path=f"file://{path}")).entropy_floor == floor
-    assert make_corpus(content, DataConfig(path=path, tokenizer="char")).entropy_floor == floor
     assert make_corpus(content, DataConfig(path=path, val_fraction=0.2)).entropy_floor is None
     assert make_corpus(content[:-1], DataConfig(path=path)).entropy_floor is None
 

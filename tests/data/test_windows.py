@@ -73,5 +73,3 @@ def test_batches_before_one_that_cannot_be_used_come_first(tmp_path: Path) -> No
     ):
         found.extend(batches)
     assert [batch[0][0, 0].item() for batch in found] == [start % 50 for start in range(0, 192, 32)]
-    whole = CharDataset((np.arange(400) % 50).astype(np.uint8), 8)
-    assert torch.equal(found[-1][1], list(whole.batches(range(0, 390, 8), 4))[len(found) - 1][1])
