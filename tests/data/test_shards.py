@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
-from mingpt.base.errors import ExpectedError, UserError
-from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
+from mingpt.base.errors import UserError
+from mingpt.data.shards import TokenShards, is_shards, open_shards
 
 RNG = np.random.default_rng(0)
 
@@ -138,21 +138,18 @@ def test_without_validation_files_the_tail_is_validation(val_fraction: float, tm
     assert everything(data.val) == tokens[n_train:].tolist()
 
 
-def mixed_shards(folder: Path) -> tuple[ShardData, np.ndarray, np.ndarray]:
-    """Shards of 1 to 50 tokens in both types; returns what they hold, too."""
+def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
+    """In shards of 1 to 50 tokens in both types."""
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     for split, files in (("train", 60), ("val", 5)):
         for number in range(files):
             wide = bool(RNG.integers(2))
-            tokens = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
-            write_llmc(folder / f"{split}_{number}.bin", tokens, wide=wide)
-            parts[split].append(tokens)
-    return open_shards(str(folder), 0.1), np.concatenate(parts["train"]), np.concatenate(parts["val"])
-
-
-def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
-    data, train, val = mixed_shards(tmp_path)
-    for tokens, expected in ((data.train, train), (data.val, val)):
+            part = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
+            write_llmc(tmp_path / f"{split}_{number}.bin", part, wide=wide)
+            parts[split].append(part)
+    data = open_shards(str(tmp_path), 0.1)
+    for tokens, split in ((data.train, "train"), (data.val, "val")):
+        expected = np.concatenate(parts[split])
         assert len(tokens) == len(expected)
         for _ in range(200):
             length = int(RNG.integers(1, min(len(expected), 300) + 1))
@@ -160,14 +157,6 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
             windows = tokens.read(starts, length)
             assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
             assert windows.tolist() == [expected[start : start + length].tolist() for start in starts]
-
-
-@pytest.mark.parametrize("start", [-1, 3, 10])
-def test_a_window_outside_of_the_array_is_never_read(start: int, tmp_path: Path) -> None:
-    write_llmc(tmp_path / "a.bin", range(10))
-    data = open_shards(str(tmp_path / "a.bin"), 0.5)
-    with pytest.raises(IndexError):
-        data.train.read([0, start], 3)
 
 
 def test_a_position_is_named_by_its_file(tmp_path: Path) -> None:
@@ -188,9 +177,6 @@ def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path)
         tokens.read([500], 4)
     path.unlink()
     with pytest.raises(UserError, match=r"a\.bin cannot be read: No such file"):
-        tokens.read([0], 4)
-    path.mkdir()  # stands for a file system that fails for a while
-    with pytest.raises(ExpectedError, match=r"a\.bin cannot be read: Is a directory"):
         tokens.read([0], 4)
 
 
@@ -238,13 +224,9 @@ def overwrite(path: Path, place: int, content: bytes) -> None:
         file.write(content)
 
 
-def int32(number: int) -> bytes:
-    return number.to_bytes(4, "little", signed=True)
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong magic": (
-        lambda folder: overwrite(folder / "train_3.bin", 0, int32(1234)),
+        lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(1234).tobytes()),
         r"/train_3\.bin begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, name it "
         r"train\.bin or val\.bin; otherwise leave it out of data\.path$",
     ),
@@ -253,11 +235,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"/tokens\.bin begins with 0",
     ),
     "version": (
-        lambda folder: overwrite(folder / "train_3.bin", 4, int32(2)),
+        lambda folder: overwrite(folder / "train_3.bin", 4, np.int32(2).tobytes()),
         r"/train_3\.bin begins with .* version 2",
     ),
     "version of the wide type": (
-        lambda folder: overwrite(folder / "train_3.bin", 0, int32(20240801)),
+        lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(20240801).tobytes()),
         r"/train_3\.bin begins with 20240801 and version 1",
     ),
     "longer than it says": (
@@ -273,7 +255,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"/train_3\.bin has 0 bytes.* header of 1,024",
     ),
     "negative count": (
-        lambda folder: overwrite(folder / "train_3.bin", 8, int32(-5)),
+        lambda folder: overwrite(folder / "train_3.bin", 8, np.int32(-5).tobytes()),
         r"/train_3\.bin .* -5 tokens",
     ),
     "odd size": (

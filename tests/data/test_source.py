@@ -45,8 +45,6 @@ def test_a_remote_text_is_cached_and_its_checksum_holds(
     assert cached.read_bytes() == TEXT
     (tmp_path / "texts.zip").unlink()
     assert read_bytes(DataConfig(path=url, sha256=digest)) == TEXT
-    with pytest.raises(UserError, match=r"cannot be read|does not exist"):
-        read_bytes(DataConfig(path=url, sha256="0" * 64))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
@@ -59,15 +57,12 @@ def test_a_text_that_cannot_be_cached_is_used_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    disk = FaultyDisk(monkeypatch, function, str(tmp_path / "cache"), code)
+    FaultyDisk(monkeypatch, function, str(tmp_path / "cache"), code)
     url = f"{served}/play.txt"
     assert read_bytes(DataConfig(path=url)) == TEXT
     (line,) = caplog.messages
     assert line.startswith(f"{url} is not cached ([Errno {code}] ")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
-    disk.broken = False
-    assert read_bytes(DataConfig(path=url)) == TEXT
-    assert len([path for path in (tmp_path / "cache").rglob("*") if path.is_file()]) == 1
 
 
 class RefusingHandler(http.server.BaseHTTPRequestHandler):
