@@ -1,14 +1,12 @@
 import functools
-import hashlib
 import http.server
-import json
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.vocabularies import GPT2_FILES, cl100k_like, gpt2, gpt2_content
+from support.web import serving
 
 from mingpt.base.errors import UserError
 from mingpt.data import load_named_tokenizer, read_named_tokenizer, source
@@ -22,14 +20,9 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "served"
     shutil.copytree(GPT2_FILES, folder)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        monkeypatch.setattr(source, "GPT2_URL", f"http://127.0.0.1:{server.server_port}")
+    with serving(functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))) as url:
+        monkeypatch.setattr(source, "GPT2_URL", url)
         yield folder
-        server.shutdown()
-        thread.join()
 
 
 def test_gpt2_is_fetched_once_and_cached(served: Path) -> None:
@@ -37,11 +30,6 @@ def test_gpt2_is_fetched_once_and_cached(served: Path) -> None:
     assert tokenizer.to_bytes() == gpt2_content() and len(tokenizer) == 50257
     shutil.rmtree(served)
     assert load_named_tokenizer("gpt2").to_bytes() == gpt2_content()
-
-
-def test_the_fixed_checksums_are_those_of_gpt2s_files() -> None:
-    for name, sha256 in (source.GPT2_VOCAB, source.GPT2_MERGES):
-        assert hashlib.sha256((GPT2_FILES / name).read_bytes()).hexdigest() == sha256
 
 
 @pytest.mark.parametrize("name", ["encoder.json", "vocab.bpe"])
@@ -61,14 +49,10 @@ def test_an_address_that_does_not_answer_is_one_sentence(
     served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "GPT2_URL", "http://127.0.0.1:9")  # nothing listens there
-    with pytest.raises(UserError) as error:
+    begin = r"^data\.tokenizer=gpt2: http://127\.0\.0\.1:9/encoder\.json cannot be read: .*"
+    end = r"; or name a folder with encoder\.json and vocab\.bpe, or a tokenizer\.json, by path$"
+    with pytest.raises(UserError, match=begin + end):
         load_named_tokenizer("gpt2")
-    sentence = str(error.value)
-    assert sentence.startswith("data.tokenizer=gpt2: http://127.0.0.1:9/encoder.json cannot be read: ")
-    assert sentence.endswith(
-        "; or name a folder with encoder.json and vocab.bpe, or a tokenizer.json, by path"
-    )
-    assert "\n" not in sentence
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=[names[0] for names in PAIRS])
@@ -94,22 +78,9 @@ def test_a_tokenizer_json_is_read_from_a_path_a_folder_and_a_url(served: Path) -
     assert len(load_named_tokenizer(f"{url}/other.json")) == len(gpt2())
 
 
-def test_a_folder_without_tokenizer_says_what_may_lie_there(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(UserError) as error:
-            load_named_tokenizer(str(place), "--tokenizer")
-        assert str(error.value) == (
-            f"--tokenizer {place} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
-            "vocab.json and merges.txt, or encoder.json and vocab.bpe"
-        )
-
-
 @pytest.mark.parametrize("content", ["[1, 2]", "{", '{"a": "b", "c": 1}', '{"a": 0}'])
 def test_files_of_another_form_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(content)
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     with pytest.raises(UserError, match=r"^data\.tokenizer .* (has no vocabulary|cannot be used)"):
         load_named_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": content}))
-    with pytest.raises(UserError, match=r"^data\.tokenizer .* cannot be used: this is no tokenizer\.json"):
-        load_named_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -67,22 +67,15 @@ def test_each_window_of_an_epoch_is_read_once_by_any_number_of_workers(
 
 
 def test_epochs_differ_in_order_and_offset_and_so_do_seeds() -> None:
-    orders = [sampler(seed=seed).window_starts(epoch * 124, 124) for seed in (1, 2) for epoch in range(6)]
-    assert len({tuple(order) for order in orders}) == 12
-    assert len({order.min() for order in orders}) > 2
+    orders = [sampler(seed=seed).window_starts(epoch * 124, 124) for seed in (1, 2) for epoch in range(50)]
+    assert len({tuple(order) for order in orders}) == 100
+    assert {int(order.min()) for order in orders} == set(range(8))
 
 
 @pytest.mark.parametrize("windows_seen", [0, 12, 120, 124 * 12])
 def test_seeking_goes_on_where_another_number_of_workers_stopped(windows_seen: int) -> None:
     first_step = windows_seen // 12
     assert steps(3, 5, windows_seen) == steps(1, first_step + 5)[first_step:]
-
-
-def test_seeking_far_takes_no_time_and_all_offsets_are_reached() -> None:
-    one = sampler()
-    one.seek(10**15)
-    assert 0 <= next(iter(one)) <= 1000 - 9
-    assert {int(one.window_starts(epoch * 124, 124).min()) for epoch in range(100)} == set(range(8))
 
 
 @pytest.mark.parametrize("workers", range(1, 12))
@@ -96,11 +89,7 @@ def test_the_workers_micro_batches_are_neighbours_in_the_order_of_the_ranks(work
 @pytest.mark.parametrize("workers", range(1, 12))
 def test_workers_that_take_turns_pass_through_a_step_in_rounds(workers: int) -> None:
     """Worker r has number r of each round, as the sum of parallel/fsdp.py counts on."""
-    parts = sampler(0, workers, batch_size=16, takes_turns=True).micro_batches_by_rank()
-    rounds = -(-8 // workers)
-    for number in range(rounds):
-        taken = [part[number] for part in parts if number < len(part)]
-        assert taken == list(range(number * workers, min((number + 1) * workers, 8)))
-    assert max(map(len, parts)) == rounds
-    for rank, part in enumerate(parts):
-        assert sampler(rank, workers, batch_size=16, takes_turns=True).my_micro_batches() == part
+    samplers = [sampler(rank, workers, batch_size=16, takes_turns=True) for rank in range(workers)]
+    parts = [one.my_micro_batches() for one in samplers]
+    assert parts == [range(rank, 8, workers) for rank in range(workers)]
+    assert samplers[0].micro_batches_by_rank() == parts

@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
-from mingpt.base.errors import ExpectedError, UserError
-from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
+from mingpt.base.errors import UserError
+from mingpt.data.shards import TokenShards, is_shards, open_shards
 
 RNG = np.random.default_rng(0)
 
@@ -138,21 +138,18 @@ def test_without_validation_files_the_tail_is_validation(val_fraction: float, tm
     assert everything(data.val) == tokens[n_train:].tolist()
 
 
-def mixed_shards(folder: Path) -> tuple[ShardData, np.ndarray, np.ndarray]:
-    """Shards of 1 to 50 tokens in both types; returns what they hold, too."""
+def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
+    """In shards of 1 to 50 tokens in both types."""
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     for split, files in (("train", 60), ("val", 5)):
         for number in range(files):
             wide = bool(RNG.integers(2))
-            tokens = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
-            write_llmc(folder / f"{split}_{number}.bin", tokens, wide=wide)
-            parts[split].append(tokens)
-    return open_shards(str(folder), 0.1), np.concatenate(parts["train"]), np.concatenate(parts["val"])
-
-
-def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
-    data, train, val = mixed_shards(tmp_path)
-    for tokens, expected in ((data.train, train), (data.val, val)):
+            part = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
+            write_llmc(tmp_path / f"{split}_{number}.bin", part, wide=wide)
+            parts[split].append(part)
+    data = open_shards(str(tmp_path), 0.1)
+    for tokens, split in ((data.train, "train"), (data.val, "val")):
+        expected = np.concatenate(parts[split])
         assert len(tokens) == len(expected)
         for _ in range(200):
             length = int(RNG.integers(1, min(len(expected), 300) + 1))
@@ -160,15 +157,6 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
             windows = tokens.read(starts, length)
             assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
             assert windows.tolist() == [expected[start : start + length].tolist() for start in starts]
-
-
-def test_a_window_outside_of_the_array_is_never_read(tmp_path: Path) -> None:
-    write_llmc(tmp_path / "a.bin", range(10))
-    data = open_shards(str(tmp_path / "a.bin"), 0.5)
-    for start in (-1, 3, 10):
-        with pytest.raises(IndexError):
-            data.train.read([0, start], 3)
-    assert data.val.read([2], 3).tolist() == [[7, 8, 9]]
 
 
 def test_a_position_is_named_by_its_file(tmp_path: Path) -> None:
@@ -189,9 +177,6 @@ def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path)
         tokens.read([500], 4)
     path.unlink()
     with pytest.raises(UserError, match=r"a\.bin cannot be read: No such file"):
-        tokens.read([0], 4)
-    path.mkdir()  # stands for a file system that fails for a while
-    with pytest.raises(ExpectedError, match=r"a\.bin cannot be read: Is a directory"):
         tokens.read([0], 4)
 
 
@@ -233,84 +218,59 @@ def test_a_prepared_folder_has_its_fingerprints_from_meta_json(tmp_path: Path) -
 # Damage: each kind has its sentence, which names the file
 
 
-def overwrite(name: str, place: int, content: bytes) -> Callable[[Path], object]:
-    def damage(folder: Path) -> None:
-        with open(folder / name, "r+b") as file:
-            file.seek(place)
-            file.write(content)
-
-    return damage
-
-
-def int32(number: int) -> bytes:
-    return number.to_bytes(4, "little", signed=True)
-
-
-def cut(name: str, size: int) -> Callable[[Path], object]:
-    return lambda folder: os.truncate(folder / name, size)
-
-
-def headerless(name: str, size: int) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(bytes(size))
-
-
-def remove(*names: str) -> Callable[[Path], object]:
-    def damage(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return damage
-
-
-def only(*names: str) -> Callable[[Path], object]:
-    """Leave empty files of these names alone."""
-
-    def damage(folder: Path) -> None:
-        for path in folder.iterdir():
-            path.unlink()
-        for name in names:
-            (folder / name).touch()
-
-    return damage
+def overwrite(path: Path, place: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        file.write(content)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong magic": (
-        overwrite("train_3.bin", 0, int32(1234)),
+        lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(1234).tobytes()),
         r"/train_3\.bin begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, name it "
         r"train\.bin or val\.bin; otherwise leave it out of data\.path$",
     ),
-    "headerless under another name": (headerless("tokens.bin", 4000), r"/tokens\.bin begins with 0"),
-    "version": (overwrite("train_3.bin", 4, int32(2)), r"/train_3\.bin begins with .* version 2"),
+    "headerless under another name": (
+        lambda folder: (folder / "tokens.bin").write_bytes(bytes(4000)),
+        r"/tokens\.bin begins with 0",
+    ),
+    "version": (
+        lambda folder: overwrite(folder / "train_3.bin", 4, np.int32(2).tobytes()),
+        r"/train_3\.bin begins with .* version 2",
+    ),
     "version of the wide type": (
-        overwrite("train_3.bin", 0, int32(20240801)),
+        lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(20240801).tobytes()),
         r"/train_3\.bin begins with 20240801 and version 1",
     ),
     "longer than it says": (
-        overwrite("train_3.bin", 1224, b"xx"),
+        lambda folder: overwrite(folder / "train_3.bin", 1224, b"xx"),
         r"/train_3\.bin has 1,226 bytes.* 100 tokens take 1,224: copy it again",
     ),
-    "cut in its header": (cut("train_3.bin", 600), r"/train_3\.bin has 600 bytes.* header of 1,024"),
-    "empty": (cut("train_3.bin", 0), r"/train_3\.bin has 0 bytes.* header of 1,024"),
-    "negative count": (overwrite("train_3.bin", 8, int32(-5)), r"/train_3\.bin .* -5 tokens"),
-    "odd size": (headerless("train.bin", 4001), r"/train\.bin has 4,001 bytes.* two bytes each"),
+    "cut in its header": (
+        lambda folder: os.truncate(folder / "train_3.bin", 600),
+        r"/train_3\.bin has 600 bytes.* header of 1,024",
+    ),
+    "empty": (
+        lambda folder: os.truncate(folder / "train_3.bin", 0),
+        r"/train_3\.bin has 0 bytes.* header of 1,024",
+    ),
+    "negative count": (
+        lambda folder: overwrite(folder / "train_3.bin", 8, np.int32(-5).tobytes()),
+        r"/train_3\.bin .* -5 tokens",
+    ),
+    "odd size": (
+        lambda folder: (folder / "train.bin").write_bytes(bytes(4001)),
+        r"/train\.bin has 4,001 bytes.* two bytes each",
+    ),
     "a folder": (lambda folder: (folder / "a.bin").mkdir(), r"/a\.bin cannot be read: Is a directory"),
     "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
-    "a gap": (remove("train_3.bin"), r"/train_3\.bin is missing: .*train_2\.bin and train_4\.bin"),
-    "a wide gap": (
-        remove("train_8.bin", "train_9.bin"),
-        r"/train_8\.bin and 1 more are missing: .*train_7\.bin and train_10\.bin",
+    "a gap": (
+        lambda folder: (folder / "train_3.bin").unlink(),
+        r"/train_3\.bin is missing: .*train_2\.bin and train_4\.bin",
     ),
     "a number twice": (
         lambda folder: (folder / "train_03.bin").touch(),
         r"/train_03\.bin and .*train_3\.bin have the same number",
-    ),
-    "validation only": (only("val_0.bin"), r"only files named \*val\*.*val_0\.bin.* for training"),
-    "no shards": (only("a.txt"), r"has no \.bin file: name a folder of token shards, or a text$"),
-    "documents": (
-        only("text.txt", "b.parquet", "a.jsonl"),
-        r"has no \.bin file, and a\.jsonl is not read by training: make token shards of it with `python -m "
-        r"mingpt prepare`",
     ),
     "one token of validation": (
         lambda folder: write_llmc(folder / "val_0.bin", [1]),
@@ -337,15 +297,18 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
     [
         ("{}/none.bin", r"none\.bin does not exist"),
         ("{}/none_*.bin", r"none_\*\.bin matches no file"),
-        ("{}/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
-        ("{}/*/*.bin", r"in several folders, .*/one and .*/two"),
+        ("{}/texts/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
+        ("{}/held", r"only files named \*val\*.*val_0\.bin.* for training"),
+        ("{}/texts", r"has no \.bin file: name a folder of token shards, or a text$"),
+        ("{}/documents", r"and a\.jsonl is not read by training: make token shards of it with `python -m "),
+        ("{}/*/*.bin", r"in several folders, .*/held and .*/one"),
     ],
 )
 def test_a_path_without_shards_is_told_in_a_sentence(path: str, sentence: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("text")
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        write_llmc(tmp_path / name / "a.bin", range(10))
+    for name in ("one/a.bin", "two/a.bin", "held/val_0.bin", "texts/a.txt", "documents/text.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "documents" / "a.jsonl").touch()
     with pytest.raises(UserError, match=sentence):
         open_shards(path.format(tmp_path), 0.1)
 
@@ -357,23 +320,8 @@ def test_a_split_that_leaves_a_part_without_tokens_is_refused(tmp_path: Path) ->
             open_shards(str(tmp_path), val_fraction)
 
 
-def change_entry(**changes: Any) -> Callable[[Path], object]:
-    """Prepare a folder, and change what its meta.json says of train_00001.bin."""
-
-    def damage(folder: Path) -> None:
-        meta = prepared(folder)
-        meta["files"][1].update(changes)
-        (folder / "meta.json").write_text(json.dumps(meta))
-
-    return damage
-
-
 def change_meta(**changes: Any) -> Callable[[Path], object]:
     return lambda folder: prepared(folder, **changes)
-
-
-def no_vocabulary(size: object) -> Callable[[Path], object]:
-    return change_meta(tokenizer={"sha256": None, "vocab_size": size, "end_of_text": None})
 
 
 META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -383,16 +331,25 @@ META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "not of format 1"),
     "a later format": (change_meta(format=2), "not of format 1"),
     "complete is a word": (change_meta(complete="yes"), "damaged: complete: "),
-    "vocabulary": (no_vocabulary(0), r"damaged: tokenizer\.vocab_size: "),
-    "vocabulary is true": (no_vocabulary(True), r"damaged: tokenizer\.vocab_size: "),
+    "vocabulary": (
+        change_meta(tokenizer={"sha256": None, "vocab_size": 0, "end_of_text": None}),
+        r"damaged: tokenizer\.vocab_size: ",
+    ),
     "bytes of validation": (change_meta(val_bytes=-1), "damaged: val_bytes: "),
     "documents": (change_meta(documents={"train": 1}), r"damaged: documents\.val: "),
     "no files": (change_meta(files=[]), "damaged: files: "),
-    "a file elsewhere": (change_entry(name="../a.bin"), r"damaged: files\.1\.name: "),
-    "sha256": (change_entry(sha256="A" * 63), r"damaged: files\.1\.sha256: "),
-    "other tokens": (change_entry(tokens=8), r"train_00001\.bin has 7 tokens.* 8 in"),
-    "other bytes": (change_entry(bytes=2), r"train_00001\.bin .* 1,038 bytes.* in 2"),
-    "a missing file": (remove("train_00001.bin"), r"train_00001\.bin is missing.*meta\.json"),
+    "other tokens": (
+        lambda folder: write_llmc(folder / "train_00001.bin", range(8)),
+        r"train_00001\.bin has 8 tokens.* 7 in",
+    ),
+    "other bytes": (
+        lambda folder: write_llmc(folder / "train_00001.bin", range(7), wide=True),
+        r"train_00001\.bin has 7 tokens in 1,052 bytes.* 7 in 1,038",
+    ),
+    "a missing file": (
+        lambda folder: (folder / "train_00001.bin").unlink(),
+        r"train_00001\.bin is missing.*meta\.json",
+    ),
     "another file": (
         lambda folder: write_llmc(folder / "train_00002.bin", [1]),
         r"train_00002\.bin is not in .*meta\.json",
@@ -408,9 +365,6 @@ def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) ->
     with pytest.raises(UserError, match=sentence) as caught:
         open_shards(str(tmp_path), 0.1)
     assert f"{tmp_path}/" in str(caught.value) and "meta.json" in str(caught.value)
-
-
-# Size
 
 
 # Size

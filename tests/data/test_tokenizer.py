@@ -13,20 +13,14 @@ def made(kind: str) -> Tokenizer:
     return gpt2() if kind == "json" else TOKENIZERS[kind].train(TEXT)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_encoding_and_decoding_are_inverse(kind: str) -> None:
-    tokenizer = made(kind)
-    tokens = tokenizer.encode(TEXT)
-    assert tokenizer.decode(tokens.tolist()) == TEXT
-    assert max(tokens) < len(tokenizer)
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_read_back_from_its_bytes_is_the_same(name: str) -> None:
+def test_a_tokenizer_and_one_read_back_from_its_bytes_decode_what_they_encode(name: str) -> None:
     tokenizer = made(name)
+    tokens = tokenizer.encode(TEXT).tolist()
+    assert tokenizer.decode(tokens) == TEXT and max(tokens) < len(tokenizer)
     copy = load_tokenizer(name, tokenizer.to_bytes())
     assert type(copy) is type(tokenizer)
-    assert copy.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+    assert copy.encode(TEXT).tolist() == tokens
     assert copy.fingerprint() == tokenizer.fingerprint()
 
 
@@ -51,12 +45,6 @@ def test_a_sample_begins_with_a_line_break_if_there_is_one() -> None:
     assert CharTokenizer("ab").default_prompt() == [0]
 
 
-@pytest.mark.parametrize("characters", ["ba", "aab"])
-def test_characters_out_of_order_are_refused(characters: str) -> None:
-    with pytest.raises(ValueError, match="code-point order"):
-        CharTokenizer(characters)
-
-
 def test_a_character_counts_with_its_bytes_of_utf_8() -> None:
     characters = "".join(map(chr, (0x7F, 0x80, 0x7FF, 0x800, 0xFFFF, 0x10000, 0x10FFFF)))
     counts = CharTokenizer(characters).token_bytes()
@@ -70,5 +58,3 @@ def test_a_character_tokenizer_is_a_tokenizer_json_too() -> None:
     tokens = ours.encode(text).tolist()
     assert package.encode(text).ids == tokens and package.decode(tokens) == text
     assert package.get_vocab_size() == len(ours)
-    with pytest.raises(Exception, match="Missing"):
-        package.encode("~")

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from mingpt.base.errors import UserError
 from mingpt.config import DataConfig
-from mingpt.config.cli import parse
-from mingpt.data import TOKENIZERS, CharTokenizer, make_corpus, read_bytes
+from mingpt.data import TOKENIZERS, CharTokenizer, make_corpus
 
 TEXT = "Où? Ça, la mer; 海と空。 " * 40
 PLAY = ROOT / "data" / "input.txt"
-SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 
 def test_no_character_of_validation_is_trained_on() -> None:
@@ -68,22 +66,8 @@ def test_the_entropy_floor_is_known_for_the_embedded_play_alone() -> None:
     path = str(PLAY)
     floor = about["val_nats_per_character"]
     assert make_corpus(content, DataConfig(path=path)).entropy_floor == floor
-    assert make_corpus(content, DataConfig(path=f"file://{path}")).entropy_floor == floor
-    assert make_corpus(content, DataConfig(path=path, tokenizer="char")).entropy_floor == floor
     assert make_corpus(content, DataConfig(path=path, val_fraction=0.2)).entropy_floor is None
     assert make_corpus(content[:-1], DataConfig(path=path)).entropy_floor is None
-
-
-@pytest.mark.skipif(
-    not SHAKESPEARE.exists(),
-    reason="tiny Shakespeare does not lie beside the project, and tests download nothing",
-)
-def test_the_shakespeare_configuration_asks_for_the_well_known_text() -> None:
-    words = [str(ROOT / "configs" / "shakespeare_char.yaml"), f"data.path={SHAKESPEARE}"]
-    config = parse(words).data
-    corpus = make_corpus(read_bytes(config), config)  # its checksum is verified on the way
-    assert corpus.vocab_size == 65
-    assert len(corpus.train.tokens) + len(corpus.val.tokens) == 1_115_394
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])

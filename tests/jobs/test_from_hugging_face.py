@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from conftest import Finish, manifest
-from support.vocabularies import small_bpe
+from support.vocabularies import cl100k_like
 
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.export import export
@@ -16,7 +16,7 @@ def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(
     finish: Finish, text: Path, tmp_path: Path
 ) -> None:
     """Of two workers the first alone reads the folder. There is no tokenizer but the one in the folder."""
-    (tmp_path / "tokenizer.json").write_bytes(small_bpe(text.read_text()))
+    (tmp_path / "tokenizer.json").write_bytes(cl100k_like(text.read_text(), 300))
     settings: dict[str, Any] = {"model__arch": "gpt2"}
     first: dict[str, Any] = {"data__tokenizer": tmp_path / "tokenizer.json", "trainer__max_steps": 5}
     finish(trainer__workers=1, run_dir=tmp_path / "run", **(settings | first))

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Start, command, final_hash, manifest, reached
+from conftest import Start, command, error_of, manifest
 from support.prepared import prepared
 from support.sampling import sample
 from support.shards import write_llmc, write_nanogpt
-from support.vocabularies import small_bpe
+from support.vocabularies import cl100k_like
 
 from mingpt.data import JsonTokenizer
 from mingpt.tools.jobs import Job, read_history, read_metric, torchrun
@@ -21,7 +21,7 @@ from mingpt.tools.jobs import Job, read_history, read_metric, torchrun
 def shards(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three training shards, one for validation, and their tokenizer."""
     folder = tmp_path_factory.mktemp("shards")
-    content = small_bpe(text.read_text())
+    content = cl100k_like(text.read_text(), 300)
     tokenizer = JsonTokenizer(content)
     assert tokenizer.end_of_text is not None
     tokens = np.append(tokenizer.encode(text.read_text()), tokenizer.end_of_text)
@@ -43,32 +43,6 @@ def on_shards(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(run_dir: Path, data: Path, **more: Any) -> dict[str, Any]:
     return {"run_dir": run_dir, "data__path": data, "trainer__sample_tokens": 20} | more
-
-
-def error_of(job: Job) -> str:
-    """The one sentence with which a job ends."""
-    lines = [line for line in job.err().splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "Traceback" not in job.err(), job.err()
-    return lines[0].removeprefix("error: ")
-
-
-@pytest.mark.slow
-def test_shards_give_the_same_bits_on_three_workers_and_after_a_kill(
-    start: Start, shards: Path, on_shards: Path, tmp_path: Path
-) -> None:
-    """It is resumed by two workers, who no longer find the tokenizer that the snapshot brings."""
-    copy = shutil.copytree(shards, tmp_path / "shards")
-    run_dir = tmp_path / "run"
-    job = start(command(launcher=torchrun(3, 0), **settings(run_dir, copy)))
-    job.wait_until(reached(run_dir, 12))
-    job.kill()
-    (copy / "tokenizer.json").unlink()
-    job = start(command(launcher=torchrun(2), **settings(run_dir, copy)))
-    assert job.wait() == 0, job.err()
-    assert [entry["workers"] for entry in read_history(run_dir)["generations"]] == [3, 2]
-    assert final_hash(run_dir) == final_hash(on_shards)
-    for name in ("train/loss", "val/loss", "val/bits_per_byte"):
-        assert read_metric(run_dir, name) == read_metric(on_shards, name)
 
 
 @pytest.mark.slow
@@ -100,9 +74,8 @@ def test_a_shard_that_has_changed_is_named_on_resume(
     content[-2] ^= 1
     path.write_bytes(content)
     job = start(command(trainer__workers=1, **settings(run_dir, copy)))
-    assert job.wait() == 2
-    assert "were trained on other token shards" in error_of(job)
-    assert "play_train_000001.bin has changed" in error_of(job)
+    said = error_of(job)
+    assert "were trained on other token shards" in said and "play_train_000001.bin has changed" in said
 
 
 def test_bits_per_byte_are_those_of_the_text_and_sampling_needs_the_snapshot_alone(
@@ -135,7 +108,6 @@ def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
     given = settings(tmp_path / "run", tmp_path, data__vocab_size=90, trainer__eval_at_start=False)
     given |= {"trainer__max_steps": 200, "trainer__eval_every": 7, "trainer__workers": workers}
     job = start(command(**given))
-    assert job.wait() == 2, job.err()
     number = "2,500" if part == "train" else "250"
     said = f"token {number} of {tmp_path}/{part}_00000.bin is 90, and the vocabulary has 90"
     assert error_of(job).startswith(said)
@@ -149,12 +121,12 @@ def test_a_tokenizer_from_elsewhere_is_used_and_another_one_is_refused(
 ) -> None:
     """On a text, by two workers and on resume; on shards that were prepared with characters."""
     path, run_dir, data = tmp_path / "tokenizer.json", tmp_path / "run", tmp_path / "data"
-    path.write_bytes(small_bpe(text.read_text()))
+    path.write_bytes(cl100k_like(text.read_text(), 300))
     given = settings(run_dir, text, data__tokenizer=path)
     job = start(command(launcher=torchrun(2), **given))
     assert job.wait() == 0, job.err()
     assert "vocabulary of 300" in job.err() and read_metric(run_dir, "val/bits_per_byte")
-    path.write_bytes(small_bpe(text.read_text(), 290))
+    path.write_bytes(cl100k_like(text.read_text(), 290))
     prepared(text, "--out", data)
     on_data = settings(tmp_path / "other", data, trainer__max_steps=1)
     for words, expected in (
@@ -165,6 +137,6 @@ def test_a_tokenizer_from_elsewhere_is_used_and_another_one_is_refused(
         (on_data | {"data__sha256": "a" * 64}, "data.sha256 is for a text"),
     ):
         job = start(command(trainer__workers=1, **words))
-        assert job.wait() == 2 and expected in error_of(job)
+        assert expected in error_of(job)
     job = start(command(trainer__workers=1, **on_data))
     assert job.wait() == 0 and read_metric(tmp_path / "other", "val/bits_per_byte"), job.err()

@@ -8,16 +8,15 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 from conftest import ROOT
 
 from mingpt.base.command import run_command
+from mingpt.data.shards import TokenShards, open_shards
 from mingpt.tools.jobs import clean_environment
 from mingpt.tools.prepare.command import main
 
-COMMAND = [sys.executable, "-m", "mingpt", "prepare"]
 END = "<|endoftext|>"
 WORDS = [
     "the",
@@ -37,16 +36,13 @@ WORDS = [
     "\u00a0",
     ".",
 ]
-TYPES = {20240520: np.uint16, 20240801: np.uint32}
 
 
 def run_apart(*words: object, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, which runs `before`, some Python, first."""
     run = "runpy.run_module('mingpt', run_name='__main__', alter_sys=True)"
     start = f"import runpy, sys\n{before}\n{run}"
-    command = (
-        [sys.executable, "-c", start, "prepare", *map(str, words)] if before else [*COMMAND, *map(str, words)]
-    )
+    command = [sys.executable, "-c", start, "prepare", *map(str, words)]
     return subprocess.run(
         command, cwd=ROOT, env=clean_environment(**env), capture_output=True, text=True, timeout=300
     )
@@ -85,14 +81,10 @@ def digests(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
-def tokens_of(folder: Path, part: str) -> list[int]:
+def tokens_of(folder: Path, part: Literal["train", "val"]) -> list[int]:
     """The tokens of all shards of a part, in order."""
-    tokens: list[int] = []
-    for path in sorted(folder.glob(f"{part}_*.bin")):
-        content = path.read_bytes()
-        header = np.frombuffer(content[:1024], dtype="<i4")
-        tokens += np.frombuffer(content[1024:], dtype=TYPES[int(header[0])]).tolist()
-    return tokens
+    shards: TokenShards = getattr(open_shards(str(folder), 0.1), part)
+    return shards.read([0], len(shards))[0].tolist()
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

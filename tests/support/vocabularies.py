@@ -76,16 +76,3 @@ def llama_like() -> bytes:
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer.to_str().encode()
-
-
-@functools.cache
-def small_bpe(text: str, vocab_size: int = 300) -> bytes:
-    """Byte-level BPE as GPT-2's, with end-of-text as its last token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer.to_str().encode()

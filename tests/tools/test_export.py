@@ -1,6 +1,4 @@
-import json
 import re
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +78,7 @@ def test_byte_level_bpe_round_trips_and_generation_ends_at_the_end_of_text(
     text = (ROOT / "data" / "input.txt").read_text()[:20_000]
     bpe = JsonTokenizer(cl100k_like(text))
     padded = "".join(map(chr, range(0x100, 0x100 + len(bpe) + 7)))  # more rows than tokens
-    model = save_run(tmp_path / "run", make_config("gpt2"), padded)
+    save_run(tmp_path / "run", make_config("gpt2"), padded)
     export_with(bpe, tmp_path / "run", tmp_path / "out", monkeypatch)
     theirs, tokenizer = load_with_transformers(tmp_path / "out")
     for one in (text[:300], PROMPT, "na\u00efve \U0001f469\u200d\U0001f469\u200d\U0001f467\t\r\n  x", " "):
@@ -92,26 +90,22 @@ def test_byte_level_bpe_round_trips_and_generation_ends_at_the_end_of_text(
         tokenizer.eos_token_id == theirs.config.eos_token_id == theirs.generation_config.eos_token_id == end
     )
     assert theirs.generation_config.pad_token_id == end and theirs.config.vocab_size == len(bpe) + 7
-    prompt = tokenizer(PROMPT, return_tensors="pt")
-    logits = model(prompt["input_ids"])[0]
-    assert logits is not None
-    assert (theirs(**prompt).logits - logits).abs().max() <= 1e-5  # no token_type_ids
+    assert tokenizer(PROMPT).keys() == {"input_ids", "attention_mask"}
 
 
-def run_readme(folder: Path) -> str:
-    """What the README's Python code prints, run as it stands."""
-    text = (folder / "README.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    line = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_readme_has_the_figures_of_the_run_and_the_command_that_goes_on_from_it(tmp_path: Path) -> None:
-    config, out = make_config("gpt2"), tmp_path / "out"
+def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The README has the figures of the run and the command that goes on from it."""
+    config, out = make_config("gpt2"), tmp_path / "deep" / "out"
     model = save_run(tmp_path / "run", config, CHARACTERS)
-    export(str(tmp_path / "run"), str(out))
+    assert base_command.run_command(main, [f"file://{tmp_path}/run", str(out)]) == 0
+    said = f"step 30 of file://{tmp_path}/run written to {out} as GPT2LMHeadModel\n"
+    assert capsys.readouterr() == ("", said)
+    assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
+    (tmp_path / "plain").touch()  # with the modes that other files and folders are given here
+    assert {path.stat().st_mode for path in out.iterdir()} == {(tmp_path / "plain").stat().st_mode}
+    assert out.stat().st_mode == out.parent.stat().st_mode
     text = (out / "README.md").read_text()
     parameters = sum(weight.numel() for weight in model.parameters())
     assert f"# GPT2LMHeadModel, {parameters:,} parameters" in text
@@ -127,27 +121,24 @@ def test_the_readme_has_the_figures_of_the_run_and_the_command_that_goes_on_from
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_the_code_of_the_readme_runs_also_in_a_short_context_and_without_a_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_tokenizer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It runs as it stands."""
     bpe = JsonTokenizer(cl100k_like("ab"))  # the example's prompt takes three tokens
     rows = "".join(map(chr, range(0x100, 0x100 + len(bpe))))
+    out = tmp_path / "out"
     save_run(tmp_path / "run", make_config("modern", block_size=4), rows)
-    export_with(bpe, tmp_path / "run", tmp_path / "out", monkeypatch)
-    assert run_readme(tmp_path / "out").startswith("T")
-    plain = tmp_path / "plain"
-    said = export_with(None, tmp_path / "run", plain, monkeypatch)
-    assert "\nwithout a tokenizer: the run has none" in said
-    assert not list(plain.glob("tokenizer*"))
-    assert "There is no tokenizer here" in (plain / "README.md").read_text()
-    assert len(json.loads(run_readme(plain))) == 4
-
-
-def run_command(*words: object, code: str = "") -> subprocess.CompletedProcess[str]:
-    """The command as a process of its own, in which `code` runs first."""
-    program = f"import os, runpy\n{code}\nrunpy.run_module('mingpt', run_name='__main__')"
-    line = [sys.executable, "-c", program, "export", *map(str, words)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = export_with(bpe if has_tokenizer else None, tmp_path / "run", out, monkeypatch)
+    text = (out / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    line = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(line, cwd=out, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("T" if has_tokenizer else "[")
+    assert ("\nwithout a tokenizer: the run has none" in said) is not has_tokenizer
+    assert ("There is no tokenizer here" in text) is not has_tokenizer
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -157,20 +148,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert shown.out == ""
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1, shown.err
     return shown.err
-
-
-def test_the_command_writes_all_files_of_a_run_at_a_url_or_path_and_says_so_in_one_line(
-    tmp_path: Path,
-) -> None:
-    run, out = tmp_path / "run", tmp_path / "deep" / "out"
-    save_run(run, make_config("modern"), CHARACTERS)
-    done = run_command(f"file://{run}", out, code="os.umask(0o022)")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    assert done.stderr == f"step 30 of file://{run} written to {out} as NanoChatForCausalLM\n"
-    assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644}
-    assert stat.S_IMODE(out.stat().st_mode) == 0o755
 
 
 def test_only_what_an_export_has_written_is_overwritten_and_only_if_asked(
@@ -185,7 +162,6 @@ def test_only_what_an_export_has_written_is_overwritten_and_only_if_asked(
     (out / "README.md").write_text("mine")
     export(str(run), str(out), overwrite=True)
     assert (out / "README.md").read_bytes() == before
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
     (out / "thesis.tex").touch()
     line = refusal(capsys, run, out, "--overwrite")
     assert line.startswith(f"error: {out} holds 'thesis.tex', which no export has written")

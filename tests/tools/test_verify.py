@@ -42,5 +42,3 @@ def test_what_is_sabotaged_on_purpose_is_noticed(
 def test_a_schedule_depends_on_its_seed_alone() -> None:
     assert make_schedule(3, 5, [1, 2]) == make_schedule(3, 5, [1, 2])
     assert make_schedule(3, 5, [1, 2]) != make_schedule(4, 5, [1, 2])
-    for seed in range(50):
-        assert len({kill.step for kill in make_schedule(seed, 5, [1])}) == 5

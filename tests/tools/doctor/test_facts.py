@@ -11,12 +11,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.doctor import CLUSTER, CONFIG
 
 from mingpt.config import Config
 from mingpt.distributed import Launch
 from mingpt.tools.doctor.facts import Facts, Findings, Folders, find_faults, find_memory
 
+CONFIG = {"model.n_layer": 3, "optimizer.learning_rate": 0.007, "seed": 1}
+
+
+def healthy(number: int) -> Facts:
+    """Worker `number` - 1, alone on node `number`."""
+    return {
+        "rank": number - 1,
+        "node": number - 1,
+        "host": f"node{number}",
+        "local_rank": 0,
+        "torch": "2.13.0+cpu",
+        "threads": 1,
+        "device": "cpu AVX512",
+        "device_type": "cpu",
+        "config": dict(CONFIG),
+        "data_path": "play.txt",
+        "data": "ab" * 32,
+        "folders": "written, read",
+        "memory": "500.0 MB free, 20.0 MB needed",
+        "networks": {"lo": "127.0.0.1/8", "eth0": f"10.0.0.{number}/24"},
+        "address": f"10.0.0.{number}",
+        "ports": "32768-60999",
+        "clock_s": 0.001,
+        "all_reduce_mb_s": 900.0,
+        "all_reduce_error": None,
+    }
+
+
+CLUSTER = [healthy(number) for number in (1, 2, 3)]
 FIRST, SECOND, THIRD = CLUSTER
 SILENT = "no answer within 3 s"
 

@@ -50,7 +50,6 @@ def test_shards_give_their_number_of_tokens_and_a_given_vocabulary_needs_no_data
     assert "3,201 tokens, vocabulary of 50,257; 6.2 steps per epoch" in said
     said = output(capsys, "data.path=nowhere.txt", "data.vocab_size=1000")
     assert "steps per epoch" in said and "not known" in said
-    assert "not known" in output(capsys, "data.path=https://example.com/text", "data.vocab_size=1000")
 
 
 @pytest.mark.parametrize(

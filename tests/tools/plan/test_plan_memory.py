@@ -26,10 +26,8 @@ def test_parameters_are_those_of_the_model(arch: str) -> None:
     assert work.parameters == sum(weight.numel() for weight in model.parameters())
 
 
-def test_adamw_has_twice_as_much_state_and_muon_one_number_per_element_of_a_blocks_matrices() -> None:
+def test_muon_has_one_number_per_element_of_a_blocks_matrices() -> None:
     adamw, muon = workload(), workload("optimizer.name=muon")
-    assert adamw.parameters == GPT2
-    assert adamw.state_bytes == 12 * GPT2 + 4 * len(adamw.shapes)  # AdamW counts steps per parameter
     assert muon.muon_elements == 12 * 12 * 768**2
     assert muon.optimizer_elements < adamw.optimizer_elements - 0.99 * muon.muon_elements
 
@@ -56,12 +54,6 @@ def test_partial_sums_are_kept_like_a_binary_counter(workers: int, most: int) ->
     """Before a worker's last micro-batch; sixteen micro-batches in all."""
     assert workload(workers=workers).partial_sums() == most
     assert workload("trainer.reduction=fast", workers=workers).partial_sums() == 0
-
-
-def test_each_strategy_needs_less_than_the_one_before_and_recomputing_less_activations() -> None:
-    peaks = [estimate(one).peak_bytes for _, one in strategies(workload(dtype="bfloat16", workers=8))]
-    assert peaks == sorted(peaks, reverse=True) and len(peaks) == 5
-    assert len(strategies(workload())) == 4  # in float32 fsdp_param_dtype would change the type
 
 
 def test_bytes_sent_are_those_of_a_ring_and_of_gathering_in_each_round() -> None:

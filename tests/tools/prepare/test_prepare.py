@@ -55,12 +55,9 @@ def test_characters_of_one_text_are_split_as_training_splits_them(tmp_path: Path
     meta = read_meta(out)
     assert [file["tokens"] for file in meta["files"]] == [7000, 7000, 7000, 3000, 6000]
     assert meta["val_bytes"] == len(text[n_train + 1 :].encode())
-    assert meta["documents"] == {"train": 1, "val": 1}
-    assert meta["tokenizer"]["end_of_text"] is None
-    assert meta["tokenizer"]["vocab_size"] == len(tokenizer)
+    assert (meta["tokenizer"]["end_of_text"], meta["tokenizer"]["vocab_size"]) == (None, len(tokenizer))
     assert (out / "tokenizer.json").read_bytes() == tokenizer.to_tokenizer_json()
     assert "30,000 tokens" in line and line.endswith(f"vocabulary of {len(tokenizer)}, 1 document, 5 files\n")
-    assert "30,000 tokens in 5 files" in prepared("--check", out)
 
 
 def test_chunks_of_a_long_text_have_the_tokens_of_the_whole(
@@ -77,7 +74,6 @@ def test_chunks_of_a_long_text_have_the_tokens_of_the_whole(
     assert tokens_of(out, "val") == val
     first = int(JsonTokenizer(tokenizer.read_bytes()).token_bytes()[val[0]])  # type: ignore[index]
     assert read_meta(out)["val_bytes"] == len(text[n_train:].encode()) - first
-    assert (out / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
 
 def test_documents_end_with_end_of_text_and_are_never_cut(
@@ -93,8 +89,8 @@ def test_documents_end_with_end_of_text_and_are_never_cut(
     write_documents(tmp_path / "1.jsonl", documents[:100])
     with gzip.open(tmp_path / "2.jsonl.gz", "wt", encoding="utf-8", newline="") as file:
         file.write("\n\n".join(json.dumps({"text": text}) for text in documents[100:199]))
-    (tmp_path / "3.txt").write_bytes(documents[199].encode() or b"x")
-    documents[199] = documents[199] or "x"
+    documents[199] = mixed(50, 199)
+    (tmp_path / "3.txt").write_bytes(documents[199].encode())
     table = pyarrow.table({"text": documents[200:], "url": ["u"] * 200})
     parquet.write_table(table, tmp_path / "4.parquet", row_group_size=30)
     out = tmp_path / "out"
@@ -136,8 +132,7 @@ def test_own_bpe_is_the_same_with_one_thread_and_trains_on_no_validation(tmp_pat
     one = ["--out", tmp_path / "one"]
     assert run_apart(ROOT / "data/input.txt", *one, *words, RAYON_NUM_THREADS="1").returncode == 0
     assert digests(tmp_path / "one") == digests(bpe)
-    tokenizer = JsonTokenizer((bpe / "tokenizer.json").read_bytes())
-    assert len(tokenizer) == 400 and tokenizer.end_of_text == 399
+    assert read_meta(bpe)["tokenizer"]["vocab_size"] == 400
     text = (ROOT / "data/input.txt").read_text()
     (tmp_path / "other.txt").write_text(text[:900_000] + "".join(random.Random(0).sample(text, 100_000)))
     prepared(tmp_path / "other.txt", "--out", tmp_path / "other", *words)
@@ -152,7 +147,6 @@ def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> Non
     prepared(tmp_path / "a.txt", "--out", tmp_path / "out")
     count = 0xD800 - 0x20 + 0x8000
     assert tokens_of(tmp_path / "out", "train") + tokens_of(tmp_path / "out", "val") == list(range(count))
-    assert (tmp_path / "out/val_00000.bin").stat().st_size % 4 == 0
     assert f"largest token {count - 1}" in prepared("--check", tmp_path / "out")
 
 

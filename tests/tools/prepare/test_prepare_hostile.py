@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,18 +14,11 @@ PLAY = ROOT / "data/README.md"
 Make = Callable[[Path], object]
 
 
-def parquet_without_text(path: Path) -> None:
+def write_parquet(path: Path, **columns: list[str | None]) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table({"content": ["a"]}), path)
-
-
-def parquet_with_null(path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
+    parquet.write_table(pyarrow.table(columns), path)
 
 
 LONG = b"\xc3\xa9" * 750_000 + b"a\xff"
@@ -47,8 +39,8 @@ HOSTILE: list[tuple[str, str, Make]] = [
     ("g.jsonl", "line 1 of {} holds a lone surrogate (U+D800)", lambda path: path.write_text(SURROGATE)),
     ("h.jsonl", "line 1 of {} is not JSON", lambda path: path.write_text("[" * 200_000)),
     ("i.jsonl", "line 1 of {} is longer than 64 MiB", lambda path: path.write_bytes(b"x" * (65 << 20))),
-    ("j.parquet", '{} has no column "text"; it has content', parquet_without_text),
-    ("k.parquet", 'row 2 of {} has no text under "text"', parquet_with_null),
+    ("j.parquet", '{} has no column "text"; it has content', lambda path: write_parquet(path, content=["a"])),
+    ("k.parquet", 'row 2 of {} has no text under "text"', lambda path: write_parquet(path, text=["a", None])),
     ("l.parquet", "{} cannot be read: ArrowInvalid", lambda path: path.write_bytes(b"PAR1 no")),
     ("m.txt.gz", "{} cannot be read: BadGzipFile", lambda path: path.write_text("plain")),
     ("n.txt.gz", "{} cannot be read: EOFError", lambda path: path.write_bytes(TORN)),
@@ -101,23 +93,17 @@ def test_no_text_or_no_folder_is_a_sentence(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "cannot be made a folder: File exists" in refused(PLAY, "--out", tmp_path / "file")
     assert "cannot be made a folder: Not a directory" in refused(PLAY, "--out", tmp_path / "file" / "out")
 
 
-@pytest.mark.slow
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Characters need neither of them, and they are imported where they are used."""
+    """Characters need neither of them."""
     for package in ("tokenizers", "pyarrow"):
         monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "pip install tokenizers" in refused(PLAY, "--out", tmp_path / "bpe", "--tokenizer", "bpe")
     assert "pip install pyarrow" in refused(tmp_path / "a.parquet", "--out", tmp_path / "parquet")
     prepared(PLAY, "--out", tmp_path / "out")
-    code = (
-        "import sys, mingpt.tools.prepare.command; sys.exit(len({'tokenizers', 'pyarrow'} & {*sys.modules}))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_credentials_of_a_url_are_not_shown(tmp_path: Path) -> None:
@@ -169,9 +155,5 @@ def test_check_reads_shards_of_other_programs(tmp_path: Path) -> None:
     out = tmp_path / "foreign"
     assert "is no folder" in refused("--check", out)
     out.mkdir()
-    assert run_prepare("--check", out).returncode == 1
     (out / "train.bin").write_bytes(b"\x01\x00\x00\xc4")
     assert f"{out}: 2 tokens in 1 files, largest token {0xC400}" in prepared("--check", out)
-    (out / "x_000001.bin").write_bytes(b"\x01\x00\x00\xc4")
-    done = run_prepare("--check", out)
-    assert done.returncode == 1 and "x_000001.bin has 4 bytes, less than the header" in done.stdout
