@@ -6,6 +6,10 @@ down here, since the package is too large to install for this.
 """
 
 import copy
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -91,3 +95,43 @@ def test_a_manifest_passes_its_schema_and_a_misspelt_key_does_not(
     section = "metadata" if "metadata" in resource else "resources"
     with pytest.raises((AssertionError, KeyError, kubernetes_validate.ValidationError)):
         check(resource | {section: resource[section] | {"namex": "one"}})
+
+
+def pod_specs(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        for inner in value.values():
+            yield from pod_specs(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from pod_specs(inner)
+
+
+@pytest.mark.parametrize("path", sorted((LAUNCH / "kubernetes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_pods_run_without_root_and_have_room_for_snapshots_in_memory(path: Path) -> None:
+    pods = [pod for resource in yaml.safe_load_all(path.read_text()) for pod in pod_specs(resource)]
+    assert pods
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_network_policy_of_the_page_on_security_selects_the_pods_of_the_job() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    (block,) = re.findall(r"^ *```yaml\n(.*?)^ *```$", page, re.MULTILINE | re.DOTALL)
+    policy = yaml.safe_load(textwrap.dedent(block))
+    check(policy)
+    manifest = yaml.safe_load_all((LAUNCH / "kubernetes/indexed_job.yaml").read_text())
+    kinds = {resource["kind"]: resource for resource in manifest}
+    labels = {"job-name": kinds["Job"]["metadata"]["name"]}
+    assert kinds["Service"]["spec"]["selector"] == labels
+    (rule,) = policy["spec"]["ingress"]
+    assert policy["spec"]["podSelector"] == {"matchLabels": labels}
+    assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    for name in ("jobset", "trainjob"):
+        *_, job = yaml.safe_load_all((LAUNCH / f"kubernetes/{name}.yaml").read_text())
+        assert f"`jobset.sigs.k8s.io/jobset-name: {job['metadata']['name']}`" in page

@@ -1,0 +1,33 @@
+"""How a run ends where its losses are not finite; whole runs are in tests/jobs."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import SMALL
+from support.single_process import SingleProcess
+
+from mingpt.base.errors import NonFiniteError
+from mingpt.config.cli import build
+from mingpt.training.trainer import Trainer
+
+
+@pytest.mark.parametrize("has_run_logger", [False, True])
+def test_no_rank_fails_before_the_snapshot_under_way_is_written(has_run_logger: bool) -> None:
+    """A rank without records may hold rows that the others need for it."""
+    order: list[str] = []
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.config, trainer.step_losses = build(SMALL), [math.nan]
+    trainer.state = SimpleNamespace(step=4, windows_seen=32)
+    trainer.sampler = SimpleNamespace(window_starts=lambda first, count: [0] * count)
+    trainer.context, trainer.batches = SingleProcess(), SimpleNamespace(error=None)
+    trainer.saving = SimpleNamespace(
+        saver=SimpleNamespace(wait=lambda: order.append("written")),
+        remove_memory_snapshots=lambda: order.append("removed"),
+    )
+    logger = SimpleNamespace(failed=lambda step, why: order.append("recorded"))
+    trainer.run_logger = logger if has_run_logger else None
+    with pytest.raises(NonFiniteError):
+        trainer.raise_if_not_finite(0.0)
+    assert order == ["written", *(["recorded"] if has_run_logger else []), "removed"]
