@@ -9,7 +9,6 @@ before a line end. End-of-text stands behind each document.
 
 import contextlib
 import glob
-import hashlib
 import io
 import json
 import os
@@ -50,10 +49,10 @@ class InputFile:
         """Its name without credentials."""
         return redact(self.path)
 
-    def identity(self) -> dict[str, str]:
-        """What the record of a command keeps of it."""
-        digest = hashlib.sha256(self.path.encode(errors="surrogateescape")).hexdigest()
-        return {"path": self.shown, "path_sha256": digest, "kind": self.kind, "version": self.version}
+    @property
+    def identity(self) -> str:
+        """What tells this content from another one."""
+        return f"{self.shown} of {self.version}"
 
 
 def find_inputs(names: Sequence[str]) -> list[InputFile]:
@@ -215,25 +214,11 @@ class InputStats:
     characters: int = 0
     alphabet: str = ""  # the distinct characters in code-point order, where they are asked for
 
-
-class Counter:
-    """Counts pieces of documents into InputStats."""
-
-    def __init__(self, wants_alphabet: bool) -> None:
-        self.stats = InputStats()
-        self._seen = np.zeros(0x110000, dtype=bool) if wants_alphabet else None
-
     def add(self, piece: Piece) -> None:
-        self.stats.documents += piece.ends_document
-        self.stats.bytes += piece.bytes
-        self.stats.characters += len(piece.text)
-        if self._seen is not None:
-            self._seen[np.frombuffer(piece.text.encode("utf-32-le"), dtype=np.uint32)] = True
-
-    def result(self) -> InputStats:
-        if self._seen is not None:
-            self.stats.alphabet = "".join(map(chr, np.flatnonzero(self._seen)))
-        return self.stats
+        """Count a piece in, all but its characters' kinds."""
+        self.documents += piece.ends_document
+        self.bytes += piece.bytes
+        self.characters += len(piece.text)
 
 
 def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: float) -> Iterator[Piece]:
@@ -243,12 +228,12 @@ def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: fl
     """
     n_train = int(stats.characters * (1 - val_fraction))  # of a single document
     n_train_bytes = int(stats.bytes * (1 - val_fraction))
-    so_far = Counter(wants_alphabet=False)
+    so_far = InputStats()
     document, begin = 0, 0  # the number of the document at hand, and the bytes before it
     for file in files:
         for piece in read_pieces(file):
             if stats.documents == 1:
-                head = piece.text[: max(0, n_train - so_far.stats.characters)]
+                head = piece.text[: max(0, n_train - so_far.characters)]
                 rest = piece.text[len(head) :]
                 if head:
                     yield Piece(head, False)
@@ -260,7 +245,7 @@ def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: fl
                 yield Piece(piece.text, piece.ends_document, is_val)
             so_far.add(piece)
             if piece.ends_document:
-                document, begin = so_far.stats.documents, so_far.stats.bytes
+                document, begin = so_far.documents, so_far.bytes
 
 
 @dataclass

@@ -130,29 +130,19 @@ def open_record(folder: Path, command: dict[str, Any]) -> Record:
         return Record(command=command)
     except (OSError, BadJson) as error:
         raise UserError(f"{path} cannot be read ({error}): {WAY_OUT}") from None
-    for key, value in command.items():
-        if record.command.get(key) != value:
-            difference = describe_change(key, record.command.get(key), value)
-            raise UserError(f"--out {folder} holds the work of a command with {difference}: {WAY_OUT}")
+    for key in record.command | command:
+        old, new = record.command.get(key), command.get(key)
+        if old != new:
+            raise UserError(
+                f"--out {folder} holds the work of a command with {key} {old}, and this one has {key} {new}: "
+                f"{WAY_OUT}"
+            )
     for place, shard in enumerate(record.shards):
         shard_path = folder / shard.name
         if not shard_path.is_file() or shard_path.stat().st_size != shard.bytes:
             del record.shards[place:]  # and all behind it are written again
             break
     return record
-
-
-def describe_change(key: str, old: Any, new: Any) -> str:
-    """What differs between two commands, with both values."""
-    if key != "files":
-        option = "--tokenizer of sha256" if key == "tokenizer_sha256" else f"--{key}"
-        return f"{option} {old}, and this one has {option} {new}"
-    if len(old) != len(new):
-        return f"{len(old)} files, and this one has {len(new)}"
-    before, now = next(pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
-    if before["path_sha256"] != now["path_sha256"]:
-        return f"{before['path']}, and this one has {now['path']} in its place"
-    return f"{before['path']} of {before['version']}, and now it has {now['version']}"
 
 
 def check_tokenizer(folder: Path, digest: str | None) -> None:
@@ -164,19 +154,6 @@ def check_tokenizer(folder: Path, digest: str | None) -> None:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if found != digest:
         raise UserError(f"{path} has sha256 {found}, and the shards were made with {digest}")
-
-
-def check_complete(folder: Path) -> None:
-    """Raises UserError unless a finished folder has its files, the shards with their sizes."""
-    try:
-        meta = read_meta(folder)
-        if meta is None:
-            raise UserError(f"{folder / META} does not exist")
-        for entry in meta["files"]:
-            inspect(str(folder / entry["name"]), entry)
-        check_tokenizer(folder, meta["tokenizer"]["sha256"])
-    except UserError as error:
-        raise UserError(f"{error}; put back what prepare wrote, or {WAY_OUT}") from None
 
 
 class ShardWriter:

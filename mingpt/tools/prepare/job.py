@@ -22,7 +22,6 @@ from mingpt.data.source import read_named_tokenizer
 from mingpt.data.tokenizers import CharTokenizer, Tokenizer
 from mingpt.tools.prepare.documents import (
     Batch,
-    Counter,
     Encoder,
     InputFile,
     InputStats,
@@ -37,7 +36,6 @@ from mingpt.tools.prepare.folder import (
     TOKENIZER,
     Record,
     ShardWriter,
-    check_complete,
     check_tokenizer,
     open_folder,
     open_record,
@@ -161,19 +159,15 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
     A command that was killed goes on behind its last finished shard. Raises UserError.
     """
     files = find_inputs(names)
-    command = asdict(options) | {"files": [file.identity() for file in files]}
-    if options.tokenizer == "bpe":
-        command["vocab_size"] = options.bpe_tokens
-    else:
-        del command["vocab_size"]
+    command: dict[str, Any] = {f"--{option}": value for option, value in asdict(options).items()}
+    command |= {f"text {number}": file.identity for number, file in enumerate(files, 1)}
     given = None  # the content of the tokenizer's file
     if options.tokenizer not in TOKENIZER_WORDS:
         given = read_named_tokenizer(options.tokenizer, "--tokenizer")
-        command["tokenizer_sha256"] = hashlib.sha256(given).hexdigest()
+        command["--tokenizer"] = f"of sha256 {hashlib.sha256(given).hexdigest()}"
     with open_folder(out):
         record = open_record(out, command)
         if record.is_complete:
-            check_complete(out)
             return f"{out} is complete already; --check reads it through"
         if record.stats is None:
             record.save(out)  # an output folder that cannot be written to is found before all is read
@@ -189,16 +183,18 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
 
 def count(files: Sequence[InputFile], options: Options) -> InputStats:
     """Read all documents once. Raises UserError for a file without text, and if a part would be empty."""
-    counter = Counter(wants_alphabet=options.tokenizer == "char")
+    stats, alphabet = InputStats(), set[str]()
     with progress("counting") as shown:
         for file in files:
-            before = counter.stats.bytes
+            before = stats.bytes
             for piece in read_pieces(file):
-                counter.add(piece)
+                stats.add(piece)
+                if options.tokenizer == "char":
+                    alphabet.update(piece.text)
                 shown.update(piece.bytes)
-            if counter.stats.bytes == before:
+            if stats.bytes == before:
                 raise UserError(f"{file.shown} holds no text")
-    stats = counter.result()
+    stats.alphabet = "".join(sorted(alphabet))
     if stats.documents == 1 and int(stats.characters * (1 - options.val_fraction)) == 0:
         raise UserError(
             f"a single document of {stats.characters} characters leaves nothing to train on with "
