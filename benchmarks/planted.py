@@ -68,9 +68,9 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 def find(tree: Path, file: str) -> str | None:
     """The test that notices what is planted in a file, if there is one."""
     room = Path(file).parts[1]
-    failure = first_failure(tree, [f"tests/{room}"], "not slow")
+    failure = first_failure(tree, [f"tests/{room}"], "not slow and not weekly")
     jobs = [f"tests/jobs/{name}.py" for name in JOBS[room]]
-    return failure or first_failure(tree, jobs, "not slow") or first_failure(tree, jobs, "slow")
+    return failure or first_failure(tree, jobs, "not weekly") or first_failure(tree, jobs, "weekly")
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ def test_the_proofs_that_run_every_week_are_programs_with_these_flags() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     jobs = workflow["jobs"]
     assert any(".ci/run" in step.get("run", "") for step in jobs["checks"]["steps"])
+    assert any("pytest -m weekly" in step.get("run", "") for step in jobs["weekly"]["steps"])
     proofs = jobs["proofs"]["strategy"]["matrix"]["proof"]
     assert len(proofs) > 5
     for proof in proofs:
@@ -48,7 +49,7 @@ def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
     assert row["points"].keys() >= {"kill", "ENOSPC", "EIO", "power", "order", "store tears"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
     """A part of the kinds, one of them read by three programs; an older snapshot is there."""
     kinds = {
@@ -62,7 +63,7 @@ def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
         assert row["ok"] == row["trials"] and row["kinds"] >= len(some)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_bytes_and_collectives_of_a_step_are_those_that_plan_asks_for() -> None:
     """Two rounds of two workers, two blocks: fsdp gathers each block twice a round, and the root once."""
     strategies = ["ddp exact", "fsdp exact", "fsdp fast"]

@@ -37,7 +37,7 @@ mingpt.training.start.check_workers = lambda *_: None
     "settings",
     [
         {},
-        pytest.param({"trainer__parallel": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param({"trainer__parallel": "fsdp"}, marks=pytest.mark.weekly),
         pytest.param({"trainer__shard_optimizer": True}, marks=pytest.mark.slow),
     ],
     ids=["ddp", "fsdp", "sharded optimizer"],

@@ -27,7 +27,7 @@ def slow_compiler(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
 def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
     start: Start, finish: Finish, text: Path, tmp_path: Path
@@ -60,7 +60,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
 def test_blocks_under_fsdp_are_compiled_on_all_workers_or_on_none(finish: Finish, tmp_path: Path) -> None:
     """A compiler that fails on one worker must not leave the others waiting in a forward pass."""

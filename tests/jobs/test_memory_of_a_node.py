@@ -58,7 +58,7 @@ def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
     assert_same_run(run_dir, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_is_in_memory_is_for_any_number_of_workers_and_any_strategy(
     start: Start, finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

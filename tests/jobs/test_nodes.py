@@ -66,6 +66,7 @@ def test_without_a_shared_disk_the_death_of_rank_0s_node_costs_few_steps_and_no_
     assert job.hashes(150) == {tensor_hash(undisturbed, 150)[:16]}
 
 
+@pytest.mark.weekly
 def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
     start: Start, cluster: MakeCluster, text: Path, tmp_path: Path
 ) -> None:

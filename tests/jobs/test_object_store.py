@@ -10,7 +10,7 @@ from support.object_store import object_store
 from mingpt.tools.jobs import torchrun
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
     start: Start,
     finish: Finish,

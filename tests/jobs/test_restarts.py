@@ -45,7 +45,7 @@ def test_a_killed_worker_costs_no_bit(
     assert "Traceback" not in job.err()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_agents_go_on_after_a_killed_worker(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

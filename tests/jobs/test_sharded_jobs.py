@@ -30,7 +30,7 @@ SHARDED_OPTIMIZER: dict[str, Any] = {"trainer__shard_optimizer": True}
     [
         (2, FSDP),
         pytest.param(3, FSDP | {"trainer__recompute": "block"}, marks=pytest.mark.slow),
-        pytest.param(2, FSDP | {"trainer__fsdp_reshard": False}, marks=pytest.mark.slow),
+        pytest.param(2, FSDP | {"trainer__fsdp_reshard": False}, marks=pytest.mark.weekly),
         pytest.param(3, SHARDED_OPTIMIZER, marks=pytest.mark.slow),
     ],
 )

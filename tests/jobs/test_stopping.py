@@ -29,7 +29,7 @@ from mingpt.tools.jobs import Job, descendants, read_history, read_metric, torch
 
 @pytest.mark.parametrize(
     "kind",
-    ["SIGTERM", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("SIGUSR1", "STOP"))],
+    ["SIGTERM", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("SIGUSR1", "STOP"))],
 )
 def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
     kind: str, start: Start, finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
@@ -157,7 +157,7 @@ def whole(long_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("kind", "step", "workers"),
     [("STOP", 30, 2), ("SIGINT", 0, 2), ("SIGTERM", 10, 1)],

@@ -115,7 +115,7 @@ def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
     assert history["status"] == "failed" and len(history["generations"]) == 1, history
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_tokenizer_from_elsewhere_is_used_and_another_one_is_refused(
     start: Start, text: Path, tmp_path: Path
 ) -> None:
