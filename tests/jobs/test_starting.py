@@ -88,7 +88,10 @@ if os.environ.get("RANK") == "2":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "workers", "code"), [pytest.param(1, 2, FREEZES, marks=pytest.mark.weekly), (0, 3, FREEZES_HALF_WAY)])
+@pytest.mark.parametrize(
+    ("rank", "workers", "code"),
+    [pytest.param(1, 2, FREEZES, marks=pytest.mark.weekly), (0, 3, FREEZES_HALF_WAY)],
+)
 def test_a_worker_frozen_before_the_meeting_is_given_up(
     rank: int, workers: int, code: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -148,7 +148,9 @@ def test_too_few_agents_say_so_and_obey_sigterm(new_agents: Callable[..., Agents
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [False, pytest.param(True, marks=pytest.mark.weekly)], ids=["folder", "hosts"])
+@pytest.mark.parametrize(
+    "hosts", [False, pytest.param(True, marks=pytest.mark.weekly)], ids=["folder", "hosts"]
+)
 def test_any_agent_may_be_killed_and_replaced_or_told_to_leave(
     hosts: bool, new_agents: Callable[..., Agents]
 ) -> None:
