@@ -29,7 +29,7 @@ from mingpt.base.files import (
     write_all,
     write_atomic,
 )
-from mingpt.data.shard_files import FORMATS, HEADER_BYTES, FileMeta, inspect, read_meta
+from mingpt.data.shard_files import FORMATS, HEADER_BYTES, FileMeta
 from mingpt.tools.prepare.documents import InputStats
 
 RECORD = "prepare.json"

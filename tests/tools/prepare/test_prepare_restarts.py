@@ -2,7 +2,6 @@
 
 import errno
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
