@@ -6,7 +6,7 @@ import pytest
 
 from mingpt.config import Config
 from mingpt.tools.fault_injection import Kill
-from mingpt.tools.verify import Outcome, find_problems, make_schedule, train_undisturbed
+from mingpt.tools.verify import PHASES, Outcome, find_problems, make_schedule, train_undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def test_what_is_sabotaged_on_purpose_is_noticed(
         assert problems == []
 
 
-def test_a_schedule_depends_on_its_seed_alone() -> None:
+def test_a_schedule_depends_on_its_seed_alone_and_has_every_phase() -> None:
+    assert all({kill.phase for kill in make_schedule(seed, 5, [2])} == {*PHASES} for seed in range(20))
     assert make_schedule(3, 5, [1, 2]) == make_schedule(3, 5, [1, 2])
     assert make_schedule(3, 5, [1, 2]) != make_schedule(4, 5, [1, 2])
