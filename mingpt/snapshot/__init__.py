@@ -12,7 +12,7 @@ from mingpt.snapshot.layout import (
     make_layout,
     specs_of,
 )
-from mingpt.snapshot.lookup import names_a_snapshot, open_snapshot, read_safetensors
+from mingpt.snapshot.lookup import open_snapshot, read_safetensors
 from mingpt.snapshot.manifest import FileRecord, read_config
 from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
 from mingpt.snapshot.reading import Check, Entries
@@ -37,7 +37,6 @@ __all__ = [
     "TensorSpec",
     "Transfer",
     "make_layout",
-    "names_a_snapshot",
     "open_snapshot",
     "read_config",
     "read_safetensors",
