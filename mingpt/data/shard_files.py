@@ -170,6 +170,8 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
                 f"{path} has {size:,} bytes, and without a header tokens take two bytes each: copy it again"
             )
         return size // UINT16.itemsize, 0, UINT16
+    if size < HEADER_BYTES:
+        raise UserError(f"{path} has {size:,} bytes, less than the header of 1,024: copy it again")
     dtype = FORMATS.get((magic, version))
     if dtype is None:
         raise UserError(
@@ -212,8 +214,7 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except BadJson as error:
         raise UserError(
-            f"{path} is damaged, or not of this program's prepare: {error}; prepare the data again, or "
-            "rename it to read the shards without it"
+            f"{path} is damaged: {error}; prepare the data again, or rename it to read the shards without it"
         ) from None
     checked: dict[str, Any] = meta
     return checked
