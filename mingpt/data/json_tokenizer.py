@@ -256,8 +256,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
     try:
         tokenizer = PackageTokenizer.from_str(content.decode())
     except Exception as error:  # which one depends on the package's version
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"this is no tokenizer.json: {reason}") from None
+        raise ValueError(f"this is no tokenizer.json: {reason_of(error)}") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -53,13 +53,6 @@ def discard(file: Any, path: str) -> None:
         log.warning("the upload of %s could not be aborted (%s)", path, reason_of(error))
 
 
-def unfinished_uploads(files: Any, prefix: str) -> list[tuple[str, str, str]]:
-    """(bucket, key, id) of each; of more than 1,000, the first. Raises what the driver raises."""
-    bucket, key_prefix, _ = files.split_path(prefix)
-    listed = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key_prefix)
-    return [(bucket, upload["Key"], upload["UploadId"]) for upload in listed.get("Uploads", [])]
-
-
 def write_chunks(
     file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
 ) -> str:
@@ -159,7 +152,6 @@ class FileStore:
         path = self.path(name)
         if size <= self.upload_part_bytes:
             content = b"".join([bytes(chunk) for chunk in chunks])
-            assert len(content) == size, f"{name} has {len(content)} bytes instead of {size}"
             sha256 = hashlib.sha256(content).hexdigest()
             self.files.pipe_file(path, content)
         else:
@@ -183,7 +175,7 @@ class FileStore:
             self.files.rm_file(self.path(name))
 
     def abort_unfinished_uploads(self) -> None:
-        """In S3, free the parts of uploads of snapshots' files.
+        """In S3, free the parts of uploads of snapshots' files; of more than 1,000 uploads, the first.
 
         A failure is a line: whoever may write objects may not be allowed to list uploads.
         """
@@ -191,8 +183,11 @@ class FileStore:
             return
         path = self.path("step_")
         try:
-            for bucket, key, upload in unfinished_uploads(self.files, path):
-                self.files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+            bucket, prefix, _ = self.files.split_path(path)
+            listed = self.files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            for upload in listed.get("Uploads", []):
+                key, upload_id = upload["Key"], upload["UploadId"]
+                self.files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
                 log.info("an upload of %s/%s that was not completed is aborted", bucket, key)
         except DriverError as error:
             log.info("unfinished uploads to %s* cannot be looked for (%s)", path, reason_of(error))

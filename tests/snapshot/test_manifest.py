@@ -7,10 +7,11 @@ from support.snapshots import make_manifest
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, to_dict
-from mingpt.snapshot import FileRecord, Snapshot
+from mingpt.snapshot import Snapshot
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     SCHEMA,
+    FileRecord,
     add_checksum,
     decode_manifest,
     encode_manifest,

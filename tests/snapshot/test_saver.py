@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from support.snapshots import TENSORS, make_manifest, make_store, save
 
-from mingpt.snapshot import FileLayout, FileRecord, SnapshotSaver, SnapshotStore
-from mingpt.snapshot.layout import step_of
+from mingpt.snapshot import SnapshotSaver, SnapshotStore
+from mingpt.snapshot.layout import FileLayout, step_of
+from mingpt.snapshot.manifest import FileRecord
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from support.object_store import object_store
 from support.snapshots import make_manifest, write
 
 from mingpt.snapshot import SnapshotStore
-from mingpt.snapshot.files import unfinished_uploads
 
 MIB = 1 << 20
 PLACE = "s3://runs/one"
@@ -28,7 +27,7 @@ def server() -> Iterator[Any]:
 @pytest.fixture
 def bucket(server: Any) -> Any:
     """With nothing in it."""
-    for _, key, upload in uploads(server):
+    for key, upload in uploads(server):
         server.call_s3("abort_multipart_upload", Bucket="runs", Key=key, UploadId=upload)
     if server.exists("runs/one"):
         server.rm("runs/one", recursive=True)
@@ -40,9 +39,10 @@ def open_store() -> SnapshotStore:
     return SnapshotStore(PLACE, retries_s=(0.0,), upload_part_bytes=5 * MIB)
 
 
-def uploads(bucket: Any) -> list[tuple[str, str, str]]:
-    """That are not completed."""
-    return unfinished_uploads(bucket, "runs/")
+def uploads(bucket: Any) -> list[tuple[str, str]]:
+    """(key, id) of those that are not completed."""
+    listed = bucket.call_s3("list_multipart_uploads", Bucket="runs").get("Uploads", [])
+    return [(upload["Key"], upload["UploadId"]) for upload in listed]
 
 
 class BrokenNetwork:
@@ -90,7 +90,7 @@ def test_uploads_of_this_folder_are_aborted_at_the_next_start_and_no_others(buck
     for key in (*steps, "one/other", "two/step_00000001.safetensors"):
         bucket.call_s3("create_multipart_upload", Bucket="runs", Key=key)
     open_store().prepare()
-    assert [key for _, key, _ in uploads(bucket)] == ["one/other", "two/step_00000001.safetensors"]
+    assert [key for key, _ in uploads(bucket)] == ["one/other", "two/step_00000001.safetensors"]
 
 
 def test_whoever_may_not_list_uploads_can_write_all_the_same(
