@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
-from mingpt.base.files import DriverError
+from mingpt.base.files import DriverError, reason_of
 from mingpt.base.system import run_within
 from mingpt.config import Config
 from mingpt.config.cli import parse
@@ -74,7 +74,7 @@ def show_claims(where: str, release: bool) -> list[str]:
                 claim.remove(number)  # its holder notices that before it writes again
                 lines.append(f"{place}: released")
         except DriverError as error:
-            raise UserError(f"the claim to {place} cannot be used: {type(error).__name__}: {error}") from None
+            raise UserError(f"the claim to {place} cannot be used: {reason_of(error)}") from None
     return lines or [f"{where}: not claimed"]
 
 
@@ -94,27 +94,21 @@ def run_checkup(argv: Sequence[str]) -> NoReturn:
     process_exit = ProcessExit(launch)
     try:
         config = parse(argv)
-        run_within(LIMIT_S, lambda: examine(launch, config, process_exit))
+        faults = run_within(LIMIT_S, lambda: examine(launch, config, process_exit))
+        if faults:
+            raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
     except (UserError, NonRetryableError) as error:
         process_exit.abort_job(error, lambda: False)
     except Exception as error:  # a check-up that fails or hangs would do so again in each generation
-        what = f"worker {launch.rank} on {platform.node()} failed: {type(error).__name__}: {error}"
+        what = f"worker {launch.rank} on {platform.node()} failed: {reason_of(error)}"
         process_exit.abort_job(NonRetryableError(what), lambda: False)
     process_exit.exit_process(None)
 
 
-def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> None:
-    """Returns if the cluster is healthy. Raises NonRetryableError after saying what is not."""
-    if launch.is_distributed:
-        faults = examine_with_others(launch, config, process_exit)
-    else:
-        faults = report([Findings(launch, config).take()])
-    if faults:
-        raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
-
-
-def examine_with_others(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
+def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
     """The number of faults; rank 0 judges and prints. Collective."""
+    if not launch.is_distributed:
+        return report([Findings(launch, config).take()])
     rank, rendezvous = launch.rank, meet(launch)
     process_exit.join(rendezvous, LIMIT_S)
     findings = Findings(launch, config)
@@ -224,7 +218,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--claim", metavar="RUN_DIR", help="run folder, or snapshots at a path or URL")
     parser.add_argument("--release", action="store_true", help="drop the claim")
     options, settings = parser.parse_known_args(arguments)
-    if options.endpoint is None and options.claim is None and not options.release:
+    if not (options.endpoint or options.claim or options.release):
         run_checkup(settings)
     if settings or (options.release and not options.claim):
         raise UserError(f"--endpoint, and --claim with or without --release, stand alone: {usage}")

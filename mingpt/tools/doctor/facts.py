@@ -74,7 +74,7 @@ def try_folder(place: str) -> str | None:
 
     Where a folder is missing, the one in which it will be made is tried.
     """
-    folder, name = local_path(place), f"doctor-{uuid.uuid4().hex[:12]}"
+    folder, name = local_path(place), f"doctor-{uuid.uuid4().hex}"
     while folder is not None and not os.path.exists(folder):
         folder = os.path.dirname(os.path.abspath(folder))
     try:
@@ -241,7 +241,7 @@ def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str])
 
 def are_alike(one: Any, other: Any) -> bool:
     """Whether facts are the same; clocks, the only fractions, may differ by less than MAX_CLOCK_S."""
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float):
         return abs(one - other) < MAX_CLOCK_S
     return bool(one == other)
 

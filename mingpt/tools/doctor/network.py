@@ -128,7 +128,7 @@ def find_unreachable(targets: Mapping[int, tuple[str, int]]) -> dict[int, str]:
             return str(error)
         return None
 
-    with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(targets)))) as pool:
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
         results = dict(zip(targets, pool.map(failure, targets.values()), strict=True))
     return {rank: reason for rank, reason in results.items() if reason is not None}
 
@@ -138,7 +138,7 @@ def check_endpoint(where: str) -> tuple[bool, list[str]]:
     is_good, lines = False, []
     for one in where.split(","):
         host, _, port = one.strip().rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
+        host = host.strip("[]")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {one!r}")
         works, line = describe_endpoint(host, int(port))
@@ -149,7 +149,7 @@ def check_endpoint(where: str) -> tuple[bool, list[str]]:
 
 def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
     """Whether agents or workers can meet there, and what this host sees of it."""
-    target, heard = "", b""
+    target = ""
     with contextlib.suppress(OSError):  # an IPv6 address; or connecting says why
         target = f"{host} is {', '.join(socket.gethostbyname_ex(host)[2])}; "
     for question in (STORE_PING, AGENT_PING):
@@ -162,8 +162,7 @@ def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
         who = identify(answer)
         if who:
             return True, f"{seen}{who} answers"
-        heard = answer or heard
-    return False, f"{seen}another program, or a frozen agent, has port {port}: it says {heard[:40]!r}"
+    return False, f"{seen}another program, or a frozen agent, has port {port}: it says {answer[:40]!r}"
 
 
 def ask(connection: socket.socket, question: bytes) -> bytes:

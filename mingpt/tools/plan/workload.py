@@ -122,8 +122,7 @@ class Workload:
 
     def parts_sent(self) -> int:
         """The most partial sums of a gradient that one rank sends to the others: under ddp."""
-        count = self.micro_batches
-        return max(len(cover(self.neighbours(rank), count)) for rank in range(self.workers))
+        return max(len(cover(self.neighbours(rank), self.micro_batches)) for rank in range(self.workers))
 
     def partial_sums(self) -> int:
         """The most partial sums of a gradient that a rank keeps before its last micro-batch."""
