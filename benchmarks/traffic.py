@@ -154,9 +154,10 @@ def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
 
 def asked_of_step(config: Config, workers: int) -> tuple[int, int]:
     """Bytes that a worker sends in a step by `python -m mingpt plan`, and the number of parameters."""
-    from mingpt.tools.plan import Workload, bytes_sent, measure_data
+    from mingpt.tools.plan.costs import bytes_sent
+    from mingpt.tools.plan.workload import Workload, measure_data
 
-    work = Workload(config, measure_data(config).vocab_size, workers, on_cpu=True, dtype="float32")
+    work = Workload(config, measure_data(config)[0], workers, on_cpu=True, dtype="float32")
     return bytes_sent(work), work.parameters
 
 

@@ -13,7 +13,6 @@ from mingpt.report.history import (
     mark_ended,
     read_durable_step,
     read_job_start,
-    read_run_id,
 )
 from mingpt.report.log import open_log
 from mingpt.report.metrics import METRICS, RunInfo, Sink, StepStats
@@ -36,5 +35,4 @@ __all__ = [
     "read_durable_step",
     "read_job_start",
     "read_records",
-    "read_run_id",
 ]

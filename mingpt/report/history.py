@@ -1,5 +1,6 @@
 """run.json: what happened to a run, generation by generation."""
 
+import contextlib
 import json
 import logging
 import platform
@@ -39,12 +40,6 @@ class History(pydantic.BaseModel):
     generations: list[Generation]
     changes: list[Any] = []
     durable_step: Count = 0
-
-
-def read_run_id(run_dir: Path) -> str | None:
-    """The random id of the run in this folder, as far as this node can see it."""
-    history = load_history(run_dir)
-    return history["id"] if history else None
 
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
@@ -130,28 +125,31 @@ class RunHistory:
     ) -> None:
         self.path = run_dir / "run.json"
         self.file = SmallFile(self.path, may_write)
-        self.content: dict[str, Any] = {"id": run_id, "status": "running", "generations": [], "changes": []}
-        self.content |= {"steps_lost": 0, "seconds_lost": 0.0, "goodput": 1.0, "durable_step": 0}
+        self.content: dict[str, Any] = {
+            "id": run_id,
+            "status": "running",
+            "generations": [],
+            "changes": [],
+            "steps_lost": 0,
+            "seconds_lost": 0.0,
+            "goodput": 1.0,
+            "durable_step": 0,
+        }
         try:
             self.content |= read_json(self.path, History)
         except FileNotFoundError:
             pass  # a new run
         except (OSError, BadJson) as error:
-            self.set_aside(error)
+            log.warning(
+                "%s cannot be used (%s): it is set aside as damaged-run.json if possible",
+                self.path,
+                reason_of(error),
+            )
+            with contextlib.suppress(OSError):  # a new one replaces it, or says that it cannot be written
+                self.path.replace(self.path.with_name("damaged-run.json"))
         self.content["id"] = run_id
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
-
-    def set_aside(self, error: Exception) -> None:
-        """The file is damaged or cannot be read; what it held is kept if possible."""
-        what = "is damaged" if not isinstance(error, OSError) else f"cannot be read ({reason_of(error)})"
-        try:
-            self.path.replace(self.path.with_name("damaged-run.json"))
-            log.warning("%s %s and set aside as damaged-run.json", self.path, what)
-        except OSError as again:
-            log.warning(
-                "%s %s and cannot be renamed (%s): a new one replaces it", self.path, what, reason_of(again)
-            )
 
     def start_generation(self, start: GenerationStart) -> str | None:
         """A generation starts. Returns one line on the one before, if that did not end in order."""
@@ -173,8 +171,11 @@ class RunHistory:
             "to_step": start.step,
             "exact": False,
             "restart": start.is_restart,
+            "began": now,
+            "seen": now,
+            "end": "running",
         }
-        self.generations.append(entry | {"began": now, "seen": now, "end": "running"})
+        self.generations.append(entry)
         # In a restart a snapshot may have been lost with its disk: that it was written must not be forgotten.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
@@ -229,10 +230,10 @@ class RunHistory:
 
     def summary(self) -> str:
         """The whole run in a line."""
-        counts = (
-            f"{plural(len(self.generations), 'generation')}, {self.content['steps_lost']} steps done twice"
+        return (
+            f"{plural(len(self.generations), 'generation')}, {self.content['steps_lost']} steps done twice, "
+            f"{self.content['seconds_lost']:.1f} s lost, goodput {self.content['goodput']:.1%}"
         )
-        return f"{counts}, {self.content['seconds_lost']:.1f} s lost, goodput {self.content['goodput']:.1%}"
 
     def encode(self) -> str:
         """The file's content, with its goodput."""

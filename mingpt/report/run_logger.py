@@ -188,9 +188,6 @@ class RunLogger:
         for sink in self.sinks:
             sink.log(step, values)
 
-    def note_durable(self, step: int) -> None:
-        self.history.note_durable(step)
-
     def log_training(self, stats: StepStats) -> None:
         self.log_values(stats.step, training_values(stats))
         self.history.note_step(stats.step, stats.step_s)
@@ -255,12 +252,9 @@ def describe_strategy(trainer: TrainerConfig) -> str:
 
 
 def describe_range(numbers: Sequence[int]) -> str:
-    """Neighbours as 4-7, every other one as 1, 3, ..., 7."""
+    """All of up to three; of more, which may be every other one, the first two and the last."""
     if not numbers:
         return "idles"
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) == 1:
-        return f"reads {first}"
-    if last - first == len(numbers) - 1:
-        return f"reads {first}-{last}"
-    return f"reads {first}, {numbers[1]}, ..., {last}" if len(numbers) > 2 else f"reads {first}, {last}"
+    if len(numbers) > 3:
+        return f"reads {numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
+    return f"reads {', '.join(map(str, numbers))}"

@@ -20,7 +20,7 @@ from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
-from mingpt.report import load_history, read_records, read_run_id
+from mingpt.report import load_history, read_records
 
 # Settings that change no result and must be the same on all workers.
 SAME_EVERYWHERE = (
@@ -181,7 +181,8 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     """
     history, node_rank = load_history(folder.path), context.launch.node_rank
     last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
-    mine = NodeRun(read_run_id(folder.path), last_step, platform.node(), node_rank, was_started)
+    run_id = history["id"] if history else None
+    mine = NodeRun(run_id, last_step, platform.node(), node_rank, was_started)
     found = context.all_gather_object(mine)
     ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
     if len(ids) < 2:

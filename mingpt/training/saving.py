@@ -107,7 +107,7 @@ class Saving:
         if step > self.durable_step:
             self.durable_step = step
             if run_logger:
-                run_logger.note_durable(step)
+                run_logger.history.note_durable(step)
             if self.context.launch.local_rank == 0:
                 self.memory.remove_outdated(step)
 

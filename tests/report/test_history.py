@@ -10,10 +10,10 @@ from mingpt.distributed.rendezvous import MAX_REPEATS
 from mingpt.report import (
     GenerationStart,
     RunHistory,
+    load_history,
     mark_ended,
     read_durable_step,
     read_job_start,
-    read_run_id,
 )
 
 RUN_ID = "abc123"
@@ -48,7 +48,7 @@ def read(run_dir: Path) -> dict[str, Any]:
 def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     history = open_history(tmp_path)
     assert begin(history, 2, 0, None, False, []) is None
-    assert read(tmp_path)["status"] == "running" and read_run_id(tmp_path) == RUN_ID
+    assert (read(tmp_path)["status"], read(tmp_path)["id"]) == ("running", RUN_ID)
     history.note_step(10, 0.25)
     history.end("finished", 30, "finished")
     content = read(tmp_path)
@@ -120,10 +120,10 @@ def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int | None
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(content)
-    assert read_run_id(tmp_path) is None
+    assert load_history(tmp_path) is None
     begin(open_history(tmp_path), 1, 0, None, False, [])
     assert (tmp_path / "damaged-run.json").read_text() == content
-    assert "is damaged and set aside as damaged-run.json" in caplog.text
+    assert "it is set aside as damaged-run.json" in caplog.text
     assert len(read(tmp_path)["generations"]) == 1
 
 

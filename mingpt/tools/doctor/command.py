@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
-from mingpt.base.files import DriverError
-from mingpt.base.system import run_within, try_within
+from mingpt.base.files import DriverError, reason_of
+from mingpt.base.system import run_within
 from mingpt.config import Config
 from mingpt.config.cli import parse
 from mingpt.distributed import Launch, ProcessExit
@@ -33,29 +33,29 @@ from mingpt.tools.doctor.facts import (
     FINDINGS_S,
     Facts,
     Findings,
-    Folders,
     find_faults,
     identity,
-    make_table,
+    make_row,
 )
 from mingpt.tools.doctor.network import (
     Exchange,
-    Listener,
     check_endpoint,
     describe_endpoint,
     ephemeral_ports,
     find_unreachable,
     gloo_address,
+    listen,
     measure_all_reduce,
     networks,
 )
+from mingpt.tools.plan.command import align
 from mingpt.training.claim import LEASE_S, Claim, Holder
 
 # The order of a check-up: meet, compare clocks, connect to each other, tell what was found, judge. Every wait
 # has a limit, and so has all of it. A fault ends the job in order: the workers of a job that has restarts
 # left would otherwise be started again.
 LIMIT_S = 58.0
-MEET_S, WAIT_S, ACK_S, CLEAN_UP_S = 20.0, 12.0, 3.0, 2.0
+MEET_S, WAIT_S, ACK_S = 20.0, 12.0, 3.0
 
 
 def show_claims(where: str, release: bool) -> list[str]:
@@ -74,7 +74,7 @@ def show_claims(where: str, release: bool) -> list[str]:
                 claim.remove(number)  # its holder notices that before it writes again
                 lines.append(f"{place}: released")
         except DriverError as error:
-            raise UserError(f"the claim to {place} cannot be used: {type(error).__name__}: {error}") from None
+            raise UserError(f"the claim to {place} cannot be used: {reason_of(error)}") from None
     return lines or [f"{where}: not claimed"]
 
 
@@ -93,127 +93,96 @@ def run_checkup(argv: Sequence[str]) -> NoReturn:
     launch = Launch.from_environment()
     process_exit = ProcessExit(launch)
     try:
-        run_within(LIMIT_S, lambda: Checkup(launch, argv, process_exit).run())
+        config = parse(argv)
+        faults = run_within(LIMIT_S, lambda: examine(launch, config, process_exit))
+        if faults:
+            raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
     except (UserError, NonRetryableError) as error:
         process_exit.abort_job(error, lambda: False)
     except Exception as error:  # a check-up that fails or hangs would do so again in each generation
-        what = f"worker {launch.rank} on {platform.node()} failed: {type(error).__name__}: {error}"
+        what = f"worker {launch.rank} on {platform.node()} failed: {reason_of(error)}"
         process_exit.abort_job(NonRetryableError(what), lambda: False)
     process_exit.exit_process(None)
 
 
-class Checkup:
-    """What this worker does; rank 0 also judges and prints."""
+def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
+    """The number of faults; rank 0 judges and prints. Collective."""
+    if not launch.is_distributed:
+        return report([Findings(launch, config).take()])
+    rank, rendezvous = launch.rank, meet(launch)
+    process_exit.join(rendezvous, LIMIT_S)
+    findings = Findings(launch, config)
+    exchange = Exchange(rendezvous.process_group_store, rank, launch.world_size)
+    exchange.put("hello", identity(launch))
+    hello = exchange.get_all("hello", WAIT_S) if rank == 0 else {}
+    found: Facts = {"clock_s": exchange.clock_offset_s()}
+    found |= try_links(exchange)
+    found |= findings.take()
+    exchange.put("facts", found)
+    facts = exchange.get_all("facts", WAIT_S + FINDINGS_S) if rank == 0 else {}
+    if rank == 0:
+        exchange.put("go", len(facts) == launch.world_size and all_connected(facts))
+    go = exchange.get("go", 0, 2 * WAIT_S + FINDINGS_S)
+    if go:
+        gpu = launch.local_rank if found.get("device_type") == "cuda" else None
+        exchange.put("all_reduce", measure_all_reduce(exchange, gpu))
+    if rank == 0:
+        rates = exchange.get_all("all_reduce", 2 * WAIT_S) if go else {}
+        exchange.put("faults", report(join_facts(hello, facts, rates)))
+    faults = exchange.get("faults", 0, LIMIT_S)
+    exchange.put("done", True)
+    if rank == 0:  # which may host the store
+        exchange.get_all("done", ACK_S)
+    if faults is None:
+        raise NonRetryableError(f"rank 0 did not answer worker {rank} on {platform.node()} any more")
+    return int(faults)
 
-    def __init__(self, launch: Launch, argv: Sequence[str], process_exit: ProcessExit) -> None:
-        self.launch, self.process_exit = launch, process_exit
-        self.config: Config | None = None
-        self.config_error: str | None = None
-        try:
-            self.config = parse(argv)
-        except UserError as error:
-            self.config_error = str(error)
-        is_first = launch.local_rank == 0
-        self.folders = Folders(self.config) if self.config and is_first else None
 
-    def run(self) -> None:
-        """Returns if the cluster is healthy. Raises NonRetryableError after saying what is not; UserError."""
-        try:
-            if self.launch.is_distributed:
-                faults = self.examine_with_others()
-            elif self.config_error:
-                raise UserError(self.config_error)
-            else:
-                faults = report([Findings(self.launch, self.config, self.folders).take()])
-        finally:
-            if self.folders:  # what was tried; it is left where a disk hangs
-                try_within(CLEAN_UP_S, self.folders.clean_up)
-        if faults:
-            raise NonRetryableError(f"{faults} {'fault' if faults == 1 else 'faults'} found")
-
-    def examine_with_others(self) -> int:
-        """The number of faults. Collective."""
-        rank, rendezvous = self.launch.rank, self.meet()
-        self.process_exit.join(rendezvous, LIMIT_S)
-        # All have looked by now at which folders are missing.
-        findings = Findings(self.launch, self.config, self.folders)
-        exchange = Exchange(rendezvous.process_group_store, rank, self.launch.world_size)
-        exchange.put("hello", identity(self.launch))
-        hello = exchange.get_all("hello", WAIT_S) if rank == 0 else {}
-        found: Facts = {"clock_s": exchange.clock_offset_s(), "config_error": self.config_error}
-        found |= try_links(exchange, rendezvous.generation)
-        found |= findings.take()
-        exchange.put("facts", found)
-        facts = exchange.get_all("facts", WAIT_S + FINDINGS_S) if rank == 0 else {}
-        if rank == 0:
-            exchange.put("go", len(facts) == self.launch.world_size and all_connected(facts))
-        go = exchange.get("go", 0, 2 * WAIT_S + FINDINGS_S)
-        if go:
-            gpu = self.launch.local_rank if found.get("device_type") == "cuda" else None
-            exchange.put("all_reduce", measure_all_reduce(exchange, gpu))
-        if rank == 0:
-            rates = exchange.get_all("all_reduce", 2 * WAIT_S) if go else {}
-            exchange.put("verdict", self.judge(hello, facts, rates))
-        verdict = exchange.get("verdict", 0, LIMIT_S)
-        exchange.put("done", True)
-        if rank == 0:  # which may host the store
-            exchange.get_all("done", ACK_S)
-        if verdict is None:
-            raise NonRetryableError(f"rank 0 did not answer worker {rank} on {platform.node()} any more")
-        if verdict["user_error"]:
-            raise UserError(verdict["user_error"])
-        return int(verdict["faults"])
-
-    def meet(self) -> Rendezvous:
-        """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
-        launch = self.launch
-        assert launch.master_addr is not None
-        where = f"the workers' store at {launch.master_addr}:{launch.master_port} (MASTER_ADDR, MASTER_PORT)"
-        if launch.agent_hosts_store:  # it is there before the workers are
-            is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
-            if not is_good:
-                raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}")
-        try:
-            return Rendezvous(launch, MEET_S)
-        except PeersMissing as error:
-            is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
-            if launch.rank and not is_good:
-                raise NonRetryableError(f"{platform.node()} cannot use {where}: {line}") from None
+def meet(launch: Launch) -> Rendezvous:
+    """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
+    assert launch.master_addr is not None
+    endpoint = f"{launch.master_addr}:{launch.master_port}"
+    if launch.agent_hosts_store:  # it is there before the workers are
+        is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
+        if not is_good:
             raise NonRetryableError(
-                f"{error}: look at the terminal of their node, and there at python -m mingpt doctor "
-                f"--endpoint {launch.master_addr}:{launch.master_port}"
-            ) from None
-
-    def judge(
-        self, hello: dict[int, Facts], facts: dict[int, Facts], rates: Mapping[int, Any]
-    ) -> dict[str, Any]:
-        """On rank 0: print table and faults from what all have found."""
-        workers = []
-        for rank, worker in (hello | facts).items():
-            there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
-            rate, error = rates.get(rank, (None, "no answer" if rates else None))
-            workers.append(there | {"all_reduce_mb_s": rate, "all_reduce_error": error})
-        errors = {worker.get("config_error") for worker in workers}
-        if len(errors) == 1 and self.config_error:
-            return {"faults": 1, "user_error": self.config_error}
-        return {"faults": report(workers), "user_error": None}
+                f"{platform.node()} cannot use the workers' store at {endpoint} (MASTER_ADDR, MASTER_PORT): "
+                f"{line}"
+            )
+    try:
+        return Rendezvous(launch, MEET_S)
+    except PeersMissing as error:
+        raise NonRetryableError(
+            f"{error}: look at the terminal of their node, and there at python -m mingpt doctor "
+            f"--endpoint {endpoint}"
+        ) from None
 
 
-def try_links(exchange: Exchange, word: str) -> Facts:
+def join_facts(
+    hello: Mapping[int, Facts], facts: Mapping[int, Facts], rates: Mapping[int, Any]
+) -> list[Facts]:
+    """What all have found, with the outcome of the all-reduce."""
+    workers = []
+    for rank, worker in {**hello, **facts}.items():
+        there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
+        rate, error = rates.get(rank, (None, "no answer" if rates else None))
+        workers.append(there | {"all_reduce_mb_s": rate, "all_reduce_error": error})
+    return workers
+
+
+def try_links(exchange: Exchange) -> Facts:
     """Listen where gloo would, and connect to all others. Collective."""
     found: Facts = {"networks": networks(), "ports": ephemeral_ports()}
     port = None
     try:
         found["address"] = gloo_address(found["networks"])
-        port = Listener(found["address"], word).port
+        port = listen(found["address"])
     except OSError as error:
         found["address_error"] = str(error)
     exchange.put("address", [found.get("address"), port])
     addresses = exchange.get_all("address", WAIT_S)
     targets = {
-        rank: (address, port, word)
-        for rank, (address, port) in addresses.items()
-        if port and rank != exchange.rank
+        rank: (address, port) for rank, (address, port) in addresses.items() if port and rank != exchange.rank
     }
     found["unreachable"] = list(find_unreachable(targets).items())
     return found
@@ -231,7 +200,8 @@ def all_connected(facts: Mapping[int, Facts]) -> bool:
 def report(workers: Sequence[Facts]) -> int:
     """Print the table and the faults; how many there are."""
     faults = find_faults(workers)
-    lines = [*make_table(workers), ""]
+    rows = [make_row(worker) for worker in workers]
+    lines = [*align([list(rows[0]), *(list(row.values()) for row in rows)]), ""]
     lines += [f"fault: {fault}" for fault in faults] or ["no fault found"]
     write_lines(lines)
     return len(faults)
@@ -248,7 +218,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--claim", metavar="RUN_DIR", help="run folder, or snapshots at a path or URL")
     parser.add_argument("--release", action="store_true", help="drop the claim")
     options, settings = parser.parse_known_args(arguments)
-    if options.endpoint is None and options.claim is None and not options.release:
+    if not (options.endpoint or options.claim or options.release):
         run_checkup(settings)
     if settings or (options.release and not options.claim):
         raise UserError(f"--endpoint, and --claim with or without --release, stand alone: {usage}")

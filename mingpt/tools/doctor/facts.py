@@ -6,37 +6,31 @@ Facts are plain values that travel as JSON: what a worker has not found out is m
 to change.
 """
 
-import contextlib
 import hashlib
 import ipaddress
-import json
 import os
 import platform
 import shutil
-import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import DriverError, reason_of
-from mingpt.base.system import start, try_within
+from mingpt.base.system import start
 from mingpt.config import Config, flatten, settings, to_dict
-from mingpt.data import is_shards, local_path, make_corpus, open_shards, read_bytes
+from mingpt.data import is_shards, local_path, open_shards, read_bytes
 from mingpt.distributed import Launch
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.plan.workload import Workload
 
 Facts = dict[str, Any]
-VOCABULARY_UNREAD = 256  # tokens, where the text has not been read: only the state's size depends on it
-VARIABLE = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
+VOCABULARY_UNREAD = 256  # tokens, where no setting says how many: only the state's size depends on it
 MAX_CLOCK_S = 1.0
 STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
 MAX_SETTINGS = 6  # named in one sentence
-NOTHING = "-"
-FINDINGS_S, LEAST_FINDINGS_S, LOOK_S = 20.0, 4.0, 2.0
+FINDINGS_S = 20.0
 # What is to be the same on all workers, and the sentence on a node where it is not as on most.
 COMPARED = {
     "torch": "{name} has torch {own} and the others {most}: install {most} there (pip install "
@@ -54,11 +48,10 @@ COMPARED = {
 }
 # What a worker could not do, and the sentence on it.
 BROKEN = {
-    "config_error": "{name}: the configuration is wrong there: {reason}",
     "device_error": "{name}: {reason}",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",
-    "folder_error": "{reason[0]} cannot be written and read on {name} ({reason[1]}): look at its mount and "
-    "its owner there, or choose another {reason[2]}",
+    "folder_error": "{reason[0]} {reason[1]} cannot be written and read on {name} ({reason[2]}): look at its "
+    "mount and its owner there, or choose another {reason[0]}",
     "memory_error": "snapshot.memory_path {reason[0]} on {name} {reason[1]}: enlarge it (a container's "
     "/dev/shm by --shm-size or an emptyDir of medium Memory), set snapshot.memory_path to another folder, or "
     "snapshot.memory_every=0 to do without",
@@ -76,49 +69,24 @@ def node_names(workers: Sequence[Facts]) -> dict[int, str]:
     }
 
 
-class Folders:
-    """Where a run writes, tried by writing, reading and removing a file; `places` is {setting: path or URL}.
+def try_folder(place: str) -> str | None:
+    """Why files cannot be written and read at a path or URL; None if they can. They are removed again.
 
-    `missing` are folders that were not there before any worker has tried. Each worker removes all of them
-    after its own files, so that of nodes that share a disk whoever is last finds nothing in them.
+    Where a folder is missing, the one in which it will be made is tried.
     """
-
-    def __init__(self, config: Config) -> None:
-        self.places = {"run_dir": config.run_dir}
-        if config.snapshot.path:
-            self.places["snapshot.path"] = config.snapshot.path
-        else:
-            self.places["the snapshot folder"] = str(Path(config.run_dir) / "snapshots")
-        self.probe = f"doctor-{uuid.uuid4().hex[:12]}"
-        self.missing: list[Path] = []
-        self.stores: list[SnapshotStore] = []
-        try_within(LOOK_S, self.find_missing)  # a disk that hangs is told of by try_one
-
-    def find_missing(self) -> None:
-        paths = [Path(path).absolute() for path in map(local_path, self.places.values()) if path]
-        folders = {folder for path in paths for folder in (path, *path.parents)}
-        self.missing = [folder for folder in folders if not os.path.exists(folder)]
-
-    def try_one(self, place: str) -> str | None:
-        """Why a folder cannot be used; None if it can."""
-        content = self.probe.encode()
-        try:
-            store = SnapshotStore(place, retries_s=())
+    folder, name = local_path(place), f"doctor-{uuid.uuid4().hex}"
+    while folder is not None and not os.path.exists(folder):
+        folder = os.path.dirname(os.path.abspath(folder))
+    try:
+        store = SnapshotStore(folder or place, retries_s=())
+        if folder is None:
             store.files.makedirs(store.root, exist_ok=True)
-            self.stores.append(store)
-            store.write_atomic(self.probe, content)
-            read = store.files.cat_file(store.path(self.probe))
-        except DriverError as error:
-            return reason_of(error)
-        return None if read == content else "what is written there is not what is read back"
-
-    def clean_up(self) -> None:
-        for store in self.stores:
-            with contextlib.suppress(Exception):  # it was never written, and try_one has reported why
-                store.files.rm_file(store.path(self.probe))
-        for folder in sorted(self.missing, reverse=True):  # what lies in a folder comes before it
-            with contextlib.suppress(OSError):  # another rank's probe is in it, or a run, or it is gone
-                folder.rmdir()
+        store.write_atomic(name, name.encode())
+        store.files.cat_file(store.path(name))
+        store.files.rm_file(store.path(name))
+    except DriverError as error:
+        return reason_of(error)
+    return None
 
 
 def identity(launch: Launch) -> Facts:
@@ -131,18 +99,15 @@ def identity(launch: Launch) -> Facts:
     }
 
 
-def find_own(launch: Launch, config: Config | None) -> Facts:
+def find_own(launch: Launch, config: Config) -> Facts:
     """The facts that need no look at the disk."""
     import torch
 
-    found: Facts = {"torch": torch.__version__}
-    if config is None:
-        return found
     from mingpt.distributed.device import device_name, find_device
 
     flat = flatten(to_dict(config))
+    found: Facts = {"torch": torch.__version__, "threads": launch.threads(config.trainer)}
     found["config"] = {key: flat[key] for key, setting in settings().items() if setting.affects_result}
-    found["threads"] = launch.threads(config.trainer)
     try:
         device = find_device(config.trainer.device, launch)
         found |= {"device_type": device.type, "device": device_name(device)}
@@ -152,22 +117,18 @@ def find_own(launch: Launch, config: Config | None) -> Facts:
 
 
 def find_data(config: Config) -> Facts:
-    """The text's fingerprint, if its path is on this node, and the size of the state of the model for it."""
+    """The fingerprint of the text or of the token shards, if their path is on this node."""
     found: Facts = {"data_path": config.data.path}
-    vocabulary = VOCABULARY_UNREAD
-    if "://" not in config.data.path:
-        try:
-            if is_shards(config.data.path):
-                found["data"] = open_shards(config.data.path, config.data.val_fraction).fingerprint
-                vocabulary = config.data.vocab_size or vocabulary
-            else:
-                text = read_bytes(config.data)
-                found["data"] = hashlib.sha256(text).hexdigest()
-                vocabulary = make_corpus(text, config.data).vocab_size
-        except UserError as error:
-            found["data_error"] = str(error)
-    job = Workload(config, vocabulary, workers=1, on_cpu=True, dtype="float32")
-    return found | {"state_bytes": job.state_bytes}
+    if "://" in config.data.path:
+        return found
+    try:
+        if is_shards(config.data.path):
+            found["data"] = open_shards(config.data.path, config.data.val_fraction).fingerprint
+        else:
+            found["data"] = hashlib.sha256(read_bytes(config.data)).hexdigest()
+    except UserError as error:
+        found["data_error"] = str(error)
+    return found
 
 
 def find_memory(config: Config, state_bytes: int) -> Facts:
@@ -181,8 +142,10 @@ def find_memory(config: Config, state_bytes: int) -> Facts:
         return {"memory_error": [path, f"cannot be used ({reason_of(error)})"]}
     found: Facts = {"memory": f"{size(free)} free, {size(needed)} needed"}
     if free < needed:
-        lack = f"has {size(free)} free and two states of this model take {size(needed)}"
-        found["memory_error"] = [path, lack]
+        found["memory_error"] = [
+            path,
+            f"has {size(free)} free and two states of this model take {size(needed)}",
+        ]
     return found
 
 
@@ -193,36 +156,35 @@ def size(count: int) -> str:
 class Findings:
     """What this worker finds without the others, in the background: a disk that hangs must not hang it."""
 
-    def __init__(self, launch: Launch, config: Config | None, folders: Folders | None) -> None:
+    def __init__(self, launch: Launch, config: Config) -> None:
         self.found = identity(launch)
-        self.began_at = time.monotonic()
         self.doing = "looking at its device"
-        self.outcome, self.thread = start(lambda: self.find(launch, config, folders))
+        self.outcome, self.thread = start(lambda: self.find(launch, config))
 
-    def find(self, launch: Launch, config: Config | None, folders: Folders | None) -> None:
+    def find(self, launch: Launch, config: Config) -> None:
         self.found |= find_own(launch, config)
-        if config is None or folders is None:
+        if launch.local_rank:
             return
-        error = None
-        for setting, place in folders.places.items():
+        snapshots = config.snapshot.path or f"{config.run_dir}/snapshots"
+        for setting, place in (("run_dir", config.run_dir), ("snapshot.path", snapshots)):
             self.doing = f"writing to {setting} {place}"
-            error = folders.try_one(place)
+            error = try_folder(place)
             if error:
-                other = "run_dir" if "snapshot.path" not in folders.places else setting
-                self.found["folder_error"] = [f"{setting} {place}", error, other]
+                self.found["folder_error"] = [setting, place, error]
                 break  # most often the second one lies in the first
-        self.found["folders"] = error or "written, read"
+        else:
+            self.found["folders"] = "written, read"
         self.doing = f"reading data.path {config.data.path}"
         self.found |= find_data(config)
-        self.found |= find_memory(config, self.found["state_bytes"])
+        vocabulary = config.data.vocab_size or VOCABULARY_UNREAD
+        job = Workload(config, vocabulary, workers=1, on_cpu=True, dtype="float32")
+        self.found |= find_memory(config, job.state_bytes)
 
     def take(self) -> Facts:
-        """What is found within FINDINGS_S, and at least LEAST_FINDINGS_S more."""
-        took_s = time.monotonic() - self.began_at
-        self.thread.join(max(LEAST_FINDINGS_S, FINDINGS_S - took_s))
+        """What is found FINDINGS_S from now at the latest."""
+        self.thread.join(FINDINGS_S)
         if not self.outcome.done():
-            reason = f"not done after {time.monotonic() - self.began_at:.0f} s"
-            return self.found | {"unfinished": f"{self.doing}: {reason}"}
+            return self.found | {"unfinished": f"{self.doing}: not done after {FINDINGS_S:g} s"}
         error = self.outcome.exception()
         return self.found | ({"unfinished": f"{self.doing}: {reason_of(error)}"} if error else {})
 
@@ -279,7 +241,7 @@ def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str])
 
 def are_alike(one: Any, other: Any) -> bool:
     """Whether facts are the same; clocks, the only fractions, may differ by less than MAX_CLOCK_S."""
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float):
         return abs(one - other) < MAX_CLOCK_S
     return bool(one == other)
 
@@ -349,8 +311,8 @@ def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | Non
         return None
     there = better[0] if better else f"the right one of {', '.join(networks)}"
     return (
-        f"{name} listens on {address}, interface {own}, which no other node reaches: set {VARIABLE} to "
-        f"{there} on {name}"
+        f"{name} listens on {address}, interface {own}, which no other node reaches: set GLOO_SOCKET_IFNAME "
+        f"(and NCCL_SOCKET_IFNAME) to {there} on {name}"
     )
 
 
@@ -365,21 +327,8 @@ def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> lis
     return [sentence] if errors else []
 
 
-def make_table(workers: Sequence[Facts]) -> list[str]:
-    """Lines of text. What is found once per node stands in the row of its first worker."""
-    rows = [make_row(worker) for worker in workers]
-    columns = [[title, *(row[title] for row in rows)] for title in rows[0]]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip(*columns, strict=True)
-    ]
-
-
 def make_row(worker: Facts) -> dict[str, str]:
-    """Cells by column."""
-    config = worker.get("config")
-    content = json.dumps(config, sort_keys=True).encode()
+    """Cells by column. What is found once per node stands in the row of its first worker."""
     return {
         "worker": str(worker["rank"]),
         "host": f"{worker['host']} {worker.get('address') or ''}".strip(),
@@ -387,7 +336,6 @@ def make_row(worker: Facts) -> dict[str, str]:
         "torch": cell("{}", worker.get("torch")),
         "clock": cell("{:+.3f} s", worker.get("clock_s")),
         "data": cell("{:.8}", worker.get("data")),
-        "config": cell("{:.8}", hashlib.sha256(content).hexdigest() if config else None),
         "snapshots": cell("{:.40}", worker.get("folders")),
         "all-reduce": cell("{:.0f} MB/s", worker.get("all_reduce_mb_s")),
         "memory for snapshots": cell("{}", worker.get("memory")),
@@ -395,5 +343,5 @@ def make_row(worker: Facts) -> dict[str, str]:
 
 
 def cell(text: str, value: Any) -> str:
-    """A fact as it is shown; NOTHING where it is not known."""
-    return NOTHING if value is None else text.format(value)
+    """A fact as it is shown; "-" where it is not known."""
+    return "-" if value is None else text.format(value)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import ByteSize, Field, TypeAdapter
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
@@ -72,7 +72,6 @@ def advise(work: Workload, limit_bytes: int) -> str:
 def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
     """The lines. `limit_source` says what the limit is of."""
     planned = [(label, one, estimate(one)) for label, one in strategies(work)]
-    unit = "GB" if max(memory.peak_bytes for _, _, memory in planned) >= 10e9 else "MB"
     rows = [["", *COLUMNS, "total", "sent exact", "sent fast", "fits"]]
     for label, one, memory in planned:
         terms = memory.terms()
@@ -80,14 +79,14 @@ def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
         sent = [bytes_sent(one.with_trainer(reduction=reduction)) for reduction in ("exact", "fast")]
         sizes += [memory.peak_bytes, *sent]
         fitting = "yes" if memory.peak_bytes <= limit_bytes else "no"
-        rows.append([label, *(in_unit(size, unit) for size in sizes), fitting])
+        rows.append([label, *(f"{size / 1e9:,.3f}" for size in sizes), fitting])
     lines = [
         *describe(work),
         "",
-        f"memory of a worker at its peak, in {unit}; {limit_source} {in_unit(limit_bytes, unit)}",
+        f"memory of a worker at its peak, in GB; {limit_source} {limit_bytes / 1e9:,.3f}",
         *align(rows),
         "",
-        f"sent: {unit} that a worker sends per step under trainer.reduction=exact or fast",
+        "sent: GB that a worker sends per step under trainer.reduction=exact or fast",
     ]
     if not work.on_cpu:
         lines.append(
@@ -108,8 +107,8 @@ def describe(work: Workload) -> list[str]:
         f"{work.block_parameters:,}; {work.dtype} on {workers}, {device}",
         f"state (weights and {config.optimizer.name}): {spelled(work.state_bytes)}; on disk so much per "
         f"snapshot, up to {snapshots} kept: {spelled(snapshots * work.state_bytes)}",
-        f"step: {work.tokens_per_step:,} tokens in {work.micro_batches:,} micro-batches, at most "
-        f"{work.rounds:,} of a worker",
+        f"step: {work.micro_batches * work.tokens_per_micro_batch:,} tokens in {work.micro_batches:,} "
+        f"micro-batches, at most {work.rounds:,} of a worker",
         str(choose_compile(config, work.vocab_size, "cpu" if work.on_cpu else "cuda")),
     ]
     if work.train_tokens is None:
@@ -121,10 +120,6 @@ def describe(work: Workload) -> list[str]:
         f"data: {work.train_tokens:,} tokens, vocabulary of {work.vocab_size:,}; {per_epoch:,.1f} steps per "
         f"epoch, {config.trainer.max_steps:,} steps in all",
     ]
-
-
-def in_unit(size: float, unit: str) -> str:
-    return f"{size / 1e9:,.2f}" if unit == "GB" else f"{size / 1e6:,.0f}"
 
 
 def spelled(size: float) -> str:
@@ -144,22 +139,16 @@ def align(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "80GB", "79.6 GiB" or a plain number. Raises UserError."""
-    try:
-        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
-    except ValidationError:
-        raise UserError(f"--gpu_memory must be a size such as 80GB, not {text!r}") from None
+def size(text: str) -> int:
+    """Bytes of "80GB", "79.6 GiB" or a plain number. Raises ValueError."""
+    return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
 
 
-def memory_limit(config: Config, workers: int, gpu_memory: str | None) -> tuple[int, str, bool]:
+def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[int, str, bool]:
     """Bytes for a worker, in words where from, and whether it is a CPU's. Raises UserError."""
-    device = config.trainer.device
     if gpu_memory is not None:
-        if device == "cpu":
-            raise UserError("--gpu_memory contradicts trainer.device=cpu: leave one of them out")
-        return parse_size(gpu_memory), "a GPU has", False
-    if device == "cuda":
+        return gpu_memory, "a GPU has", False
+    if config.trainer.device == "cuda":
         raise UserError("how much memory does a GPU have? Give --gpu_memory, such as --gpu_memory 80GB")
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole // workers, f"this machine's among {workers:,}:", True
@@ -172,7 +161,7 @@ def planned_dtype(config: Config, on_cpu: bool) -> str:
     return str(resolve_dtype(config.trainer.dtype, torch.device("cpu"))).removeprefix("torch.")
 
 
-def plan(config: Config, workers: int, gpu_memory: str | None) -> list[str]:
+def plan(config: Config, workers: int, gpu_memory: int | None) -> list[str]:
     """The lines to print. Raises UserError."""
     if workers < 1:
         raise UserError(f"--workers must be at least 1, not {workers}")
@@ -187,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     usage = "%(prog)s [CONFIG.yaml] [section.key=value ...] [options]"
     parser = CommandParser("python -m mingpt plan", __doc__, usage)
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="of the job (default 1)")
-    parser.add_argument("--gpu_memory", metavar="SIZE", help="of each worker's GPU, such as 80GB")
+    parser.add_argument("--gpu_memory", type=size, metavar="SIZE", help="of each worker's GPU, such as 80GB")
     options, settings = parser.parse_known_args(arguments)
     write_lines(plan(parse(settings), options.workers, options.gpu_memory))
     return 0

@@ -82,12 +82,11 @@ def loss_kept(work: Workload) -> int:
 
 def loss_work(work: Workload) -> int:
     """Beside what is kept: gradients of the logits, or a chunk of scores and what is computed from them."""
+    cast = 0 if work.element_bytes == FLOAT_BYTES else work.element_bytes
     if not is_chunked(work):
-        logits = work.tokens_per_micro_batch * work.vocab_size
-        return logits * (2 * FLOAT_BYTES + (0 if work.element_bytes == FLOAT_BYTES else work.element_bytes))
+        return work.tokens_per_micro_batch * work.vocab_size * (2 * FLOAT_BYTES + cast)
     head = work.vocab_size * work.config.model.n_embd
-    cast = 0 if work.element_bytes == FLOAT_BYTES else work.element_bytes * head
-    return 4 * FLOAT_BYTES * loss.MAX_LOGITS + FLOAT_BYTES * head + cast
+    return 4 * FLOAT_BYTES * loss.MAX_LOGITS + (FLOAT_BYTES + cast) * head
 
 
 def backward_work(work: Workload) -> int:

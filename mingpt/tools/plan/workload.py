@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config
@@ -111,10 +111,6 @@ class Workload:
         return self.config.trainer.batch_size // self.config.trainer.micro_batch_size
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.config.trainer.batch_size * self.config.data.block_size
-
-    @property
     def rounds(self) -> int:
         """Micro-batches of the worker that has most."""
         return -(-self.micro_batches // self.workers)
@@ -126,8 +122,7 @@ class Workload:
 
     def parts_sent(self) -> int:
         """The most partial sums of a gradient that one rank sends to the others: under ddp."""
-        count = self.micro_batches
-        return max(len(cover(self.neighbours(rank), count)) for rank in range(self.workers))
+        return max(len(cover(self.neighbours(rank), self.micro_batches)) for rank in range(self.workers))
 
     def partial_sums(self) -> int:
         """The most partial sums of a gradient that a rank keeps before its last micro-batch."""
@@ -140,16 +135,10 @@ class Workload:
         return max(len(cover(range(longest.start, number), count)) for number in longest)
 
 
-class DataSize(NamedTuple):
-    """`train_tokens` is None where it is not known."""
+def measure_data(config: Config) -> tuple[int, int | None]:
+    """The size of the vocabulary, and the training tokens; None where they are not known.
 
-    vocab_size: int
-    train_tokens: int | None
-
-
-def measure_data(config: Config) -> DataSize:
-    """As training/run_data.py would choose the tokenizer. Raises UserError if the vocabulary cannot be known.
-
+    As training/run_data.py would choose the tokenizer. Raises UserError if the vocabulary cannot be known.
     With data.vocab_size given, data that cannot be read is no error.
     """
     given = config.data.vocab_size
@@ -157,22 +146,22 @@ def measure_data(config: Config) -> DataSize:
         return read_size(config)
     except UserError as error:
         if given is not None:
-            return DataSize(given, None)
+            return given, None
         raise UserError(f"{error}; data.vocab_size=N plans without the data") from None
 
 
-def read_size(config: Config) -> DataSize:
+def read_size(config: Config) -> tuple[int, int | None]:
     """Of shards, headers and sizes of files are read; a text is read, and encoded."""
     if is_shards(config.data.path):
         shards = open_shards(config.data.path, config.data.val_fraction)
         tokenizer = named_tokenizer(config, shards)
-        return DataSize(vocabulary_size(config.data, tokenizer, shards.meta), len(shards.train))
+        return vocabulary_size(config.data, tokenizer, shards.meta), len(shards.train)
     if local_path(config.data.path) is None and config.data.vocab_size is not None:
-        return DataSize(config.data.vocab_size, None)  # nothing is downloaded for a count
+        return config.data.vocab_size, None  # nothing is downloaded for a count
     text = TextData(read_bytes(config.data), config.data)
     tokenizer = named_tokenizer(config, text) or train_tokenizer(text, config.data)
     train_text = text.text[: int(len(text.text) * (1 - config.data.val_fraction))]
-    return DataSize(vocabulary_size(config.data, tokenizer, None), len(tokenizer.encode(train_text)))
+    return vocabulary_size(config.data, tokenizer, None), len(tokenizer.encode(train_text))
 
 
 def named_tokenizer(config: Config, data: Data) -> Tokenizer | None:

@@ -43,7 +43,7 @@ def test_another_program_is_told_by_what_it_says(says: bytes) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         is_good, (line,) = check_endpoint(f"127.0.0.1:{server.server_address[1]}")
         server.shutdown()
-    assert not is_good and "another program has port" in line and says[:8].decode() in line
+    assert not is_good and "a frozen agent, has port" in line and says[:8].decode() in line
 
 
 @pytest.mark.parametrize("where", ["node1", ":29400", "node1:port", "node1:70000"])

@@ -9,7 +9,8 @@ from support.alive import AliveTensors
 from mingpt.config import Config, DataConfig, ModelConfig, TrainerConfig
 from mingpt.model import GPT, LossModule, loss
 from mingpt.model.cpu_ops import gelu_tables
-from mingpt.tools.plan import Workload, costs
+from mingpt.tools.plan import costs
+from mingpt.tools.plan.workload import Workload
 
 Arch = Literal["gpt2", "modern"]
 VOCAB_SIZE = 300

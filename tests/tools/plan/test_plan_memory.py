@@ -6,7 +6,9 @@ import pytest
 
 from mingpt.config.cli import parse
 from mingpt.model import GPT
-from mingpt.tools.plan import Workload, advise, bytes_sent, estimate, strategies
+from mingpt.tools.plan.command import advise, strategies
+from mingpt.tools.plan.costs import bytes_sent, estimate
+from mingpt.tools.plan.workload import Workload
 
 GPT2 = 124_439_808
 
