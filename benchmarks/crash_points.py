@@ -36,14 +36,9 @@ import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
-from mingpt.snapshot import (
-    SnapshotSaver,
-    SnapshotStore,
-    StagingBuffer,
-    Transfer,
-    make_layout,
-    specs_of,
-)
+from mingpt.snapshot import SnapshotSaver, SnapshotStore, specs_of
+from mingpt.snapshot.layout import StagingBuffer, make_layout
+from mingpt.snapshot.saver import Transfer
 
 ON_FILES = {
     "open", "openat", "write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "unlink",

@@ -25,22 +25,10 @@ if TYPE_CHECKING:
         train_tokenizer,
     )
 
-# Their module imports torch, which would cost `prepare` a second and, with CUDA, half a gigabyte.
-LAZY = (
-    "CharDataset",
-    "Corpus",
-    "Data",
-    "ElasticSampler",
-    "TextData",
-    "make_corpus",
-    "mix",
-    "tokenize",
-    "train_tokenizer",
-)
-
 
 def __getattr__(name: str) -> Any:
-    if name in LAZY:
+    # Their module imports torch, which would cost `prepare` a second and, with CUDA, half a gigabyte.
+    if name in __all__:
         return getattr(importlib.import_module("mingpt.data.windows"), name)
     raise AttributeError(f"module 'mingpt.data' has no attribute {name!r}")
 

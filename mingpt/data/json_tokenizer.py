@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mingpt.base.errors import UserError
+from mingpt.base.files import reason_of
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -134,8 +135,7 @@ class JsonTokenizer(Tokenizer):
             self._has_bytes = is_bpe and encodes_bytes(spec)
             self._can_be_cut = can_be_cut(spec)
         except (KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"this tokenizer.json is of an unknown form: {reason}") from None
+            raise ValueError(f"this tokenizer.json is of an unknown form: {reason_of(error)}") from None
 
     @classmethod
     def train(cls, text: str) -> "JsonTokenizer":
@@ -256,8 +256,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
     try:
         tokenizer = PackageTokenizer.from_str(content.decode())
     except Exception as error:  # which one depends on the package's version
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"this is no tokenizer.json: {reason}") from None
+        raise ValueError(f"this is no tokenizer.json: {reason_of(error)}") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -20,7 +20,7 @@ import pydantic
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import BadJson, Count, Sha256, check_json, read_json, reason_of
-from mingpt.data.source import hint_to_prepare, relative_to
+from mingpt.data.source import relative_to
 
 HEADER_BYTES = 1024
 UINT16: np.dtype[Any] = np.dtype("<u2")
@@ -29,19 +29,12 @@ FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: t
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # the first, the last and two between are part of a fingerprint
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
-META_FORMAT = 1
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
 
 class TokenizerMeta(pydantic.BaseModel):
     sha256: Sha256 | None
     vocab_size: Positive
-    end_of_text: Count | None
-
-
-class DocumentsMeta(pydantic.BaseModel):
-    train: Count
-    val: Count
 
 
 class FileMeta(pydantic.BaseModel):
@@ -54,10 +47,10 @@ class FileMeta(pydantic.BaseModel):
 class Meta(pydantic.BaseModel):
     """What this program uses of a finished meta.json; other fields may be there."""
 
+    format: Literal[1]
     complete: Literal[True]
     val_bytes: Count | None
     tokenizer: TokenizerMeta
-    documents: DocumentsMeta
     files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
 
 
@@ -82,18 +75,15 @@ def find_files(path: str) -> tuple[Path, list[str], bool]:
     whole = os.path.isdir(path)
     if whole:
         try:
-            listed = [name for name in os.listdir(path) if name[0] != "."]  # as a pattern's * does
+            listed = os.listdir(path)
         except OSError as error:
             raise UserError(f"data.path {path} cannot be read: {error.strerror}") from None
-        names = [name for name in listed if name.endswith(".bin")]
-        documents = min((name for name in listed if hint_to_prepare(name)), default="")
-        if not names and documents:
-            raise UserError(
-                f"data.path {path} has no .bin file, and {documents} is not read by training"
-                f"{hint_to_prepare(documents)}"
-            )
+        names = [name for name in listed if name.endswith(".bin") and name[0] != "."]  # as a pattern's * does
         if not names:
-            raise UserError(f"data.path {path} has no .bin file: name a folder of token shards, or a text")
+            raise UserError(
+                f"data.path {path} has no .bin file: name a text, or a folder of token shards, which "
+                "`python -m mingpt prepare` makes of other files"
+            )
         return Path(path), names, whole
     if os.path.lexists(path) or not has_pattern(path):
         return Path(path).parent, [Path(path).name], whole
@@ -134,17 +124,13 @@ def in_order(folder: Path, names: Iterable[str]) -> list[str]:
             )
     ordered = sorted(by_key)
     for before, after in itertools.pairwise(ordered):
-        missing = after[2] - before[2] - 1
-        if before[:2] == after[:2] and missing:
+        if before[:2] == after[:2] and after[2] != before[2] + 1:
             _, prefix, number = before
             digits = len(by_key[before]) - len(prefix) - len(".bin")
             first = folder / f"{prefix}{number + 1:0{digits}}.bin"
-            subject = (
-                f"{first} is missing" if missing == 1 else f"{first} and {missing - 1:,} more are missing"
-            )
             raise UserError(
-                f"{subject}: the shards {by_key[before]} and {by_key[after]} are there; copy it there, "
-                "or number the files without a gap"
+                f"{first} is missing: the shards {by_key[before]} and {by_key[after]} are there; copy it "
+                "there, or number the files without a gap"
             )
     return [by_key[key] for key in ordered]
 
@@ -214,16 +200,11 @@ def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """The checked content of the folder's meta.json; None if there is none.
 
-    Raises UserError if it is damaged, of another format, or says that prepare has not finished.
+    Raises UserError if it is damaged, another program's, or says that prepare has not finished.
     """
     path = folder / "meta.json"
     try:
         meta = read_json(path)
-        if isinstance(meta, dict) and meta.get("format") != META_FORMAT:
-            raise UserError(
-                f"{path} is not of format {META_FORMAT}, which this program's prepare writes: prepare the "
-                "data again, or rename it to read the shards without it"
-            )
         if isinstance(meta, dict) and meta.get("complete") is False:
             raise UserError(f"{path} says that prepare has not finished: run the same command of it again")
         check_json(meta, Meta)
@@ -232,6 +213,8 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except BadJson as error:
-        raise UserError(f"{path} is damaged: {error}; prepare the data again") from None
+        raise UserError(
+            f"{path} is damaged: {error}; prepare the data again, or rename it to read the shards without it"
+        ) from None
     checked: dict[str, Any] = meta
     return checked

@@ -182,8 +182,7 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
         if count < 2:
             way_out = "" if by_name else ", or another data.val_fraction"
             raise UserError(
-                f"the {part} part of {path} has {count} token{'' if count == 1 else 's'}, at least 2 are "
-                f"needed: use longer shards{way_out}"
+                f"the {part} part of {path} has {count} of at least 2 tokens: use longer shards{way_out}"
             )
     digests = {name: file.fingerprint for name, file in zip(names, files, strict=True)}
     return ShardData(
@@ -198,11 +197,9 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
 def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
     """Raises UserError unless the folder holds the shards that its meta.json lists, and no other."""
-    missing = sorted(entries.keys() - set(names))
-    if missing:
+    different = sorted(entries.keys() ^ set(names))
+    if different:
         raise UserError(
-            f"{folder / missing[0]} is missing, and meta.json lists it: copy it there, or prepare it again"
+            f"{folder / different[0]} is missing, or is not in {folder / 'meta.json'}: copy it there, move "
+            "it to another folder, or prepare the data again"
         )
-    other = sorted(set(names) - entries.keys())
-    if other:
-        raise UserError(f"{folder / other[0]} is not in {folder / 'meta.json'}: move it to another folder")

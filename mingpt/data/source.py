@@ -156,15 +156,10 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
     UserError, which begins with `setting`, for what cannot be read.
     """
     if name == "gpt2":
-        try:
-            vocab, merges = (
-                read_cached(f"{GPT2_URL}/{file}", sha256, f"{setting}=gpt2:", "its fixed checksum")
-                for file, sha256 in (GPT2_VOCAB, GPT2_MERGES)
-            )
-        except UserError as error:
-            raise UserError(
-                f"{error}; or name a folder with encoder.json and vocab.bpe, or a tokenizer.json, by path"
-            ) from None
+        vocab, merges = (
+            read_cached(f"{GPT2_URL}/{file}", sha256, f"{setting}=gpt2:", "its fixed checksum")
+            for file, sha256 in (GPT2_VOCAB, GPT2_MERGES)
+        )
         return join_vocabulary(vocab, merges, f"{setting}=gpt2")
     if name.partition("?")[0].endswith(".json"):
         return download(name, setting)
@@ -184,12 +179,10 @@ def read_folder(folder: str, setting: str) -> bytes:
             continue
         merges = download(f"{folder}/{merges_name}", setting)
         return join_vocabulary(vocab, merges, f"{setting} {folder}")
-    hint = relative_to(folder)
-    if "/" not in folder and not os.path.lexists(folder):
-        hint += "; `python -m mingpt prepare --tokenizer bpe` makes a BPE of a text"
     raise UserError(
         f"{setting} {folder} is neither gpt2, nor a .json file, nor a folder with tokenizer.json, or "
-        f"vocab.json and merges.txt, or encoder.json and vocab.bpe{hint}"
+        f"vocab.json and merges.txt, or encoder.json and vocab.bpe{relative_to(folder)}; `python -m mingpt "
+        "prepare --tokenizer bpe` makes a BPE of a text"
     )
 
 

@@ -38,8 +38,6 @@ class Launch:
     omp_threads: int | None = None
     job: str | None = None  # a random token, where the launcher gives one
     round: int | None = None  # which rendezvous of the job this is, from 1, where the launcher counts
-    slurm_job: str | None = None
-    slurm_restarts: int = 0  # how often Slurm has requeued that job
     slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
 
@@ -48,12 +46,9 @@ class Launch:
         """Raises UserError if a launcher sets only a part of the variables."""
         env = os.environ
         omp_threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
-        slurm_job, slurm_restarts = env.get("SLURM_JOB_ID"), int(env.get("SLURM_RESTART_COUNT", 0))
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return cls(
                 omp_threads=omp_threads,
-                slurm_job=slurm_job,
-                slurm_restarts=slurm_restarts,
                 slurm_tasks=int(env.get("SLURM_STEP_NUM_TASKS", 1)),
             )
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
@@ -74,8 +69,6 @@ class Launch:
             omp_threads=omp_threads,
             job=env.get(JOB),
             round=int(env[ROUND]) if ROUND in env else None,
-            slurm_job=slurm_job,
-            slurm_restarts=slurm_restarts,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
         )
 

@@ -4,28 +4,18 @@ A snapshot exists when its manifest does and its checksums hold. saver.py decide
 tensors by name, and which rows of them each rank holds; knows no model.
 """
 
-from mingpt.snapshot.layout import (
-    PART_BYTES,
-    FileLayout,
-    StagingBuffer,
-    TensorSpec,
-    make_layout,
-    specs_of,
-)
-from mingpt.snapshot.lookup import names_a_snapshot, open_snapshot, read_safetensors
-from mingpt.snapshot.manifest import FileRecord, read_config
+from mingpt.snapshot.layout import TensorSpec, specs_of
+from mingpt.snapshot.lookup import open_snapshot, read_safetensors
+from mingpt.snapshot.manifest import read_config
 from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
 from mingpt.snapshot.reading import Check, Entries
-from mingpt.snapshot.saver import Sharding, SnapshotSaver, Transfer
+from mingpt.snapshot.saver import Sharding, SnapshotSaver
 from mingpt.snapshot.slots import Process, this_process
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 __all__ = [
-    "PART_BYTES",
     "Check",
     "Entries",
-    "FileLayout",
-    "FileRecord",
     "MemorySaver",
     "MemorySnapshots",
     "Process",
@@ -33,11 +23,7 @@ __all__ = [
     "Snapshot",
     "SnapshotSaver",
     "SnapshotStore",
-    "StagingBuffer",
     "TensorSpec",
-    "Transfer",
-    "make_layout",
-    "names_a_snapshot",
     "open_snapshot",
     "read_config",
     "read_safetensors",

@@ -4,13 +4,12 @@ In a folder a file is written under another name, fsynced and renamed. Elsewhere
 single PUT, a large one in parts (S3's multipart upload), which become an object when all have arrived.
 
 S3 keeps, and charges for, the parts of an upload that is not completed until it is aborted. One that fails is
-aborted at once. One whose process was killed is aborted when the folder is next prepared or pruned and five
-minutes have passed, or when the same step is written again. A lifecycle rule of the bucket
+aborted at once. One whose process was killed is aborted when the next generation prepares the folder: it has
+the claim to the place then, so nobody else may write there. A lifecycle rule of the bucket
 (AbortIncompleteMultipartUpload) does the same for runs that never start again.
 """
 
 import contextlib
-import datetime
 import hashlib
 import logging
 import os
@@ -23,12 +22,20 @@ from fsspec.spec import AbstractBufferedFile
 
 from mingpt.base import events
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot
-from mingpt.base.files import PIECE_BYTES, RETRIES_S, DriverError, atomic_file, fsync_path, retry, write_all
+from mingpt.base.files import (
+    PIECE_BYTES,
+    RETRIES_S,
+    DriverError,
+    atomic_file,
+    fsync_path,
+    reason_of,
+    retry,
+    write_all,
+)
 from mingpt.base.urls import open_url
 from mingpt.snapshot.reading import with_retries
 
 UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes 10,000 of a file, which are 156 GiB
-STALE_UPLOAD_S = 300.0  # another rank may have begun a younger one
 FLUSH_BYTES = 64 << 20
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
@@ -43,21 +50,7 @@ def discard(file: Any, path: str) -> None:
         else:
             file.close()
     except DriverError as error:
-        log.warning("the upload of %s could not be aborted (%s: %s)", path, type(error).__name__, error)
-
-
-def unfinished_uploads(files: Any, prefix: str, older_than_s: float | None) -> list[tuple[str, str, str]]:
-    """(bucket, key, id) of each; of more than 1,000, the first. Raises what the driver raises."""
-    bucket, key_prefix, _ = files.split_path(prefix)
-    latest = datetime.datetime.max.replace(tzinfo=datetime.UTC)
-    if older_than_s is not None:
-        latest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=older_than_s)
-    listed = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key_prefix)
-    return [
-        (bucket, upload["Key"], upload["UploadId"])
-        for upload in listed.get("Uploads", [])
-        if upload["Initiated"] <= latest
-    ]
+        log.warning("the upload of %s could not be aborted (%s)", path, reason_of(error))
 
 
 def write_chunks(
@@ -105,6 +98,8 @@ class FileStore:
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
         self.check_claim = check_claim
+        self.is_ready = True  # false where there was no room to prepare the folder
+        self.unreadable: dict[int, str] = {}  # snapshots: step -> reason; may be valid, so never pruned
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -148,8 +143,7 @@ class FileStore:
         def on_failure(error: Exception) -> None:
             if isinstance(error, ClaimLost):
                 raise error
-            reason = f"{type(error).__name__}: {error}"
-            log.info("writing %s/%s failed (%s) and is retried", self.url, name, reason)
+            log.info("writing %s/%s failed (%s) and is retried", self.url, name, reason_of(error))
 
         pauses_s = () if iter(chunks) is chunks else self.retries_s
         return retry(lambda: self.upload_once(name, chunks, size), pauses_s, on_failure)
@@ -158,7 +152,6 @@ class FileStore:
         path = self.path(name)
         if size <= self.upload_part_bytes:
             content = b"".join([bytes(chunk) for chunk in chunks])
-            assert len(content) == size, f"{name} has {len(content)} bytes instead of {size}"
             sha256 = hashlib.sha256(content).hexdigest()
             self.files.pipe_file(path, content)
         else:
@@ -181,23 +174,23 @@ class FileStore:
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 
-    def abort_unfinished_uploads(
-        self, older_than_s: float | None = STALE_UPLOAD_S, prefix: str = "step_"
-    ) -> None:
-        """In S3, free the parts of uploads of such files that began so long ago, or of any.
+    def abort_unfinished_uploads(self) -> None:
+        """In S3, free the parts of uploads of snapshots' files; of more than 1,000 uploads, the first.
 
         A failure is a line: whoever may write objects may not be allowed to list uploads.
         """
         if not hasattr(self.files, "call_s3"):
             return
-        path = self.path(prefix)
+        path = self.path("step_")
         try:
-            for bucket, key, upload in unfinished_uploads(self.files, path, older_than_s):
-                self.files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+            bucket, prefix, _ = self.files.split_path(path)
+            listed = self.files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            for upload in listed.get("Uploads", []):
+                key, upload_id = upload["Key"], upload["UploadId"]
+                self.files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
                 log.info("an upload of %s/%s that was not completed is aborted", bucket, key)
         except DriverError as error:
-            reason = f"{type(error).__name__}: {error}"
-            log.info("unfinished uploads to %s* cannot be looked for (%s)", path, reason)
+            log.info("unfinished uploads to %s* cannot be looked for (%s)", path, reason_of(error))
 
     def fsync_folder(self) -> None:
         """Make renames and removals durable."""

@@ -26,7 +26,6 @@ FILE_NAME = re.compile(
     r"step_([0-9]{8,19})(?:\.json|(?P<group>\.optimizer)?(?:-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5}))?"
     r"(?P<tensors>\.safetensors))"
 )
-QUARANTINED = re.compile(r"damaged-[0-9]+-step_([0-9]{8,19})\.json")
 UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
 GROUPS = ("", ".optimizer")  # weights first
 PART_BYTES = 4 << 30

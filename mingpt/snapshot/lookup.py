@@ -16,13 +16,7 @@ from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.reading import Check, SourceFile, TensorFile, accept_all, check_finite
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
-HF_CONFIG = "config.json"  # in each folder of Hugging Face's format, and in no run or snapshot folder
 log = logging.getLogger(__name__)
-
-
-def names_a_snapshot(where: str) -> bool:
-    """Whether this is a path or URL of one of a snapshot's files."""
-    return step_of(where.rstrip("/").rpartition("/")[2]) is not None
 
 
 def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
@@ -39,7 +33,6 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
         except (CorruptSnapshot, UnreadableSnapshot) as error:
             raise UserError(f"the snapshot {where} cannot be used: {error}") from None
     problems: list[str] = []
-    is_hf_folder = False
     for place in possible_places(where):
         store = SnapshotStore(place)
         try:
@@ -47,7 +40,6 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
         except UnreadableSnapshot as error:
             problems.append(str(error))
             continue
-        is_hf_folder = is_hf_folder or (place == where and HF_CONFIG in names)
         for step in steps_in(names, "json"):
             try:
                 return store.read(step, check, weights_only)
@@ -55,42 +47,32 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
                 log.warning("snapshot of step %d in %s skipped: %s", step, place, error)
                 problems.append(f"step {step}: {error}")
     if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}{more}): give another")
-    if is_hf_folder:
-        origin = "FOLDER, a copy of it on a local disk" if "://" in where else where
-        raise UserError(
-            f"{where} is a folder in Hugging Face's format and no run: load it with transformers, or start "
-            f"a run from it with snapshot.init_from={origin}"
-        )
+        raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): give another")
     raise UserError(
-        f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors"
+        f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors; a "
+        "folder in Hugging Face's format is for transformers, or, on a local disk, for snapshot.init_from"
     )
 
 
 def possible_places(where: str) -> list[str]:
-    """Where a run folder's snapshots may be: `snapshot.path` of its config.yaml, `snapshots/`, itself."""
+    """Where a run folder's snapshots may be: `snapshot.path` of its config.yaml, `snapshots/`, itself.
+
+    Raises UserError for a config.yaml that is damaged.
+    """
     places = [f"{where.rstrip('/')}/snapshots", where]
     config = f"{where}/config.yaml"
     if "://" in where or not os.path.isfile(config):
         return places
-    try:
-        configured = read_file(config).get("snapshot.path")
-    except UserError as error:
-        log.warning("a damaged configuration is ignored: %s", error)
-        return places
+    configured = read_file(config).get("snapshot.path")
     return [configured, *places] if configured and isinstance(configured, str) else places
 
 
 def read_safetensors(where: str) -> dict[str, Tensor]:
     """The tensors of another program's safetensors file, at a path or URL.
 
-    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
+    Raises CorruptSnapshot, UnreadableSnapshot if reading fails, or UserError if the driver is not installed.
     """
-    try:
-        files, path = open_url(where, "it")
-    except UserError as error:
-        raise UnreadableSnapshot(str(error)) from None
+    files, path = open_url(where, "it")
     file = TensorFile(SourceFile(files, path, "the file", RETRIES_S))
     tensors = {name: file.read(name) for name in file.entries}
     for name, tensor in tensors.items():

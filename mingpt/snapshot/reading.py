@@ -63,22 +63,14 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 
 
 class SourceFile:
-    """A file in a folder or at a URL, called `what` in messages. Raises as `with_retries` does.
-
-    In a folder, all that is read comes from one version of the file: UnreadableSnapshot if it has changed.
-    """
+    """A file in a folder or at a URL, called `what` in messages. Raises as `with_retries` does."""
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
-        self.version: tuple[int, int] | None = None  # size and time of the file that was looked at first
 
     def size(self) -> int:
-        """In bytes."""
-        size, version = with_retries(
-            lambda: size_and_version(self.files, self.path), self.what, self.retries_s
-        )
-        self.check_version(version)
-        return size
+        """In bytes. Raises CorruptSnapshot for what is no regular file, so it is asked before reading."""
+        return with_retries(lambda: size_of(self.files, self.path), self.what, self.retries_s)
 
     def read(self, begin: int, end: int) -> bytes:
         """The bytes from `begin` to before `end`."""
@@ -91,62 +83,37 @@ class SourceFile:
         for at in range(0, len(buffer), PIECE_BYTES):
             piece = buffer[at : at + PIECE_BYTES]
             work = functools.partial(read_range, self.files, self.path, begin + at, piece)
-            self.check_version(with_retries(work, self.what, self.retries_s))
-
-    def check_version(self, version: tuple[int, int] | None) -> None:
-        self.version = self.version or version
-        if version != self.version:
-            raise UnreadableSnapshot(f"{self.what} has changed while it was read")
+            with_retries(work, self.what, self.retries_s)
 
 
-def size_and_version(files: Any, path: str) -> tuple[int, tuple[int, int] | None]:
-    """In bytes, and in a folder what changes with the file.
-
-    Raises IsADirectoryError for what is not a regular file, and whatever the driver raises.
-    """
+def size_of(files: Any, path: str) -> int:
+    """In bytes. Raises IsADirectoryError for what is not a regular file, and whatever the driver raises."""
     if isinstance(files, LocalFileSystem):
-        version = version_of(os.stat(path), path)
-        return version[0], version
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise IsADirectoryError(path)
+        return status.st_size
     info = files.info(path)
     if info["type"] == "directory":
         raise IsADirectoryError(path)
-    return int(info["size"]), None
+    return int(info["size"])
 
 
-def version_of(status: os.stat_result, path: str) -> tuple[int, int]:
-    """Size and time of change. Raises IsADirectoryError for what is not a regular file."""
-    if not stat.S_ISREG(status.st_mode):
-        raise IsADirectoryError(path)
-    return status.st_size, status.st_mtime_ns
-
-
-def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> tuple[int, int] | None:
-    """Fill `buffer` with the bytes from `begin` on; returns the version as `size_and_version` does.
+def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
+    """Fill `buffer` with the bytes from `begin` on.
 
     Raises OSError if there are fewer, and what the driver raises.
     """
-    version, count = None, 0
     if isinstance(files, LocalFileSystem):
-        # Whatever has taken a file's place since its size was asked for, this does not wait for it.
-        with open(path, "rb", buffering=0, opener=open_without_waiting) as file:
-            version_of(os.fstat(file.fileno()), path)  # a device is not read
+        with open(path, "rb") as file:
             file.seek(begin)
-            read = 1
-            while count < len(buffer) and read:
-                read = file.readinto(buffer[count:])
-                count += read
-            version = version_of(os.fstat(file.fileno()), path)
+            count = file.readinto(buffer)
     else:
         content = files.cat_file(path, start=begin, end=begin + len(buffer)) if buffer else b""
         count = len(content)
         buffer[: min(count, len(buffer))] = content[: len(buffer)]
     if count != len(buffer):
         raise OSError(errno.EIO, f"{count} bytes came instead of {len(buffer)}")
-    return version
-
-
-def open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 @dataclass(frozen=True)
@@ -180,7 +147,7 @@ def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
 class TensorFile:
     """A safetensors file whose header is in order; nothing else is read until it is asked for.
 
-    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails or the file has changed meanwhile.
+    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:

@@ -7,7 +7,6 @@ background threads do it, over a process group of their own.
 """
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from mingpt.base import events
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
-from mingpt.base.files import PIECE_BYTES, retry
+from mingpt.base.files import PIECE_BYTES, reason_of, retry
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.background_group import BackgroundGroup, picklable
 from mingpt.snapshot.layout import (
@@ -112,8 +111,9 @@ class Transfer:
             if is_no_room or isinstance(failure, (ClaimLost, SaveAborted)):
                 raise failure
             if self.group.rank == self.writers[0]:
-                reason = f"{type(failure).__name__}: {failure}"
-                log.info("writing step %d to %s failed (%s) and is retried", step, store.url, reason)
+                log.info(
+                    "writing step %d to %s failed (%s) and is retried", step, store.url, reason_of(failure)
+                )
 
         pauses_s = () if store.is_local else store.retries_s
         return retry(lambda: self.write_files_once(store), pauses_s, on_failure)
@@ -245,14 +245,13 @@ class SnapshotSaver:
             self.error = error
             # The main thread loses the same peer, or the same claim, and reports it.
             if not isinstance(error, (SaveAborted, ClaimLost)):
-                reason = f"{type(error).__name__}: {error}"
-                log.warning("snapshot of step %d could not be written: %s", step, reason)
+                log.warning("snapshot of step %d could not be written: %s", step, reason_of(error))
             return
         try:
             if self.is_main:
                 self.prune()
         except Exception as error:  # the new snapshot is valid all the same
-            log.warning("old snapshots could not be removed: %s: %s", type(error).__name__, error)
+            log.warning("old snapshots could not be removed: %s", reason_of(error))
         events.emit("write_end", kind="disk", step=step)
 
     @property
@@ -346,18 +345,17 @@ class SnapshotSaver:
         for step in steps[self.keep_last :]:
             if step != best:
                 self.store.remove(step)
-        # Removals that were cut short, and uploads of processes that were killed, have left something.
+        # Removals that were cut short have left something.
         complete = self.store.steps()
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:
             if step < max(complete, default=0) and not self.store.has_manifest(step):  # a listing may be late
                 self.store.remove(step)
-        self.store.abort_unfinished_uploads()
 
-    def wait(self, timeout_s: float = math.inf) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the write under way, at most so long; returns whether it is over."""
         if self.thread:
-            self.thread.join(None if timeout_s == math.inf else timeout_s)
+            self.thread.join(timeout_s)
         return not (self.thread and self.thread.is_alive())
 
     def finish(self) -> None:

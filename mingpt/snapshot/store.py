@@ -16,7 +16,7 @@ import errno
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.base.files import PIECE_BYTES, RETRIES_S, DriverError
+from mingpt.base.files import PIECE_BYTES, DriverError, reason_of
 from mingpt.config import Config
-from mingpt.snapshot.files import UPLOAD_PART_BYTES, FileStore
+from mingpt.snapshot.files import FileStore
 from mingpt.snapshot.layout import (
     DTYPES,
     OPTIMIZER,
-    QUARANTINED,
     UNFINISHED,
     FileLayout,
     file_name,
@@ -151,17 +150,6 @@ class Snapshot:
 class SnapshotStore(FileStore):
     """Reads and writes the snapshots at `url`."""
 
-    def __init__(
-        self,
-        url: str,
-        retries_s: tuple[float, ...] = RETRIES_S,
-        upload_part_bytes: int = UPLOAD_PART_BYTES,
-        check_claim: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(url, retries_s, upload_part_bytes, check_claim)
-        self.unreadable: dict[int, str] = {}  # step -> reason; may be valid, so they are never pruned
-        self.is_ready = True  # false where there was no room to make it so
-
     def steps(self, kind: str = "json") -> list[int]:
         """Steps that have a manifest (or tensor files), valid or not; newest first."""
         return steps_in(self.names(), kind)
@@ -170,14 +158,9 @@ class SnapshotStore(FileStore):
         """Also where a listing is late."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
-    def completed_steps(self) -> tuple[int, int]:
-        """The newest step with a manifest, and the newest one set aside with a manifest; 0 for none.
-
-        Raises UnreadableSnapshot.
-        """
-        names = self.list_names()
-        set_aside = [int(match[1]) for match in map(QUARANTINED.fullmatch, names) if match]
-        return max([0, *steps_in(names, "json")]), max([0, *set_aside])
+    def completed_step(self) -> int:
+        """The newest step with a manifest; 0 for none. Raises UnreadableSnapshot."""
+        return max([0, *steps_in(self.list_names(), "json")])
 
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if it cannot be written to.
@@ -190,8 +173,9 @@ class SnapshotStore(FileStore):
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 log.warning("there is no room for snapshots in %s (%s)", self.url, error.strerror)
                 return
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"the snapshot folder {self.url} cannot be written to: {reason}") from None
+            raise UserError(
+                f"the snapshot folder {self.url} cannot be written to: {reason_of(error)}"
+            ) from None
 
     def make_ready(self) -> None:
         """Create the folder, remove unfinished files, and write and remove a file."""
@@ -214,16 +198,8 @@ class SnapshotStore(FileStore):
         self.check_claim()
         if not self.is_ready:
             self.make_ready()
-        self.write_marker(unfinished_name(step))
+        self.write_atomic(unfinished_name(step), b"")
         self.remove_files(step)
-        self.abort_unfinished_uploads(None, f"step_{step:08d}")
-
-    def write_marker(self, name: str) -> None:
-        """An empty file. The folder's next fsync makes it durable."""
-        if self.is_local:
-            os.close(os.open(self.path(name), os.O_WRONLY | os.O_CREAT, 0o666))
-        else:
-            self.upload(name, [], 0)
 
     def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
         """Write a tensor file, whose bytes are `chunks`, header included; durable on return.
@@ -241,9 +217,7 @@ class SnapshotStore(FileStore):
         try:
             self.remove_file(unfinished_name(step))
         except DriverError as error:  # the snapshot is valid
-            log.info(
-                "%s is left in %s (%s: %s)", unfinished_name(step), self.url, type(error).__name__, error
-            )
+            log.info("%s is left in %s (%s)", unfinished_name(step), self.url, reason_of(error))
 
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first, or what an unfinished save has left of it."""
@@ -266,8 +240,8 @@ class SnapshotStore(FileStore):
         except ClaimLost:
             pass  # they are for the job that has taken over
         except DriverError as error:
-            reason = f"{type(error).__name__}: {error}"
-            log.info("files of step %d are left in %s until the next start (%s)", step, self.url, reason)
+            why = reason_of(error)
+            log.info("files of step %d are left in %s until the next start (%s)", step, self.url, why)
 
     def file(self, name: str, what: str) -> SourceFile:
         """A file, for reading; messages call it `what`."""

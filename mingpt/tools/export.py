@@ -4,12 +4,11 @@
 or URL. OUT_DIR appears whole or not at all.
 """
 
-import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,27 +165,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(run: str, out: str, overwrite: bool = False) -> str:
-    """Write the newest snapshot of a run, or this one; returns lines that say so. Raises UserError."""
-    with new_folder(out, overwrite) as folder:
-        snapshot = open_snapshot(run, check_model, weights_only=True)
-        architecture = write_files(folder, snapshot, snapshot_tokenizer(snapshot))
-    line = f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
-    none = "the run has none, or one that no tokenizer.json can describe"
-    return line if (Path(out) / TOKENIZER).exists() else f"{line}\nwithout a tokenizer: {none}"
+    """Write the newest snapshot of a run, or this one; returns lines that say so.
 
-
-@contextlib.contextmanager
-def new_folder(out: str, overwrite: bool) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `out`, durably, when the block ends without an error.
-
-    Raises UserError if `out` is not empty, or if it cannot be written.
+    The folder is filled under another name and takes the place of `out`, durably. Raises UserError if `out`
+    is not empty, or if it cannot be written.
     """
     target = Path(os.path.realpath(out))
     partial, old = (target.with_name(f".{target.name}.{what}-{os.getpid()}") for what in ("partial", "old"))
     try:
         present = check_target(out, overwrite)
         partial.mkdir(parents=True)
-        yield partial
+        snapshot = open_snapshot(run, check_model, weights_only=True)
+        architecture = write_files(partial, snapshot, snapshot_tokenizer(snapshot))
         for path in (*partial.iterdir(), partial):
             fsync_path(path)
         if present:
@@ -198,6 +188,9 @@ def new_folder(out: str, overwrite: bool) -> Iterator[Path]:
         raise UserError(f"{out} cannot be written: {reason_of(error)}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    line = f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
+    none = "the run has none, or one that no tokenizer.json can describe"
+    return line if (Path(out) / TOKENIZER).exists() else f"{line}\nwithout a tokenizer: {none}"
 
 
 def check_target(out: str, overwrite: bool) -> list[str]:
@@ -222,7 +215,7 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
     architecture = save_model(folder, config, tensors, end)
     prompt = None
     if tokenizer and content:
-        prompt = example_prompt(tokenizer, config.data.block_size)
+        prompt = tokenizer.decode(tokenizer.default_prompt()) or "The"
         (folder / TOKENIZER).write_bytes(content)
         about = tokenizer_config(content, config.data.block_size, end)
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -245,12 +238,6 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
     model.save_pretrained(folder, max_shard_size="1TB")
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets nobody else read it
     return CLASSES[arch]
-
-
-def example_prompt(tokenizer: Tokenizer, block_size: int) -> str:
-    """The text that the README's example continues, short enough to leave room for what comes after it."""
-    text = tokenizer.decode(tokenizer.default_prompt()) or "The"
-    return tokenizer.decode(tokenizer.encode(text)[: max(1, block_size - 1)].tolist())
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: of several
 jobs that try, one succeeds. The newest claim counts. It holds until it is released, while one of the job's
-agents lives on this machine, or for LEASE_S after it was last renewed. A later generation of the same job,
-which shares an agent with the one before, takes over at once, and so does a job that Slurm has requeued.
-Where a job falls into parts that do not reach each other, the part that claims the place goes on.
+agents lives on this machine, or for LEASE_S after another machine has last seen it renewed. A later
+generation of the same job, which shares an agent with the one before, takes over at once. Where a job falls
+into parts that do not reach each other, the part that claims the place goes on.
 
 The rank that writes to a place holds the claim to it for the whole job. Whether the place is still its own is
 one question, `Claim.check`, asked before each record and each manifest.
@@ -16,18 +16,17 @@ import json
 import logging
 import os
 import re
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
 import pydantic
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
-from mingpt.base.files import BadJson, DriverError, check_json, parse_json
+from mingpt.base.files import BadJson, DriverError, check_json, parse_json, reason_of
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext, write_stderr
 from mingpt.snapshot import Process, SnapshotStore, this_process
@@ -40,8 +39,7 @@ RECHECK_S = 0.5  # between two looks at the claim to a run folder for what is no
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6,})\.json")
 # Their drivers create an object only if it is absent; with others the last of several writers has the claim.
-CONDITIONAL_CREATE = {"s3", "s3a", "gs", "gcs", "abfs", "az", "memory"}
-Time = Annotated[float, pydantic.Field(strict=True, ge=0, lt=2**33)]
+CONDITIONAL_CREATE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 log = logging.getLogger(__name__)
 
 
@@ -50,12 +48,11 @@ class Holder:
     """A job that claims: its agents, the first of which it is named after."""
 
     agents: tuple[Process, ...]
-    job: str = ""  # a random token, kept by later generations; empty until the first one claims a place
-    since: Time = field(default_factory=time.time)  # seconds since 1970
-    slurm_job: str | None = None
-    slurm_restarts: pydantic.StrictInt = 0
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # later generations keep that of the first
+    # In seconds since 1970.
+    since: Annotated[float, pydantic.Field(strict=True, ge=0, lt=2**33)] = field(default_factory=time.time)
     started: pydantic.StrictBool = False  # the job has passed the checks of its start
-    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this very claim
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # another one each time it is renewed
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -70,11 +67,6 @@ class Holder:
     def shares_agent(self, other: "Holder") -> bool:
         """Whether `other` is an earlier generation of this job: no agent takes part in two at once."""
         return bool({*self.agents} & {*other.agents})
-
-    def succeeds(self, other: "Holder") -> bool:
-        """Whether `other` is an earlier generation of this job, or the same job before it was requeued."""
-        is_requeued = self.slurm_job is not None and self.slurm_job == other.slurm_job
-        return self.shares_agent(other) or (is_requeued and self.slurm_restarts > other.slurm_restarts)
 
     def sentence(self) -> str:
         """Who it is, and since when."""
@@ -112,21 +104,17 @@ class Claim:
     def path(self, number: int) -> str:
         return self.store.path(f"claim-{number:06d}.json")
 
-    def read_newest(self) -> tuple[int, Holder | None, object]:
-        """Number, holder, and something that changes whenever it is renewed; 0 and None for no claim.
+    def read_newest(self) -> tuple[int, Holder | None]:
+        """Number and holder of the newest claim; 0 and None if there is none.
 
         Raises OSError, or whatever the driver does.
         """
         for number in self.numbers():
-            path = self.path(number)
             try:
-                content = bytes(self.store.files.cat_file(path))
-                # Reading it first has a network file system ask its server for the time.
-                mark = os.stat(path).st_mtime_ns if self.store.is_local else 0
+                return number, parse_holder(bytes(self.store.files.cat_file(self.path(number))))
             except FileNotFoundError:
                 continue  # a newer claim has just replaced it
-            return number, parse_holder(content), (number, content, mark)
-        return 0, None, None
+        return 0, None
 
     def numbers(self) -> list[int]:
         """The numbers of all claims there, newest first. Raises OSError, or whatever the driver does."""
@@ -142,10 +130,9 @@ class Claim:
         if self.holder is None:
             return  # it has been released
         try:
-            number, other, _ = self.read_newest()
-        except DriverError as error:
-            log.info("the claim to %s cannot be read (%s): going on", self.what, error)
-            return
+            number, other = self.read_newest()
+        except DriverError:
+            return  # no line: a line of log.txt asks this first
         is_same_job = other is not None and other.job == self.holder.job
         is_late = self.is_watched and number < self.number
         if is_late or (is_same_job and number == self.number):
@@ -169,63 +156,57 @@ class Claim:
             self.is_held, self.checked_at = self.holds(), time.monotonic()
         return self.is_held
 
-    def acquire(self, holder: Holder, on_wait: Callable[[str], None] = lambda line: None) -> None:
-        """Claim the place, which takes up to the lease if a holder on another machine may be alive.
+    def acquire(self, holder: Holder) -> None:
+        """Claim the place, which takes the lease if a holder on another machine may be alive.
 
         Raises UserError, naming the holder, if another job holds it.
         """
         while not self.number:
-            newest, other, mark = self.read_newest()
-            is_ours = other is not None and holder.succeeds(other)
+            newest, other = self.read_newest()
+            is_ours = other is not None and holder.shares_agent(other)
             if other is not None and is_ours:
-                holder = replace(holder, job=holder.job or other.job, since=other.since)
-                self.was_started = other.started and holder.shares_agent(other)
+                holder = replace(holder, job=other.job, since=other.since)
+                self.was_started = other.started
             elif other is not None:
-                has_ended = self.wait_for_end(newest, other, mark, holder.job, on_wait)
+                has_ended = self.wait_for_end(newest, other, holder.job)
                 if not has_ended:
                     continue  # it is another's by now, perhaps
-            named = replace(holder, job=holder.job or uuid.uuid4().hex)
             try:
                 self.store.files.makedirs(self.store.root, exist_ok=True)
-                self.create(newest + 1, named)
+                self.create(newest + 1, holder)
             except OSError as error:
                 if not is_ours or error.errno not in NO_ROOM:
                     raise
                 self.number = newest  # no room for another file: the claim of the generation before serves
-        self.holder = named
+        self.holder = holder
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
-    def wait_for_end(
-        self, number: int, other: Holder, mark: object, job: str, on_wait: Callable[[str], None]
-    ) -> bool:
+    def wait_for_end(self, number: int, other: Holder, job: str) -> bool:
         """Whether another holder's claim ends; False if it is released or changes hands. `job` is ours.
 
         Raises UserError if another job is alive. Another part of this job may renew it again and again.
         """
-        is_this_job, is_alive = bool(job) and job == other.job, other.is_alive()
+        is_this_job, is_alive = job == other.job, other.is_alive()
         if is_alive is False:
             return True
         if is_alive and not is_this_job:
             raise self.refusal(other)
-        left_s = self.lease_s - self.age_s(number)
+        line = (
+            f"{self.what} is claimed by {other.sentence()}: waiting {self.lease_s:.0f} s for it to be renewed"
+        )
         if is_this_job:
-            on_wait(
-                f"another part of this job goes on in {self.what}: waiting until it ends or can be reached"
-            )
-        elif left_s > 0:
-            on_wait(
-                f"{self.what} is claimed by {other.sentence()}: waiting {left_s:.0f} s for it to be renewed"
-            )
-        deadline = time.monotonic() + left_s
+            line = f"another part of this job goes on in {self.what}: waiting until it ends or can be reached"
+        write_stderr(f"{line}\n")  # to the terminal alone: log.txt belongs to the job that holds the folder
+        deadline = time.monotonic() + self.lease_s
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
-            number_now, now, mark_now = self.read_newest()
+            number_now, now = self.read_newest()
             if now is None or (is_this_job and number_now != number):
                 return False
-            if mark_now != mark and not is_this_job:
+            if now != other and not is_this_job:
                 raise self.refusal(now)
-            if mark_now != mark:
-                mark, deadline = mark_now, time.monotonic() + self.lease_s
+            if now != other:
+                other, deadline = now, time.monotonic() + self.lease_s
         return True
 
     def refusal(self, other: Holder) -> UserError:
@@ -234,29 +215,14 @@ class Claim:
             f"job is gone, drop its claim by python -m mingpt doctor --claim {self.store.url} --release"
         )
 
-    def age_s(self, number: int) -> float:
-        """Seconds since a claim was renewed by the clock of the file system; 0 where that is not known."""
-        if not self.store.is_local:
-            return 0.0
-        try:
-            with tempfile.TemporaryFile(dir=self.store.root) as file:
-                now = os.fstat(file.fileno()).st_mtime
-            return max(0.0, now - os.stat(self.path(number)).st_mtime)
-        except OSError:
-            return 0.0  # no room for another file, or the claim has just been replaced
-
     def create(self, number: int, holder: Holder) -> None:
         """Try to create the claim with this number, which only one job can."""
-        content = holder.to_json().encode()
         try:
-            if self.store.is_local:
-                create_file(self.path(number), content)
-            else:
-                self.create_object(self.path(number), content)
+            self.write_new(self.path(number), holder.to_json().encode())
         except FileExistsError:
             time.sleep(POLL_S)  # another job was faster
             return
-        newest, winner, _ = self.read_newest()
+        newest, winner = self.read_newest()
         if newest == number and winner is not None and winner.nonce == holder.nonce:
             self.number = number
             with self.failure_logged("freed of earlier ones"):  # they no longer count
@@ -265,12 +231,23 @@ class Claim:
         elif newest > number:
             self.remove(number)  # it was free only because newer claims exist, and must not count after them
 
-    def create_object(self, path: str, content: bytes) -> None:
-        """Create an object. Raises FileExistsError where the driver can tell."""
-        protocols = self.store.files.protocol
-        protocols = {protocols} if isinstance(protocols, str) else {*protocols}
-        options = {"mode": "create"} if protocols & CONDITIONAL_CREATE else {}
-        self.store.files.pipe_file(path, content, **options)
+    def write_new(self, path: str, content: bytes) -> None:
+        """Create a file or an object. Raises FileExistsError where the driver can tell.
+
+        After another OSError there is no file.
+        """
+        if not self.store.is_local:
+            scheme = self.store.url.partition("://")[0]
+            options = {"mode": "create"} if scheme in CONDITIONAL_CREATE else {}
+            self.store.files.pipe_file(path, content, **options)
+            return
+        with open(path, "xb") as file:
+            try:
+                file.write(content)
+                file.flush()
+            except OSError:
+                os.unlink(path)
+                raise
 
     def remove(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -278,24 +255,13 @@ class Claim:
 
     def keep_renewing(self) -> None:
         """Show every RENEW_S that the job is alive, until the claim is released."""
-        is_failing = False
         while not self.released.wait(RENEW_S):
-            try:
-                self.renew()
-                is_failing = False
-            except DriverError as error:  # `check` decides
-                if not is_failing:
-                    log.warning("the claim to %s cannot be renewed: %s", self.what, error)
-                is_failing = True
+            self.renew()
 
     def renew(self) -> None:
-        """The job is alive. Needs no room on the disk. Raises OSError, or whatever the driver does."""
-        with self.lock:
-            if self.holder is None or not self.holds():
-                return
-            if self.store.is_local:
-                os.utime(self.path(self.number))
-            else:
+        """The job is alive. Needs no room on the disk."""
+        with self.lock, self.failure_logged("renewed"):
+            if self.holder is not None and self.holds():
                 self.rewrite(replace(self.holder, nonce=uuid.uuid4().hex))
 
     def mark_started(self) -> None:
@@ -306,7 +272,7 @@ class Claim:
                 self.rewrite(self.holder)
 
     def rewrite(self, holder: Holder) -> None:
-        """Write another content into the claim, in place."""
+        """Write another content into the claim, in place: a file keeps its room, and is never empty."""
         content = holder.to_json().encode()
         if self.store.is_local:
             with open(self.path(self.number), "r+b") as file:
@@ -332,17 +298,7 @@ class Claim:
             log.info("the claim to %s could not be %s: %s", self.what, what, error)
 
 
-def create_file(path: str, content: bytes) -> None:
-    """Create a file. Raises FileExistsError, or another OSError, after which there is none."""
-    with open(path, "xb") as file:
-        try:
-            file.write(content)
-            file.flush()
-        except OSError:
-            os.unlink(path)
-            raise
-
-
+@dataclass(frozen=True)
 class Claims:
     """The claims of a job as one rank has them: those that it holds, and those of other ranks.
 
@@ -350,8 +306,8 @@ class Claims:
     places that this one writes to, too.
     """
 
-    def __init__(self, held: Sequence[Claim], watched: Sequence[Claim] = ()) -> None:
-        self.held, self.watched = held, watched
+    held: Sequence[Claim]
+    watched: Sequence[Claim]
 
     @property
     def run_dir(self) -> Claim:
@@ -376,15 +332,10 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
     """Claim what this rank is going to write to. Collective; raises UserError if another job holds it."""
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))
-    holder = Holder(
-        tuple(dict.fromkeys(agents)),
-        job=launch.job or "",
-        slurm_job=launch.slurm_job,
-        slurm_restarts=launch.slurm_restarts,
-    )
+    holder = Holder(tuple(dict.fromkeys(agents)), job=launch.job or uuid.uuid4().hex)
     places = places_of(config, folder)
-    refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     context.exit.on_job_end(functools.partial(release_all, places))
+    refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     return Claims(places, watch_snapshots(config, context, folder, places))
 
 
@@ -401,22 +352,14 @@ def places_of(config: Config, folder: RunFolder) -> list[Claim]:
 
 
 def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
-    """Acquire all claims or none. Raises UserError."""
-
-    def on_wait(line: str) -> None:
-        write_stderr(f"{line}\n")  # to the terminal alone: log.txt belongs to the job that holds the folder
-
+    """Acquire all claims. Raises UserError."""
     for claim in claims:
         try:
-            claim.acquire(holder, on_wait)
+            claim.acquire(holder)
+        except UserError:
+            raise
         except DriverError as error:
-            release_all(claims)
-            if isinstance(error, UserError):
-                raise
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"{claim.what} cannot be written to: {reason}") from None
-        if claim.holder is not None:
-            holder = replace(holder, job=claim.holder.job)
+            raise UserError(f"{claim.what} cannot be written to: {reason_of(error)}") from None
 
 
 def release_all(claims: Sequence[Claim]) -> None:
@@ -429,11 +372,10 @@ def watch_snapshots(
     config: Config, context: DistributedContext, folder: RunFolder, held: Sequence[Claim]
 ) -> list[Claim]:
     """The claim to a folder of snapshots that all ranks see, on those that do not hold it. Collective."""
-    path = config.snapshot.path
     last = [(claim.number, claim.holder) for claim in held[-1:]]  # places_of: the snapshots'
     last = context.broadcast_object(last, folder.snapshots_rank)
     if context.rank == folder.snapshots_rank or not folder.snapshots_are_shared:
         return []
+    path = config.snapshot.path
     what = f"run_dir {config.run_dir}" if path is None else f"snapshot.path {path}"
-    watched = [Claim(path or config.run_dir, what, number=number, holder=holder) for number, holder in last]
-    return [claim for claim in watched if not claim.store.is_process_private]
+    return [Claim(path or config.run_dir, what, number=number, holder=holder) for number, holder in last]

@@ -5,10 +5,9 @@ Models are read that are this project's own `gpt2` or `modern` (model/hf.py), an
 over or of another shape.
 """
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ from mingpt.model.hf import (
     from_hf,
     import_transformers,
 )
-from mingpt.snapshot import names_a_snapshot, open_snapshot, read_safetensors
+from mingpt.snapshot import open_snapshot, read_safetensors
+from mingpt.snapshot.layout import step_of
 from mingpt.snapshot.reading import check_finite
 from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
@@ -65,24 +65,17 @@ class InitialWeights:
 def open_weights(where: str) -> InitialWeights:
     """Those at a path or URL, or of gpt2, gpt2-medium, gpt2-large or gpt2-xl. Raises UserError."""
     is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
-    with failures(where):
+    try:
         if is_on_hub or os.path.isfile(os.path.join(where, CONFIG)):
             return read_folder(where, is_on_hub)
-        if where.endswith(".safetensors") and not names_a_snapshot(where):
+        if where.endswith(".safetensors") and step_of(os.path.basename(where)) is None:
             return InitialWeights(from_gpt2(read_safetensors(where)), None, None, where)
+    except Exception as error:  # transformers raises those of many packages
+        reason = " ".join(str(error).split())[:500]
+        raise UserError(f"snapshot.init_from={where} cannot be used: {reason or repr(error)}") from None
     snapshot = open_snapshot(where, check_model, weights_only=True)
     tensors, tokenizer = snapshot.tensors("model."), snapshot_tokenizer(snapshot)
     return InitialWeights(tensors, tokenizer, snapshot.config.model, where)
-
-
-@contextlib.contextmanager
-def failures(where: str) -> Iterator[None]:
-    """Whatever is wrong with a model as one sentence; transformers raises exceptions of many packages."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:500]
-        raise UserError(f"snapshot.init_from={where} cannot be used: {reason or repr(error)}") from None
 
 
 def read_folder(where: str, is_on_hub: bool) -> InitialWeights:

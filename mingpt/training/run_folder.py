@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
@@ -187,11 +187,8 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
     if len(ids) < 2:
         return ids[0] if ids else context.new_run_id()
-    hosts = {
-        run_id: ", ".join(dict.fromkeys(node.host for node in found if node.run_id == run_id))
-        for run_id in ids
-    }
-    listed = "; ".join(f"run {run_id[:8]} on {hosts[run_id]}" for run_id in ids)
+    places = [f"run {node.run_id[:8]} on {node.host}" for node in found if node.run_id is not None]
+    listed = "; ".join(dict.fromkeys(places))
     sentence = (
         f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
         f"{folder.path} where it is another run's"
@@ -220,16 +217,21 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
     if not ranked:
         return
     source = -max(ranked)[-1]
-    is_complete = True
+    contents = {}
     for name in HISTORY_FILES:
-        content = read_on(source, context, functools.partial(read_if_there, folder.path / name))
-        if folder.is_kept and context.rank != source and is_complete:
-            is_complete = write_file(folder.path / name, content)
+        contents[name] = read_on(source, context, functools.partial(read_if_there, folder.path / name))
+    if not folder.is_kept or context.rank == source:
+        return
+    try:
+        for name, content in contents.items():
+            write_atomic(folder.path / name, content, sync="file")
+    except OSError as error:
+        log.warning("%s cannot be written (%s): its records have a gap", folder.path, error.strerror)
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int] | None:
     """(records up to `step`, generations) in a run folder; None if there is no history."""
-    history: dict[str, Any] | None = load_history(path)
+    history = load_history(path)
     if history is None:
         return None
     try:
@@ -248,13 +250,3 @@ def read_on(source: int, context: DistributedContext, read: Callable[[], bytes])
     """What the rank `source` reads, on all ranks, as a UserError is that `read` raises. Collective."""
     content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
     return context.broadcast_bytes(content, source)
-
-
-def write_file(path: Path, content: bytes) -> bool:
-    """Whether it worked."""
-    try:
-        write_atomic(path, content, sync="file")
-    except OSError as error:
-        log.warning("%s cannot be written (%s): the records on this node have a gap", path, error.strerror)
-        return False
-    return True

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.base.files import DriverError
+from mingpt.base.files import DriverError, reason_of
 from mingpt.config import Config, flatten, settings
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
@@ -46,7 +46,6 @@ class StoreView:
     unreadable: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
     folder_error: str | None = None  # why the folder cannot be read
     completed_step: int = 0  # the newest with a manifest, valid or not; 0 for none
-    set_aside_step: int = 0  # the newest that was set aside with its manifest; 0 for none
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, Sto
     try:
         found, corrupt = store.find_newest(check_whole)
         step = found.manifest["step"] if found else -1
-        return found, StoreView(step, corrupt, store.unreadable, None, *store.completed_steps())
+        return found, StoreView(step, corrupt, store.unreadable, None, store.completed_step())
     except UnreadableSnapshot as error:
         return None, StoreView(folder_error=str(error))
 
@@ -136,7 +135,7 @@ def prepare_store(
             except DriverError as error:
                 raise UserError(
                     f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "
-                    f"{type(error).__name__}: {error}"
+                    f"{reason_of(error)}"
                 ) from None
         if context.launch.local_rank == 0:
             memory.remove_leftovers()
@@ -294,17 +293,12 @@ def check_nothing_is_lost(
             "be, or choose another run_dir"
         )
     completed = max(view.completed_step for view in latest.views)
-    set_aside = max(view.set_aside_step for view in latest.views)
-    # What a job that was told to begin anew finds set aside may be older than the job.
-    is_first = not is_restart or max(completed, recorded_step) == 0
-    begins_anew = config.snapshot.resume == "never" and is_first
-    newest = max(completed, set_aside, recorded_step)
+    begins_anew = config.snapshot.resume == "never" and not is_restart
+    newest = max(completed, recorded_step)
     if newest == 0 or begins_anew or config.trainer.eval_only:
         return
     reasons = [f"step {step}: {why}" for view in latest.views for step, why in view.corrupt.items()]
-    if set_aside:
-        reasons.append(f"damaged-*-step_{set_aside:08d}.json was set aside")
-    if recorded_step > max(completed, set_aside):
+    if recorded_step > completed:
         reasons.append(f"run.json tells of one of step {recorded_step}, which no node has")
     raise UserError(
         f"no valid snapshot is left in {latest.where} ({shorten(reasons)}), where one of step "
@@ -315,5 +309,4 @@ def check_nothing_is_lost(
 
 def shorten(reasons: list[str]) -> str:
     """The first three, in one line."""
-    more = [f"and {len(reasons) - 3} more"] if len(reasons) > 3 else []
-    return "; ".join([*dict.fromkeys(reasons[:3]), *more])
+    return "; ".join(dict.fromkeys(reasons[:3]))

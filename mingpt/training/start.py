@@ -242,10 +242,11 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
             f"{path} (sha256 {data.fingerprint[:12]}...) is not the data that the snapshots in {url} were "
             f"trained on ({then['sha256'][:12]}...)"
         )
-    name = first_difference(was, now)
-    unnamed = "the files are the same, and not their order or the split"
-    what = f"{name} has changed, is new or is missing" if name else unnamed
-    return f"the snapshots in {url} were trained on other token shards than those in {path}: {what}"
+    name = first_difference(was, now) or "the order of the files, or the split,"
+    return (
+        f"the snapshots in {url} were trained on other token shards than those in {path}: {name} has "
+        "changed, is new or is missing"
+    )
 
 
 def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:

@@ -180,12 +180,8 @@ def check_shapes(
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
     """Copy every weight; learned positions are cut to block_size. Raises UserError for another model's."""
-    parameters = dict(model.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    tensors = fit_weights(tensors, shapes, origin)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # which lacks buffers
 
 
 class TrainState:

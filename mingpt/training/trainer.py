@@ -154,7 +154,7 @@ class Trainer:
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written, self.run_logger)
         self.raise_if_not_finite(grad_norm)
-        self.audit.end_step(self.context)
+        self.audit.end_step()
         state.step += 1
         state.windows_seen += config.trainer.batch_size
         self.context.exit.step = state.step

@@ -49,9 +49,8 @@ def test_an_address_that_does_not_answer_is_one_sentence(
     served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "GPT2_URL", "http://127.0.0.1:9")  # nothing listens there
-    begin = r"^data\.tokenizer=gpt2: http://127\.0\.0\.1:9/encoder\.json cannot be read: .*"
-    end = r"; or name a folder with encoder\.json and vocab\.bpe, or a tokenizer\.json, by path$"
-    with pytest.raises(UserError, match=begin + end):
+    begin = r"^data\.tokenizer=gpt2: http://127\.0\.0\.1:9/encoder\.json cannot be read: "
+    with pytest.raises(UserError, match=begin):
         load_named_tokenizer("gpt2")
 
 

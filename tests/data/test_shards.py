@@ -274,7 +274,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "one token of validation": (
         lambda folder: write_llmc(folder / "val_0.bin", [1]),
-        r"the validation part of .* has 1 token.* at least 2",
+        r"the validation part of .* has 1 of at least 2 tokens",
     ),
 }
 
@@ -299,16 +299,14 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
         ("{}/none_*.bin", r"none_\*\.bin matches no file"),
         ("{}/texts/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
         ("{}/held", r"only files named \*val\*.*val_0\.bin.* for training"),
-        ("{}/texts", r"has no \.bin file: name a folder of token shards, or a text$"),
-        ("{}/documents", r"and a\.jsonl is not read by training: make token shards of it with `python -m "),
+        ("{}/texts", r"has no \.bin file: name a text, or a folder of token shards, which `python -m mingpt"),
         ("{}/*/*.bin", r"in several folders, .*/held and .*/one"),
     ],
 )
 def test_a_path_without_shards_is_told_in_a_sentence(path: str, sentence: str, tmp_path: Path) -> None:
-    for name in ("one/a.bin", "two/a.bin", "held/val_0.bin", "texts/a.txt", "documents/text.txt"):
+    for name in ("one/a.bin", "two/a.bin", "held/val_0.bin", "texts/a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "documents" / "a.jsonl").touch()
     with pytest.raises(UserError, match=sentence):
         open_shards(path.format(tmp_path), 0.1)
 
@@ -328,15 +326,14 @@ META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "not finished": (change_meta(complete=False), "prepare has not finished.*again"),
     "not text": (lambda folder: (folder / "meta.json").write_bytes(b"\xff\xfe"), "is damaged"),
     "no object": (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged"),
-    "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "not of format 1"),
-    "a later format": (change_meta(format=2), "not of format 1"),
+    "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "rename it to read"),
+    "a later format": (change_meta(format=2), "damaged: format: "),
     "complete is a word": (change_meta(complete="yes"), "damaged: complete: "),
     "vocabulary": (
         change_meta(tokenizer={"sha256": None, "vocab_size": 0, "end_of_text": None}),
         r"damaged: tokenizer\.vocab_size: ",
     ),
     "bytes of validation": (change_meta(val_bytes=-1), "damaged: val_bytes: "),
-    "documents": (change_meta(documents={"train": 1}), r"damaged: documents\.val: "),
     "no files": (change_meta(files=[]), "damaged: files: "),
     "other tokens": (
         lambda folder: write_llmc(folder / "train_00001.bin", range(8)),
@@ -352,7 +349,7 @@ META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another file": (
         lambda folder: write_llmc(folder / "train_00002.bin", [1]),
-        r"train_00002\.bin is not in .*meta\.json",
+        r"train_00002\.bin is missing, or is not in .*meta\.json",
     ),
 }
 

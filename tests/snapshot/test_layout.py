@@ -3,8 +3,16 @@ import torch
 from safetensors.torch import load
 from support.snapshots import PARTS, TENSORS
 
-from mingpt.snapshot import StagingBuffer, make_layout, specs_of
-from mingpt.snapshot.layout import are_tensor_files, file_layout, files_of, step_of, tensor_file_name
+from mingpt.snapshot.layout import (
+    StagingBuffer,
+    are_tensor_files,
+    file_layout,
+    files_of,
+    make_layout,
+    specs_of,
+    step_of,
+    tensor_file_name,
+)
 
 SPECS = specs_of(PARTS)
 

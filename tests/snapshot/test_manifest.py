@@ -7,10 +7,11 @@ from support.snapshots import make_manifest
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, to_dict
-from mingpt.snapshot import FileRecord, Snapshot
+from mingpt.snapshot import Snapshot
 from mingpt.snapshot.manifest import (
     MAX_BYTES,
     SCHEMA,
+    FileRecord,
     add_checksum,
     decode_manifest,
     encode_manifest,
@@ -98,7 +99,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("config: data.tokenizer", with_setting("data", tokenizer=3)),
     ("config: optimizer.learning_rate", with_setting("optimizer", learning_rate="nan")),
     ("vocabulary", {"vocabulary": ["a"]}),
-    ("vocabulary", {"vocabulary": "a\ud800"}),
     ("tokenizer.kind", {"tokenizer": {"kind": 3, "vocab_size": 65}}),
     ("tokenizer.vocab_size", {"tokenizer": {"kind": "json", "vocab_size": 0}}),
     ("data.files.a", {"data": {"path": "x", "sha256": "0" * 64, "files": {"a": 3}}}),
@@ -115,8 +115,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("NaN is no number", {"metrics": {"val": {"val/loss": float("nan")}}}),
     ("Infinity is no number", {"metrics": {"val": {"val/loss": float("-inf")}}}),
     ("sha256", {"sha256": "AB" * 32}),
-    ("sha256: the files have others", {"sha256": "ab" * 32}),
-    ("bytes: the files have another size", {"bytes": 48}),
+    ("bytes or sha256: the files have others", {"sha256": "ab" * 32}),
+    ("bytes or sha256: the files have others", {"bytes": 48}),
     ("files", {"files": []}),
     ("files.1.name", with_file(name=3)),
     ("files.1.bytes", with_file(bytes=-1)),
@@ -137,7 +137,6 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("shard.weights", {"shard": {"rank": 1, "workers": 2, "generation": "0" * 32}}),
     ("schema", {"schema": "1"}),
     ("schema", {"schema": True}),
-    ("schema", {"schema": 3, "step": "4"}),
 ]
 
 

@@ -144,13 +144,8 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
         open_snapshot(str(tmp_path / "nowhere"))
 
 
-def test_what_was_set_aside_is_evidence_of_a_completed_snapshot(store: SnapshotStore) -> None:
-    """A tensor file without a manifest is none: its save was not completed."""
-    assert store.completed_steps() == (0, 0)
+def test_a_tensor_file_without_a_manifest_is_no_completed_snapshot(store: SnapshotStore) -> None:
+    assert store.completed_step() == 0
     write(store, make_manifest(3))
-    assert store.completed_steps() == (3, 0)
-    store.quarantine(3, "for a test")
-    assert store.completed_steps() == (0, 3)
-    Path(store.path("damaged-1-step_00000003.json")).unlink()
     Path(store.path("step_00000005.safetensors")).write_bytes(b"half")
-    assert store.completed_steps() == (0, 0)
+    assert store.completed_step() == 3

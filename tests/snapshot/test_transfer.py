@@ -17,15 +17,10 @@ from torch import Tensor
 from mingpt.base.errors import ClaimLost
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
-from mingpt.snapshot import (
-    FileLayout,
-    FileRecord,
-    Sharding,
-    SnapshotSaver,
-    SnapshotStore,
-    specs_of,
-)
+from mingpt.snapshot import Sharding, SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot import saver as saver_module
+from mingpt.snapshot.layout import FileLayout
+from mingpt.snapshot.manifest import FileRecord
 
 Tensors = dict[str, Tensor]
 Rows = dict[str, list[range] | None]

@@ -10,18 +10,11 @@ import fsspec
 import torch
 from torch import Tensor
 
-from mingpt.snapshot import (
-    PART_BYTES,
-    Snapshot,
-    SnapshotSaver,
-    SnapshotStore,
-    StagingBuffer,
-    Transfer,
-    make_layout,
-    specs_of,
-)
+from mingpt.snapshot import Snapshot, SnapshotSaver, SnapshotStore, specs_of
+from mingpt.snapshot.layout import PART_BYTES, StagingBuffer, make_layout
 from mingpt.snapshot.manifest import add_checksum
 from mingpt.snapshot.reading import SourceFile, TensorFile
+from mingpt.snapshot.saver import Transfer
 
 TENSORS = {
     "model.wte": torch.arange(12.0).view(3, 4),

@@ -197,4 +197,4 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
     monkeypatch.setattr("mingpt.tools.export.fsync_path", fail)
     assert "No space left on device" in refusal(capsys, run, out, "--overwrite")
     assert (out / "README.md").read_text() == "the old one"
-    assert "is a folder in Hugging Face's format and no run" in refusal(capsys, out, tmp_path / "again")
+    assert "a folder in Hugging Face's format is for transformers" in refusal(capsys, out, tmp_path / "again")

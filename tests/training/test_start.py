@@ -37,8 +37,6 @@ NOTHING = StoreView()
 FIRST_SAVE = StoreView(corrupt={7: "its manifest is missing"})
 AT_THE_START = StoreView(corrupt={0: "its checksum does not hold"})
 CORRUPT = StoreView(corrupt={5: "its tensor file is missing"}, completed_step=5)
-SET_ASIDE = StoreView(set_aside_step=5)
-BOTH = StoreView(corrupt={7: "its manifest is missing"}, set_aside_step=5)
 UNREADABLE = StoreView(unreadable={5: "its manifest cannot be read: Input/output error"}, completed_step=5)
 NO_FOLDER = StoreView(folder_error="the folder out/run/snapshots cannot be read: Stale file handle")
 
@@ -48,7 +46,6 @@ NO_FOLDER = StoreView(folder_error="the folder out/run/snapshots cannot be read:
     ("view", "expected"),
     [
         (CORRUPT, r"no valid snapshot is left in out/run/snapshots \(step 5: its tensor file is missing"),
-        (SET_ASIDE, r"damaged-\*-step_00000005.json was set aside\), where one of step 5 was written"),
         (
             UNREADABLE,
             "in out/run/snapshots cannot be read .step 5: its manifest cannot be read",
@@ -82,11 +79,7 @@ def test_a_snapshot_that_only_run_json_tells_of_is_evidence_too(is_restart: bool
 
 
 def test_a_job_that_is_told_to_begin_anew_does_so() -> None:
-    """A restart does so too if what was set aside is older than the job."""
-    for view in (CORRUPT, SET_ASIDE):
-        check_nothing_is_lost(latest(view), NEVER, is_restart=False)
-    for view in (SET_ASIDE, BOTH):
-        check_nothing_is_lost(latest(view), NEVER, is_restart=True)
+    check_nothing_is_lost(latest(CORRUPT), NEVER, is_restart=False)
     with pytest.raises(UserError, match="no valid snapshot is left"):
         check_nothing_is_lost(latest(CORRUPT), NEVER, is_restart=True)
 

@@ -67,6 +67,7 @@ def test_tensors_that_the_run_does_not_have_are_refused() -> None:
         ({}, "ba"),
         ({}, "aab"),
         ({}, "abc"),
+        ({}, "\ud800"),
         ({}, "a" * 2_000_000),
     ],
     ids=lambda value: str(value)[:20],

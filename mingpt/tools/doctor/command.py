@@ -66,7 +66,7 @@ def show_claims(where: str, release: bool) -> list[str]:
     for place in dict.fromkeys([where, *possible_places(where)]):
         claim = Claim(place, place)
         try:
-            number, holder, _ = claim.read_newest()
+            number, holder = claim.read_newest()
             if holder is None:
                 continue
             lines.append(f"{place}: {describe(holder)}")
