@@ -23,6 +23,6 @@ def test_a_run_without_a_valid_snapshot_left_does_not_start_again_by_itself(
     assert sorted(snapshots.iterdir()) == before
     for path in before:
         path.rename(path.with_name(f"damaged-1-{path.name}"))
-    assert "was set aside; run.json tells of one of step 30, which no node has)" in error_of(start(words))
+    assert "(run.json tells of one of step 30, which no node has)" in error_of(start(words))
     finish(run_dir=copied, trainer__workers=1, snapshot__resume="never")
     assert_same_run(copied, undisturbed)
