@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
     "trainer.device": "cpu",
     "snapshot.every": 5,
     "snapshot.keep_last": 100,
+    "snapshot.keep_best": False,  # else each evaluation at which the loss has fallen saves, too
     "snapshot.memory_path": tempfile.mkdtemp(prefix="mingpt-tests-", dir=SHM),  # killed jobs leave theirs
 }
 

@@ -193,7 +193,9 @@ class SnapshotConfig:
         None, "like `every`, on each node's own disk where nodes share none; null: as `every`; 0: the last"
     )
     keep_last: int = Field(3, "number of newest snapshots kept", ge=1)
-    keep_best: bool = Field(True, "also keep the snapshot with the lowest validation loss")
+    keep_best: bool = Field(
+        True, "also save a snapshot at each new lowest validation loss, and keep the last of these"
+    )
     path: Optional[str] = Field(None, "folder or fsspec URL for snapshots; null is run_dir/snapshots")
     resume: Literal["auto", "changed", "must", "never"] = Field(
         "auto",

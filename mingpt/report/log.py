@@ -4,6 +4,7 @@ Training is a progress bar or a line, an evaluation a line.
 """
 
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mingpt.report.files import LineFile, MayWrite, always
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 MAX_WAITING_LINES = 1000  # for a disk that is full; the terminal has them all
+PATIENCE = 3  # evaluations
 log = logging.getLogger(__name__)
 
 
@@ -60,6 +62,32 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> N
     logger.addHandler(console)
     if run_dir is not None:
         logger.addHandler(FileHandler(run_dir / "log.txt", may_write))
+
+
+class RisingLoss(Sink):
+    """Says when the validation loss has stayed above its lowest for so many evaluations in a row."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self.lowest, self.lowest_step, self.above = math.inf, 0, 0
+
+    def replay(self, step: int, values: Values) -> None:
+        loss = values.get("val/loss")
+        if loss is None:
+            return
+        self.above += 1
+        if loss < self.lowest:
+            self.lowest, self.lowest_step, self.above = loss, step, 0
+
+    def log(self, step: int, values: Values) -> None:
+        self.replay(step, values)
+        if "val/loss" in values and self.above == PATIENCE:
+            log.info(
+                "the validation loss was lowest at step %d (%.4f) and has been higher %d times since: the model "
+                "learns the training text by heart; more text or model.dropout helps",
+                self.lowest_step,
+                self.lowest,
+                PATIENCE,
+            )
 
 
 class ConsoleSink(Sink):

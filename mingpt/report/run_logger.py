@@ -15,7 +15,7 @@ from mingpt.data import Corpus
 from mingpt.distributed.device import Environment, usable_cores
 from mingpt.report.files import JsonlSink, MayWrite, SmallFile, always, read_records
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
-from mingpt.report.log import ConsoleSink
+from mingpt.report.log import ConsoleSink, RisingLoss
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.tracker import Follower, TensorBoard, Tracker
@@ -23,6 +23,7 @@ from mingpt.report.tracker import Follower, TensorBoard, Tracker
 T = TypeVar("T")
 SINKS: list[Callable[[RunInfo], Sink]] = [  # beside metrics.jsonl
     ConsoleSink,
+    RisingLoss,
     LossPlot,
 ]
 log = logging.getLogger(__name__)

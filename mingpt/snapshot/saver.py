@@ -7,6 +7,7 @@ background threads do it, over a process group of their own.
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -337,6 +338,12 @@ class SnapshotSaver:
         self.losses = {step: self.losses[step] for step in steps if step in self.losses}
         known = {step: loss for step, loss in self.losses.items() if loss is not None}
         return min(known, key=known.__getitem__, default=None) if self.keep_best else None
+
+    def best_loss(self, last_step: int) -> float:
+        """The lowest validation loss of the snapshots up to a step, which `keep_best` keeps; else infinity."""
+        best = self.find_best([step for step in self.store.steps() if step <= last_step])
+        loss = None if best is None else self.losses[best]
+        return math.inf if loss is None else loss
 
     def prune(self) -> None:
         """Delete all but the newest `keep_last` and the best; those that could not be read do not count."""

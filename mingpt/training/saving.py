@@ -1,6 +1,7 @@
 """What is saved when, on disk and in memory, and the fields of the manifest."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -67,6 +68,10 @@ class Saving:
         self.own_step = start.own_step
         if self.is_sharded:  # all save together: it is that of the main rank
             self.own_step = context.broadcast_object(start.own_step, self.main_rank)
+        self.best_loss = -math.inf  # the lowest validation loss so far, where the best snapshot is kept
+        if keep_best:
+            best_loss = self.saver.best_loss(state.step) if self.is_main else None
+            self.best_loss = context.broadcast_object(best_loss, self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
 
@@ -110,6 +115,12 @@ class Saving:
                 run_logger.history.note_durable(step)
             if self.context.launch.local_rank == 0:
                 self.memory.remove_outdated(step)
+
+    def is_new_best(self, loss: float) -> bool:
+        """Whether the snapshot of this validation loss is the best so far, and to be kept. Not collective."""
+        is_best = loss < self.best_loss
+        self.best_loss = min(loss, self.best_loss)
+        return is_best
 
     def is_missing(self) -> bool:
         """Whether the present state is on no disk, or not on that of every node that has its own."""

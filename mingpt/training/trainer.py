@@ -172,10 +172,10 @@ class Trainer:
             self.run_logger.on_step(step)
         if is_last or step % config.trainer.log_every == 0:
             self.log_training(grad_norm)
-        self.evaluation_missing = is_due(config.trainer, step)
+        self.evaluation_missing, self.has_new_best = is_due(config.trainer, step), False
         if self.evaluation_missing and not stop:
             stop = self.timer.exclude(self.evaluate)
-        if is_last or stop or step % config.snapshot.every == 0:
+        if is_last or stop or self.has_new_best or step % config.snapshot.every == 0:
             is_end = is_last or bool(stop)
             self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_end))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
@@ -297,6 +297,7 @@ class Trainer:
             return context.agreed_stop
         if self.run_logger:
             self.run_logger.log_evaluation(self.state.step, losses, sample)
+        self.has_new_best = self.saving.is_new_best(losses["val/loss"])
         self.evaluation_missing = False
         return None
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import SMALL
 from support.single_process import SingleProcess
-from support.snapshots import TENSORS, make_store
+from support.snapshots import TENSORS, make_manifest, make_store, save
 
 from mingpt.base.errors import NonRetryableError
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import find_environment
-from mingpt.snapshot import MemorySnapshots
+from mingpt.snapshot import MemorySnapshots, SnapshotSaver
 from mingpt.training.audit import START, Audit
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
@@ -165,3 +165,13 @@ def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch:
     saving.save_to_disk(None, is_last=True)
     saving.finish(None)
     assert sorted(saving.store.steps()) == [5, 18]
+
+
+def test_a_new_best_is_one_below_all_that_are_kept(tmp_path: Path) -> None:
+    """Those of steps to come are of a past that is not gone on from; without keep_best there is none."""
+    kept = SnapshotSaver(make_store(tmp_path), keep_last=9, keep_best=False)
+    for step, loss in ((5, 3.0), (10, 4.0), (15, 1.0)):
+        save(kept, make_manifest(step, loss))
+    saving = make_saving(tmp_path, {})
+    assert [saving.is_new_best(loss) for loss in (3.0, 2.5, 2.75, 2.0)] == [False, True, False, True]
+    assert not make_saving(tmp_path, {"snapshot.keep_best": False}).is_new_best(0.5)
