@@ -82,8 +82,8 @@ class RisingLoss(Sink):
         self.replay(step, values)
         if "val/loss" in values and self.above == PATIENCE:
             log.info(
-                "the validation loss was lowest at step %d (%.4f) and has been higher %d times since: the model "
-                "learns the training text by heart; more text or model.dropout helps",
+                "the validation loss was lowest at step %d (%.4f) and has been higher %d times since: the "
+                "model learns the training text by heart; more text or model.dropout helps",
                 self.lowest_step,
                 self.lowest,
                 PATIENCE,

@@ -340,7 +340,7 @@ class SnapshotSaver:
         return min(known, key=known.__getitem__, default=None) if self.keep_best else None
 
     def best_loss(self, last_step: int) -> float:
-        """The lowest validation loss of the snapshots up to a step, which `keep_best` keeps; else infinity."""
+        """The lowest validation loss of the snapshots up to a step, if the best is kept; else infinity."""
         best = self.find_best([step for step in self.store.steps() if step <= last_step])
         loss = None if best is None else self.losses[best]
         return math.inf if loss is None else loss
