@@ -56,17 +56,11 @@ def find_local_peers(agent_pid: int | None) -> dict[int, int]:
         return found
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
-        if pid == os.getpid() or parent_pid(pid) != agent_pid:
-            continue
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            continue  # it has gone, or this kernel does not allow it: then the agent kills it
-        rank, parent = rank_of(pid), parent_pid(pid)  # asked after opening, so they are this very process's
-        if rank is None or parent != agent_pid:
-            os.close(pidfd)
-        else:
-            found[rank] = pidfd
+        is_peer = pid != os.getpid() and parent_pid(pid) == agent_pid
+        rank = rank_of(pid) if is_peer else None
+        if rank is not None:
+            with contextlib.suppress(OSError):  # gone, or this kernel refuses: then the agent kills it
+                found[rank] = os.pidfd_open(pid)
     return found
 
 
@@ -144,8 +138,6 @@ class GenerationEnd:
         parts += [f"worker {rank} {why}" for rank, why in self.failures().items()]
         if parts:
             return "; ".join(parts)
-        if any(why.startswith(TIMED_OUT) for why in reasons.values()):
-            return "the workers timed out waiting for each other"
         lost = [why for why in reasons.values() if why.startswith(LOST_PEER)]
         others = {passive(why) for why in reasons.values() if why not in lost}
         return "; ".join(([f"the workers {max(lost, key=len)}"] if lost else []) + sorted(others))
@@ -294,7 +286,9 @@ class Rendezvous:
             name, world_size, round = json.loads(store.get("generation"))
             # With another leader in between, this store knows nothing of the generation before.
             if round is None or round + 1 == self.launch.round:
-                previous = GenerationEnd(world_size, self._read_exit_reasons(name, world_size))
+                found = {rank: read_exit_reason(store, name, rank) for rank in range(world_size)}
+                reasons = {rank: reason for rank, reason in found.items() if reason is not None}
+                previous = GenerationEnd(world_size, reasons)
                 has_failed = store.check(["failed_starts"])
                 before = json.loads(store.get("failed_starts")) if has_failed else []
                 failed = FailedStarts(*before).followed_by(previous)
@@ -308,16 +302,6 @@ class Rendezvous:
             store.delete_key("missing_workers")
         return previous
 
-    def _read_exit_reasons(self, name: str, world_size: int) -> dict[int, dict[str, Any]]:
-        """{rank: reason} of those that have recorded one."""
-        reasons = {}
-        for rank in range(world_size):
-            key = exit_reason_key(name, rank)
-            has_reason = self._store.check([key])
-            if has_reason:
-                reasons[rank] = json.loads(self._store.get(key))
-        return reasons
-
     def record_exit_reason(self, why: str, step: int, rank: int | None = None, agreed: bool = False) -> None:
         """Tell the next generation why this or another rank exits after `step`; the first reason counts."""
         rank = self.launch.rank if rank is None else rank
@@ -329,23 +313,10 @@ class Rendezvous:
 
     def read_exit_reason(self, rank: int) -> tuple[bool, dict[str, Any] | None]:
         """Whether the store answers in time, and a rank's exit reason if it has recorded one."""
-        key = exit_reason_key(self.generation, rank)
-
-        def read() -> tuple[bool, dict[str, Any] | None]:
-            has_reason = self._exit_store.check([key])
-            return True, json.loads(self._exit_store.get(key)) if has_reason else None
-
-        unknown: tuple[bool, dict[str, Any] | None] = (False, None)
-        return within(PEER_END_TIMEOUT_S, read, unknown)
-
-    def how_peer_ended(self, rank: int) -> PeerEnd | None:
-        """How a rank of this generation ended that is known to have exited; None if the store is silent."""
-        answers, reason = self.read_exit_reason(rank)
-        return PeerEnd.of(reason) if answers else None
-
-    def is_leaving(self, rank: int) -> bool:
-        """Whether a rank of this generation has recorded why it exits."""
-        return self.read_exit_reason(rank)[1] is not None
+        store, unknown = self._exit_store, (False, None)
+        return within(
+            PEER_END_TIMEOUT_S, lambda: (True, read_exit_reason(store, self.generation, rank)), unknown
+        )
 
     def was_started(self) -> bool:
         """Whether an earlier generation of this job had passed its checks, as far as this rank knows."""
@@ -369,9 +340,12 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
     try:
         from torch.distributed import TCPStore
 
-        limit = timedelta(seconds=AGENT_STORE_TIMEOUT_S)
         store = TCPStore(
-            launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=limit
+            launch.master_addr,
+            launch.master_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=AGENT_STORE_TIMEOUT_S),
         )
         # Of one agent: its count of restarts is that of its own workers.
         prefix = f"failed_start/{platform.node()}/{launch.agent_pid}"
@@ -389,6 +363,13 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
 
 def exit_reason_key(generation: str, rank: int) -> str:
     return f"{generation}/exit_reason/{rank}"
+
+
+def read_exit_reason(store: Any, generation: str, rank: int) -> dict[str, Any] | None:
+    """The exit reason that a rank has recorded, if it has."""
+    key = exit_reason_key(generation, rank)
+    has_reason = store.check([key])
+    return json.loads(store.get(key)) if has_reason else None
 
 
 def member_key(generation: str, rank: int) -> str:

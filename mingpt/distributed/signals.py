@@ -81,8 +81,9 @@ class StopSignal:
             if self.stop_file:
                 self.stop_file.unlink(missing_ok=True)
         except OSError as error:
-            reason = error.strerror
-            log.warning("%s cannot be removed (%s) and will stop the next run", self.stop_file, reason)
+            log.warning(
+                "%s cannot be removed (%s) and will stop the next run", self.stop_file, error.strerror
+            )
 
     def exit_before_training(self, reason: str) -> NoReturn:
         """Exit for a request that all ranks know of; there is nothing to save."""
@@ -148,10 +149,8 @@ class StopSignal:
         self.reason = self.reason or reason
 
     def check_stop_file(self) -> None:
-        try:
-            is_there = self.stop_file is not None and self.stop_file.exists()
-        except OSError:
-            return  # a network folder that is unreachable for a moment; it is tried again
+        # False also where a network folder is unreachable for a moment; it is asked again.
+        is_there = self.stop_file is not None and os.path.exists(self.stop_file)
         if is_there and not self.reason:
             self.request("STOP")
 

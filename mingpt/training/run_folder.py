@@ -185,7 +185,7 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     found = context.all_gather_object(mine)
     ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
     if len(ids) < 2:
-        return ids[0] if ids else context.new_run_id()
+        return ids[0] if ids else context.broadcast_object(uuid.uuid4().hex, 0)
     hosts = {
         run_id: ", ".join(dict.fromkeys(node.host for node in found if node.run_id == run_id))
         for run_id in ids
