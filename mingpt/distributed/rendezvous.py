@@ -116,17 +116,6 @@ class GenerationEnd:
         """The last step that the generation had completed."""
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
 
-    def failures(self) -> dict[int, str]:
-        """{rank: why} of those that failed."""
-        reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
-        return {rank: why for rank, why in reasons.items() if why.startswith(FAILED)}
-
-    def failed_to_begin(self) -> bool:
-        """Whether it failed before it had begun to train, and no worker merely vanished."""
-        failed = [self.exit_reasons[rank] for rank in self.failures()]
-        all_known = len(self.exit_reasons) == self.world_size
-        return bool(failed) and all_known and not any(reason.get("began") for reason in failed)
-
     def sentence(self) -> str:
         reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
@@ -135,7 +124,7 @@ class GenerationEnd:
             timeouts = [why.removeprefix(TIMED_OUT) for why in reasons.values() if why.startswith(TIMED_OUT)]
             what = f"timed out{timeouts[0]}" if timeouts else "vanished"
             parts.append(f"{list_workers(missing)} {what}")
-        parts += [f"worker {rank} {why}" for rank, why in self.failures().items()]
+        parts += [f"worker {rank} {why}" for rank, why in reasons.items() if why.startswith(FAILED)]
         if parts:
             return "; ".join(parts)
         lost = [why for why in reasons.values() if why.startswith(LOST_PEER)]
@@ -155,7 +144,10 @@ class FailedStarts(NamedTuple):
     step: int | None = None
 
     def followed_by(self, end: GenerationEnd) -> "FailedStarts":
-        if not end.failed_to_begin():
+        """One more if `end` failed before it had begun to train, and no worker merely vanished."""
+        failed = [reason for reason in end.exit_reasons.values() if reason["why"].startswith(FAILED)]
+        all_known = len(end.exit_reasons) == end.world_size
+        if not failed or not all_known or any(reason.get("began") for reason in failed):
             return FailedStarts()
         return FailedStarts(self.number + 1 if end.step() == self.step else 1, end.step())
 
@@ -354,11 +346,10 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
         is_repeated = store.check([f"{prefix}/{count}" for count in counts])
         if not is_repeated:
             return None
-        me = str(os.getpid())
-        first = store.compare_set(f"{prefix}/said", "", me).decode()
+        is_first = store.add(f"{prefix}/said", 1) == 1
     except Exception:  # torch or the store is what fails here: the failure is reported, only not counted
         return None
-    return repeated_sentence("before the first step", f"worker {launch.rank} {why}") if first == me else None
+    return repeated_sentence("before the first step", f"worker {launch.rank} {why}") if is_first else None
 
 
 def exit_reason_key(generation: str, rank: int) -> str:

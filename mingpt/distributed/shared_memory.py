@@ -104,12 +104,13 @@ class SharedMemory:
             self.ask(rank, peer.sendall, content)
         gathered = {self.rank: content}
         for rank, peer in self.peers.items():
-            gathered[rank] = b""
-            while len(gathered[rank]) < len(content):
-                part = self.ask(rank, peer.recv, len(content) - len(gathered[rank]))
+            received = b""
+            while len(received) < len(content):
+                part = self.ask(rank, peer.recv, len(content) - len(received))
                 if not part:
                     self.lose(rank)
-                gathered[rank] += part
+                received += part
+            gathered[rank] = received
         return [gathered[rank] for rank in sorted(gathered)]
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
@@ -165,8 +166,8 @@ def connect(
     name = listener.getsockname() if listener else b""
     places = all_gather_object((node() if listener else None, os.getpid(), name))
     memory = None
-    if listener and len({place for place, *_ in places}) == 1:
-        pids, names = [pid for _, pid, _ in places], [there for *_, there in places]
+    nodes, pids, names = zip(*places, strict=True)
+    if listener and len(set(nodes)) == 1:
         peers = meet(listener, rank, pids, names, MEETING_SHARE * timeout_s)
         if peers:
             memory = SharedMemory(rank, peers, timeout_s)
@@ -199,7 +200,7 @@ def listen() -> socket.socket | None:
 
 
 def meet(
-    listener: socket.socket, rank: int, pids: list[int], names: list[bytes], timeout_s: float
+    listener: socket.socket, rank: int, pids: Sequence[int], names: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket] | None:
     """{rank: socket} of the peers, each of which is the process it says; None if that fails.
 

@@ -24,13 +24,6 @@ USAGE = (
 )
 
 
-def check_nnodes(text: str) -> str:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
-        raise UserError(f"--nnodes is MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
-    return f"{match[1]}:{match[2] or match[1]}"
-
-
 def check_nproc(text: str) -> str:
     if text not in ("gpu", "cpu", "auto") and not re.fullmatch(r"[1-9]\d*", text):
         raise UserError(f"--nproc is a number of workers from 1, or gpu, cpu or auto; got {text!r}")
@@ -76,7 +69,10 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     parser.add_argument("--rdzv_id", default="mingpt", metavar="ID", help="one for each job; default: mingpt")
     parser.add_argument("program", nargs="+", help="after --: a program, such as train.py, and its arguments")
     options = parser.parse_args(words)
-    nnodes, nproc, rdzv = check_nnodes(options.nnodes), check_nproc(options.nproc), parse_rdzv(options.rdzv)
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
+    if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise UserError(f"--nnodes is MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {options.nnodes!r}")
+    nproc, rdzv = check_nproc(options.nproc), parse_rdzv(options.rdzv)
     if not options.rdzv_id:
         raise UserError("--rdzv_id is a name for this job; got an empty one")
     if isinstance(rdzv, Path):
@@ -94,7 +90,7 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         "-P",
         "-m",
         "torch.distributed.run",
-        f"--nnodes={nnodes}",
+        f"--nnodes={match[1]}:{match[2] or match[1]}",
         f"--nproc_per_node={nproc}",
         f"--max-restarts={MAX_RESTARTS}",
         f"--monitor_interval={MONITOR_INTERVAL_S}",

@@ -172,22 +172,22 @@ class JoinBackoff:
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, tuple[str, str, float]] = {}  # id: host, address, when it joined
-        self._losses: dict[tuple[str, str], int] = {}
+        self._members: dict[str, tuple[str, float]] = {}  # id: node, when it joined
+        self._losses: dict[str, int] = {}  # by node
 
     def start_round(self, members: Iterable[Entry], now: float) -> None:
         """Members of the first round have joined nobody."""
         joined = now if self._members else -math.inf
         before = self._members
-        self._members = {one.id: before.get(one.id, (one.host, one.address, joined)) for one in members}
+        self._members = {one.id: before.get(one.id, (str(one), joined)) for one in members}
         for id in before.keys() - self._members.keys():
-            host, address, since = before[id]
-            losses = self._losses.pop((host, address), 0)
+            node, since = before[id]
+            losses = self._losses.pop(node, 0)
             if now - since < SOON_S:
-                self._losses[host, address] = losses + 1
+                self._losses[node] = losses + 1
 
     def hold_s(self, entry: Entry) -> float:
-        losses = self._losses.get((entry.host, entry.address), 0)
+        losses = self._losses.get(str(entry), 0)
         return REJOIN_HOLDS_S[min(losses, len(REJOIN_HOLDS_S) - 1)]
 
 
@@ -201,11 +201,10 @@ def must_restart(
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
-        if mate.state == WAITING and mate.round == me.round:
-            return Restart(f"{mate} has left the round")
-        if mate.state in (WAITING, RUNNING) and mate.round != me.round:
-            hold_s = 0.0 if mate.number > me.number else LAG_HOLD_S
-            return Restart(f"{mate} is not in this round", hold_s)
+        is_here = mate.state == RUNNING and mate.round == me.round
+        if mate.state in (WAITING, RUNNING) and not is_here:
+            has_left = mate.round == me.round or mate.number > me.number
+            return Restart(f"{mate} is not in the round", 0.0 if has_left else LAG_HOLD_S)
     running = [me, *(mate for mate in mates if mate.state == RUNNING)]
     if len(me.members) < max_nodes:
         for entry in sorted(alive, key=lambda entry: (join_hold_s(entry), entry.key)):

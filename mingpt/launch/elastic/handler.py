@@ -266,8 +266,6 @@ class ElasticRendezvous(RendezvousHandler):
             restart = decisions.must_restart(view.me, view.alive, self._max, self._backoff.hold_s)
         if restart != self._restart:
             self._restart, self._restart_since = restart, now
-            if restart is not None and restart.hold_s > decisions.LAG_HOLD_S:
-                self._say(f"{restart.reason} in {restart.hold_s:.0f} s: it was lost soon after it had joined")
         if restart is None or now - self._restart_since < restart.hold_s:
             return 0
         self._say(f"the round ends: {restart.reason}")

@@ -174,15 +174,15 @@ class Node:
                 alive=tuple(alive),
                 gone=frozenset(gone),
                 done=frozenset(id for id, peer in self._peers.items() if peer.done == me.round),
-                finished=any(self._is_end_of_job(peer.entry) for peer in self._peers.values()),
+                # The agent that has finished may be gone since, while this one was frozen or cut off.
+                finished=any(
+                    peer.entry.state == FINISHED
+                    and (id in self._seen_running or peer.entry.job == me.job != "")
+                    for id, peer in self._peers.items()
+                ),
                 is_fresh=bool(fresh),
                 troubles=tuple(sorted(troubles)),
             )
-
-    def _is_end_of_job(self, entry: Entry) -> bool:
-        """Its agent may be gone since, while this one was frozen or cut off."""
-        is_own = entry.id in self._seen_running or (entry.job == self._entry.job != "")
-        return entry.state == FINISHED and is_own
 
     def wait_for_round(self) -> None:
         """Post that this agent waits."""
