@@ -47,33 +47,37 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Raises UserError if a launcher sets only a part of the variables."""
         env = os.environ
+
+        def number(name: str, default: int = 0) -> int:
+            return int(env.get(name, default))
+
         omp_threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
-        slurm_job, slurm_restarts = env.get("SLURM_JOB_ID"), int(env.get("SLURM_RESTART_COUNT", 0))
+        slurm_job, slurm_restarts = env.get("SLURM_JOB_ID"), number("SLURM_RESTART_COUNT")
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return cls(
                 omp_threads=omp_threads,
                 slurm_job=slurm_job,
                 slurm_restarts=slurm_restarts,
-                slurm_tasks=int(env.get("SLURM_STEP_NUM_TASKS", 1)),
+                slurm_tasks=number("SLURM_STEP_NUM_TASKS", 1),
             )
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
             raise UserError(f"the launcher sets RANK and WORLD_SIZE but not {' and '.join(missing)}")
         return cls(
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-            node_rank=int(env.get("GROUP_RANK", 0)),
+            rank=number("RANK"),
+            world_size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK"),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
+            node_rank=number("GROUP_RANK"),
             master_addr=env["MASTER_ADDR"],
-            master_port=int(env["MASTER_PORT"]),
+            master_port=number("MASTER_PORT"),
             agent_hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            agent_pid=int(env.get(AGENT_PID, os.getppid())) if "TORCHELASTIC_RUN_ID" in env else None,
-            restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
+            agent_pid=number(AGENT_PID, os.getppid()) if "TORCHELASTIC_RUN_ID" in env else None,
+            restart_count=number("TORCHELASTIC_RESTART_COUNT"),
+            max_restarts=number("TORCHELASTIC_MAX_RESTARTS"),
             omp_threads=omp_threads,
             job=env.get(JOB),
-            round=int(env[ROUND]) if ROUND in env else None,
+            round=number(ROUND) if ROUND in env else None,
             slurm_job=slurm_job,
             slurm_restarts=slurm_restarts,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,

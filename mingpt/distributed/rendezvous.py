@@ -218,10 +218,9 @@ class Rendezvous:
         missing = self._missing(name)
         while missing:
             for rank in missing:
-                has_offered = store.check([f"hello/{rank}"])
-                if not has_offered:
+                offered = read_key(store, f"hello/{rank}")
+                if offered is None:
                     continue
-                offered = store.get(f"hello/{rank}")
                 # The first offer may be a dead worker's; then another one follows.
                 if answered.get(rank) != offered:
                     answered[rank] = offered
@@ -242,10 +241,9 @@ class Rendezvous:
         """Who keeps the ranks from meeting: rank 0 if it leaves an offer unanswered, else who is missing."""
         store, missing = self._store, self._missing(name)
         for rank in missing:
-            has_offered = store.check([f"hello/{rank}"])
-            if has_offered:
-                nonce = store.get(f"hello/{rank}").decode()
-                is_answered = store.check([f"answer/{nonce}"])  # so is what a dead worker left
+            offered = read_key(store, f"hello/{rank}")
+            if offered is not None:
+                is_answered = store.check([f"answer/{offered.decode()}"])  # so is what a dead worker left
                 if not is_answered:
                     return [0]
         return missing or [0]
@@ -273,24 +271,23 @@ class Rendezvous:
     def _replace_generation(self) -> GenerationEnd | None:
         """On rank 0: how the last generation in this store ended; this one's name takes its place."""
         store, previous = self._store, None
-        has_previous = store.check(["generation"])
-        if has_previous:
-            name, world_size, round = json.loads(store.get("generation"))
+        last = read_key(store, "generation")
+        if last is not None:
+            name, world_size, round = json.loads(last)
             # With another leader in between, this store knows nothing of the generation before.
             if round is None or round + 1 == self.launch.round:
                 found = {rank: read_exit_reason(store, name, rank) for rank in range(world_size)}
                 reasons = {rank: reason for rank, reason in found.items() if reason is not None}
                 previous = GenerationEnd(world_size, reasons)
-                has_failed = store.check(["failed_starts"])
-                before = json.loads(store.get("failed_starts")) if has_failed else []
+                before = json.loads(read_key(store, "failed_starts") or "[]")
                 failed = FailedStarts(*before).followed_by(previous)
                 store.set("failed_starts", json.dumps(failed))
                 if failed.number >= MAX_REPEATS:
                     self.repeated_failure = repeated_sentence("before the first step", previous.sentence())
         store.set("generation", json.dumps([self.generation, self.launch.world_size, self.launch.round]))
-        has_missing = store.check(["missing_workers"])
-        if has_missing:
-            self.missing_workers = store.get("missing_workers").decode()
+        missing = read_key(store, "missing_workers")
+        if missing is not None:
+            self.missing_workers = missing.decode()
             store.delete_key("missing_workers")
         return previous
 
@@ -305,9 +302,11 @@ class Rendezvous:
 
     def read_exit_reason(self, rank: int) -> tuple[bool, dict[str, Any] | None]:
         """Whether the store answers in time, and a rank's exit reason if it has recorded one."""
-        store, unknown = self._exit_store, (False, None)
+        unknown: tuple[bool, dict[str, Any] | None] = (False, None)
         return within(
-            PEER_END_TIMEOUT_S, lambda: (True, read_exit_reason(store, self.generation, rank)), unknown
+            PEER_END_TIMEOUT_S,
+            lambda: (True, read_exit_reason(self._exit_store, self.generation, rank)),
+            unknown,
         )
 
     def was_started(self) -> bool:
@@ -352,15 +351,20 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
     return repeated_sentence("before the first step", f"worker {launch.rank} {why}") if is_first else None
 
 
+def read_key(store: Any, key: str) -> bytes | None:
+    """What a store holds under a key, None if nobody has set it: `get` would wait for it."""
+    is_set = store.check([key])
+    return store.get(key) if is_set else None
+
+
 def exit_reason_key(generation: str, rank: int) -> str:
     return f"{generation}/exit_reason/{rank}"
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> dict[str, Any] | None:
     """The exit reason that a rank has recorded, if it has."""
-    key = exit_reason_key(generation, rank)
-    has_reason = store.check([key])
-    return json.loads(store.get(key)) if has_reason else None
+    content = read_key(store, exit_reason_key(generation, rank))
+    return None if content is None else json.loads(content)
 
 
 def member_key(generation: str, rank: int) -> str:

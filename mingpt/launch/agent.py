@@ -104,9 +104,11 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    newer = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, "signals_to_handle": ",".join(handled_signals())}
+    newer: dict[str, Any] = {
+        "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
+        "signals_to_handle": ",".join(handled_signals()),
+    }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # not every version of torch has them
-    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -116,7 +118,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        **options,
+        **{name: value for name, value in newer.items() if name in known},
     )
 
 

@@ -182,7 +182,7 @@ def parse_rdzv(text: str) -> Path | list[Endpoint]:
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints
-    if "/" not in text or "\n" in text:
+    if "/" not in text:
         raise UserError(
             "--rdzv is HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
             f" as ./rendezvous; got {text!r}"
