@@ -68,7 +68,7 @@ class ProcessExit:
 
     def record_exit_reason(self, why: str, agreed: bool = False) -> None:
         if self.rendezvous is not None:
-            self.rendezvous.record_exit_reason(why, self.step, agreed=agreed)
+            self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
     def note_begun(self) -> None:
         """From here on run.json tells where this generation fails."""

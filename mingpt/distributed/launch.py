@@ -4,7 +4,7 @@ torch is not imported here, so that a wrong setting is answered without waiting 
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class Launch:
     round: int | None = None  # which rendezvous of the job this is, from 1, where the launcher counts
     slurm_job: str | None = None
     slurm_restarts: int = 0  # how often Slurm has requeued that job
-    slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
+    slurm_tasks: int = 1  # of the job step that srun started
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
 
     @classmethod
@@ -51,19 +51,19 @@ class Launch:
         def number(name: str, default: int = 0) -> int:
             return int(env.get(name, default))
 
-        omp_threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
-        slurm_job, slurm_restarts = env.get("SLURM_JOB_ID"), number("SLURM_RESTART_COUNT")
+        found = cls(
+            omp_threads=number("OMP_NUM_THREADS") if env.get("OMP_NUM_THREADS", "").isdecimal() else None,
+            slurm_job=env.get("SLURM_JOB_ID"),
+            slurm_restarts=number("SLURM_RESTART_COUNT"),
+            slurm_tasks=number("SLURM_STEP_NUM_TASKS", 1),
+        )
         if "RANK" not in env or "WORLD_SIZE" not in env:
-            return cls(
-                omp_threads=omp_threads,
-                slurm_job=slurm_job,
-                slurm_restarts=slurm_restarts,
-                slurm_tasks=number("SLURM_STEP_NUM_TASKS", 1),
-            )
+            return found
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
             raise UserError(f"the launcher sets RANK and WORLD_SIZE but not {' and '.join(missing)}")
-        return cls(
+        return replace(
+            found,
             rank=number("RANK"),
             world_size=number("WORLD_SIZE"),
             local_rank=number("LOCAL_RANK"),
@@ -75,11 +75,8 @@ class Launch:
             agent_pid=number(AGENT_PID, os.getppid()) if "TORCHELASTIC_RUN_ID" in env else None,
             restart_count=number("TORCHELASTIC_RESTART_COUNT"),
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS"),
-            omp_threads=omp_threads,
             job=env.get(JOB),
             round=number(ROUND) if ROUND in env else None,
-            slurm_job=slurm_job,
-            slurm_restarts=slurm_restarts,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
         )
 

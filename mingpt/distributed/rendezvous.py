@@ -291,9 +291,8 @@ class Rendezvous:
             store.delete_key("missing_workers")
         return previous
 
-    def record_exit_reason(self, why: str, step: int, rank: int | None = None, agreed: bool = False) -> None:
+    def record_exit_reason(self, why: str, step: int, rank: int, agreed: bool = False) -> None:
         """Tell the next generation why this or another rank exits after `step`; the first reason counts."""
-        rank = self.launch.rank if rank is None else rank
         content = {"why": why, "step": step, "agreed": agreed, "began": self.has_begun}
         key = exit_reason_key(self.generation, rank)
         within(
