@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.run import determine_local_world_size
 
 from mingpt.base.errors import UserError
 from mingpt.distributed.exit import write_stderr
@@ -122,6 +121,9 @@ class ElasticRendezvous(RendezvousHandler):
     """Raises UserError if the endpoint is neither a folder nor a list of HOST:PORT, or nproc is not given."""
 
     def __init__(self, params: RendezvousParameters) -> None:
+        # It imports torch's launcher, which imports this file among its plugins while it is itself imported.
+        from torch.distributed.run import determine_local_world_size
+
         self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
         self._address = params.local_addr or socket.gethostbyname(platform.node())
         rdzv = parse_rdzv(params.endpoint)
