@@ -177,4 +177,4 @@ def test_a_pod_waits_until_its_name_stands_for_its_own_address(start: Start, tmp
     (stubs / "sleep").chmod(0o755)
     given = environment | {"POD_IP": "127.0.0.1", "HOSTNAME": "mingpt-0"}
     job = start(["bash", "-euc", script], PATH=f"{stubs}:{os.environ['PATH']}", **given)
-    assert job.wait(30) == 7 and "waited" in job.err() and "torchrun" not in job.err()
+    assert job.wait(30) == 7 and "waited" in job.err() and "torch.distributed.run" not in job.err()
