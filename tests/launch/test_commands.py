@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT, SMALL, Start, final_hash
+from support.jobs import free_port
 
 from mingpt.config.cli import parse
 from mingpt.launch.elastic.command import torchrun_command
-from mingpt.tools.jobs import free_port
 
 LAUNCH = ROOT / "launch"
 SHELL = [path for path in sorted(LAUNCH.rglob("*")) if path.suffix in (".sh", ".sbatch")]
