@@ -50,6 +50,6 @@ def test_workers_without_micro_batches_take_part_and_change_nothing(
     program = changed_program(tmp_path, ANY_NUMBER)
     for name, launcher in {"1": [sys.executable], "3": torchrun(3)}.items():
         job = finish(launcher=launcher, program=program, run_dir=tmp_path / name, **settings)
-        assert ("0 on worker 2" in job.err()) == (name == "3")
+        assert (" 0 on worker " in job.err()) == (name == "3")
     assert final_hash(tmp_path / "3", 4) == final_hash(tmp_path / "1", 4)
     assert sorted(read_metric(tmp_path / "3")) == [1, 2, 3, 4]
