@@ -19,8 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # `python benchmarks/x.py` finds only its own folder
-from mingpt.tools.jobs import ROOT, Job, clean_environment, free_port, read_metric, tensor_hash, torchrun
+# `python benchmarks/x.py` finds only its own folder.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.jobs import free_port, read_metric
+
+from mingpt.tools.jobs import ROOT, Job, clean_environment, tensor_hash, torchrun
 
 Settings = Mapping[str, Any]
 # A run whose steps take a few milliseconds.

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 from common import argument_parser, row, start_plain, work_folder
+from support.jobs import last_step
 
-from mingpt.tools.jobs import last_step, read_history
+from mingpt.tools.jobs import read_history
 
 KILL_AT_STEP = 170
 KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png")

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import Settings, argument_parser, row, short_hash, train
+from support.jobs import free_port
 
 from mingpt.config.cli import build
-from mingpt.tools.jobs import free_port
 
 STRATEGIES: dict[str, dict[str, object]] = {
     "ddp": {"trainer.parallel": "ddp"},

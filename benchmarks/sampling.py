@@ -15,7 +15,7 @@ import torch
 from common import argument_parser, measure_in_turns, median_and_spread, paired, row
 
 from mingpt.config import ModelConfig
-from mingpt.model import GPT, generate
+from mingpt.model import GPT, generate_batch
 from mingpt.model.gpt import choose
 
 LEAST = 5
@@ -24,7 +24,7 @@ LEAST = 5
 def cached_s(model: GPT, prompt: list[int], count: int) -> float:
     """Seconds per token."""
     began = time.perf_counter()
-    written = len(list(generate(model, prompt, count, seed=0)))
+    written = len(list(generate_batch(model, prompt, count, [0])))
     return (time.perf_counter() - began) / written
 
 

@@ -41,11 +41,9 @@ class BackgroundGroup:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.group: dist.ProcessGroup | None = None
-        if world_size > 1:
-            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-            assert isinstance(group, dist.ProcessGroup)
-            self.group = group
+        self.group: dist.ProcessGroup | None = (
+            dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size > 1 else None
+        )
 
     def all_gather_object(self, value: T) -> list[T]:
         if self.world_size == 1:

@@ -9,7 +9,6 @@ imported where it is needed, so that a wrong setting is answered without waiting
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -73,8 +72,11 @@ class DistributedContext:
         self.rendezvous: Rendezvous | None = None
         self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected them
         if launch.is_distributed:
-            self.rendezvous = Rendezvous(launch, self._patience_s(config.timeout_s))
-            process_exit.join(self.rendezvous, config.timeout_s, self.rendezvous.local_peer_pidfds)
+            own_start_s = time.monotonic() - process_exit.began_at
+            least_s = 0.0 if launch.agent_pid else UNMANAGED_WAIT_S
+            wait_s = max(config.timeout_s, SLOWEST_START * own_start_s, least_s)
+            self.rendezvous = Rendezvous(launch, wait_s)
+            process_exit.join(self.rendezvous, config.timeout_s)
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=self.rendezvous.process_group_store,
@@ -87,26 +89,15 @@ class DistributedContext:
             self.repeated_failure, self.previous_generation = self.broadcast_object(told, 0)
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
-        self.dtype = self._agree_on_dtype(config.dtype)
+        # Where bfloat16 is not native on every rank, auto is float32.
+        dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if self.device.type == "cpu":
             tune_malloc(keeps_freed_memory(config))
-
-    def _agree_on_dtype(self, wanted: str) -> "torch.dtype":
-        """The type of the matrix products; auto is float32 where bfloat16 is not native on every rank."""
-        import torch
-
-        dtypes = set(self.all_gather_object(resolve_dtype(wanted, self.device)))
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def environment(self) -> Environment:
         """What the bits depend on besides the configuration."""
         return find_environment(self.device, self.threads, self.dtype)
-
-    def _patience_s(self, timeout_s: float) -> float:
-        """How long to wait for the other workers to come to the rendezvous."""
-        own_start_s = time.monotonic() - self.exit.began_at
-        least_s = 0.0 if self.launch.agent_pid else UNMANAGED_WAIT_S
-        return max(timeout_s, SLOWEST_START * own_start_s, least_s)
 
     def use_threads(self, recorded: int) -> None:
         """Compute with the number of threads that the run began with, since it decides bits."""
@@ -129,10 +120,6 @@ class DistributedContext:
         """On rank 0: the next generation is a restart. Not collective."""
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
-
-    def new_run_id(self) -> str:
-        """A random id, the same on all ranks."""
-        return self.broadcast_object(uuid.uuid4().hex, 0)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Each rank's value, by rank."""
@@ -162,13 +149,11 @@ class DistributedContext:
             return content or b""
         import torch
 
-        size = self.broadcast_object(None if content is None else len(content), source)
-        if not content:
-            buffer = torch.empty(size, dtype=torch.uint8)
-        else:
+        size = self.broadcast_object(len(content or b""), source)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if content:
             buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if size:
-            self.broadcast(buffer, source)
+        self.broadcast(buffer, source)
         return buffer.numpy().tobytes()
 
     def broadcast(self, tensor: "torch.Tensor", source: int) -> None:

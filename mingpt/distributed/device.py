@@ -32,31 +32,20 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
             )
         torch.cuda.set_device(launch.local_rank)
         return torch.device("cuda", launch.local_rank)
-    has_mps = torch.backends.mps.is_available()
-    if wanted == "mps" or (wanted == "auto" and launch.world_size == 1 and has_mps):
-        if not has_mps:
-            raise UserError(
-                "trainer.device=mps asks for Apple's GPU and there is none: set trainer.device=cpu"
-            )
-        if launch.world_size > 1:
-            raise UserError(
-                f"trainer.device=mps works for one process, not for {launch.world_size}: "
-                "set trainer.device=cpu"
-            )
-        return torch.device("mps")
-    return torch.device("cpu")
+    can_use_mps = torch.backends.mps.is_available() and launch.world_size == 1
+    if wanted == "mps" and not can_use_mps:
+        raise UserError(
+            "trainer.device=mps is for one process on a machine with Apple's GPU: set trainer.device=cpu"
+        )
+    return torch.device("mps" if wanted != "cpu" and can_use_mps else "cpu")
 
 
 def check_device_types(types: list[str]) -> None:
     """Raises UserError unless all ranks have the same kind of device, as a process group needs it."""
     if len(set(types)) > 1:
-        who = [
-            f"{kind} on ranks {', '.join(str(rank) for rank, there in enumerate(types) if there == kind)}"
-            for kind in sorted(set(types))
-        ]
         raise UserError(
-            f"the workers have different kinds of devices ({'; '.join(who)}): start the job where all have "
-            "the same, or set trainer.device=cpu"
+            f"the workers have different kinds of devices (by rank: {', '.join(types)}): start the job where "
+            "all have the same, or set trainer.device=cpu"
         )
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NoReturn
 
 from mingpt.base.errors import ClaimLost, ExpectedError, NodeRefused, UserError
@@ -53,12 +53,10 @@ class ProcessExit:
         if launch.rank == 0 and launch.status_file:
             launch.status_file.unlink(missing_ok=True)  # an earlier generation's
 
-    def join(
-        self, rendezvous: Rendezvous, timeout_s: float, local_peer_pidfds: Mapping[int, int] | None = None
-    ) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         """This worker has met the others; its exit reason goes to their store."""
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
-        self.local_peer_pidfds = dict(local_peer_pidfds or {})
+        self.local_peer_pidfds = rendezvous.local_peer_pidfds
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
         """Have `release_claims` called where the whole job ends, not where a generation does."""
@@ -70,7 +68,7 @@ class ProcessExit:
 
     def record_exit_reason(self, why: str, agreed: bool = False) -> None:
         if self.rendezvous is not None:
-            self.rendezvous.record_exit_reason(why, self.step, agreed=agreed)
+            self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
     def note_begun(self) -> None:
         """From here on run.json tells where this generation fails."""
@@ -126,7 +124,8 @@ class ProcessExit:
 
     def how_peer_ended(self, rank: int) -> PeerEnd | None:
         """How a worker ended that has exited; None if the store does not answer."""
-        return self.rendezvous.how_peer_ended(rank) if self.rendezvous else None
+        answers, reason = self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
+        return PeerEnd.of(reason) if answers else None
 
     def exit_without_peer(self, rank: int) -> None:
         """For the thread that listens: worker `rank` is gone. Does nothing if another thread is exiting."""
@@ -168,8 +167,8 @@ class ProcessExit:
         os._exit(1)
 
     def report_lost_peer(self) -> None:
-        agent_reports = self.launch.status_file is not None  # that no restart is left; see launch/agent.py
-        if not self.launch.has_restarts_left() and not agent_reports:
+        # Where there is a status file, the agent reports that no restart is left; see launch/agent.py.
+        if not self.launch.has_restarts_left() and self.launch.status_file is None:
             write_stderr(
                 f"worker {self.launch.rank} lost a peer after step {self.step}, "
                 "and no restart is left (torchrun --max-restarts)\n"
@@ -179,9 +178,7 @@ class ProcessExit:
         """Exit code 1 after PeersMissing; the next generation says who is missing."""
         self.exiting.acquire()
         if not self.launch.has_restarts_left():
-            has_agent_of_torchrun = self.launch.agent_pid and self.launch.status_file is None
-            end = ", and no restart is left (torchrun --max-restarts)" if has_agent_of_torchrun else ""
-            write_stderr(f"{error}{end}\n")
+            write_stderr(f"{error}\n")
         os._exit(1)
 
     def abort_job(
@@ -229,7 +226,11 @@ class ProcessExit:
             for rank in wait_readable(waiting, POLL_S):
                 del waiting[rank]
             if self.rendezvous is not None:
-                waiting = {rank: fd for rank, fd in waiting.items() if not self.rendezvous.is_leaving(rank)}
+                waiting = {
+                    rank: pidfd
+                    for rank, pidfd in waiting.items()
+                    if self.rendezvous.read_exit_reason(rank)[1] is None
+                }
         for rank, pidfd in waiting.items():
             if self.rendezvous is not None and not are_frozen:
                 self.rendezvous.record_exit_reason(LOST_PEER, self.step, rank)

@@ -4,7 +4,7 @@ torch is not imported here, so that a wrong setting is answered without waiting 
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,37 +38,41 @@ class Launch:
     omp_threads: int | None = None
     job: str | None = None  # a random token, where the launcher gives one
     round: int | None = None  # which rendezvous of the job this is, from 1, where the launcher counts
-    slurm_tasks: int = 1  # of the job step that srun started, where no other launcher says who we are
+    slurm_tasks: int = 1  # of the job step that srun started
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
 
     @classmethod
     def from_environment(cls) -> "Launch":
         """Raises UserError if a launcher sets only a part of the variables."""
         env = os.environ
-        omp_threads = int(env["OMP_NUM_THREADS"]) if env.get("OMP_NUM_THREADS", "").isdecimal() else None
+
+        def number(name: str, default: int = 0) -> int:
+            return int(env.get(name, default))
+
+        found = cls(
+            omp_threads=number("OMP_NUM_THREADS") if env.get("OMP_NUM_THREADS", "").isdecimal() else None,
+            slurm_tasks=number("SLURM_STEP_NUM_TASKS", 1),
+        )
         if "RANK" not in env or "WORLD_SIZE" not in env:
-            return cls(
-                omp_threads=omp_threads,
-                slurm_tasks=int(env.get("SLURM_STEP_NUM_TASKS", 1)),
-            )
+            return found
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
             raise UserError(f"the launcher sets RANK and WORLD_SIZE but not {' and '.join(missing)}")
-        return cls(
-            rank=int(env["RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-            node_rank=int(env.get("GROUP_RANK", 0)),
+        return replace(
+            found,
+            rank=number("RANK"),
+            world_size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK"),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
+            node_rank=number("GROUP_RANK"),
             master_addr=env["MASTER_ADDR"],
-            master_port=int(env["MASTER_PORT"]),
+            master_port=number("MASTER_PORT"),
             agent_hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            agent_pid=int(env.get(AGENT_PID, os.getppid())) if "TORCHELASTIC_RUN_ID" in env else None,
-            restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)),
-            omp_threads=omp_threads,
+            agent_pid=number(AGENT_PID, os.getppid()) if "TORCHELASTIC_RUN_ID" in env else None,
+            restart_count=number("TORCHELASTIC_RESTART_COUNT"),
+            max_restarts=number("TORCHELASTIC_MAX_RESTARTS"),
             job=env.get(JOB),
-            round=int(env[ROUND]) if ROUND in env else None,
+            round=number(ROUND) if ROUND in env else None,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
         )
 

@@ -56,17 +56,11 @@ def find_local_peers(agent_pid: int | None) -> dict[int, int]:
         return found
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
-        if pid == os.getpid() or parent_pid(pid) != agent_pid:
-            continue
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            continue  # it has gone, or this kernel does not allow it: then the agent kills it
-        rank, parent = rank_of(pid), parent_pid(pid)  # asked after opening, so they are this very process's
-        if rank is None or parent != agent_pid:
-            os.close(pidfd)
-        else:
-            found[rank] = pidfd
+        is_peer = pid != os.getpid() and parent_pid(pid) == agent_pid
+        rank = rank_of(pid) if is_peer else None
+        if rank is not None:
+            with contextlib.suppress(OSError):  # gone, or this kernel refuses: then the agent kills it
+                found[rank] = os.pidfd_open(pid)
     return found
 
 
@@ -122,17 +116,6 @@ class GenerationEnd:
         """The last step that the generation had completed."""
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
 
-    def failures(self) -> dict[int, str]:
-        """{rank: why} of those that failed."""
-        reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
-        return {rank: why for rank, why in reasons.items() if why.startswith(FAILED)}
-
-    def failed_to_begin(self) -> bool:
-        """Whether it failed before it had begun to train, and no worker merely vanished."""
-        failed = [self.exit_reasons[rank] for rank in self.failures()]
-        all_known = len(self.exit_reasons) == self.world_size
-        return bool(failed) and all_known and not any(reason.get("began") for reason in failed)
-
     def sentence(self) -> str:
         reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
@@ -141,11 +124,9 @@ class GenerationEnd:
             timeouts = [why.removeprefix(TIMED_OUT) for why in reasons.values() if why.startswith(TIMED_OUT)]
             what = f"timed out{timeouts[0]}" if timeouts else "vanished"
             parts.append(f"{list_workers(missing)} {what}")
-        parts += [f"worker {rank} {why}" for rank, why in self.failures().items()]
+        parts += [f"worker {rank} {why}" for rank, why in reasons.items() if why.startswith(FAILED)]
         if parts:
             return "; ".join(parts)
-        if any(why.startswith(TIMED_OUT) for why in reasons.values()):
-            return "the workers timed out waiting for each other"
         lost = [why for why in reasons.values() if why.startswith(LOST_PEER)]
         others = {passive(why) for why in reasons.values() if why not in lost}
         return "; ".join(([f"the workers {max(lost, key=len)}"] if lost else []) + sorted(others))
@@ -163,7 +144,10 @@ class FailedStarts(NamedTuple):
     step: int | None = None
 
     def followed_by(self, end: GenerationEnd) -> "FailedStarts":
-        if not end.failed_to_begin():
+        """One more if `end` failed before it had begun to train, and no worker merely vanished."""
+        failed = [reason for reason in end.exit_reasons.values() if reason["why"].startswith(FAILED)]
+        all_known = len(end.exit_reasons) == end.world_size
+        if not failed or not all_known or any(reason.get("began") for reason in failed):
             return FailedStarts()
         return FailedStarts(self.number + 1 if end.step() == self.step else 1, end.step())
 
@@ -234,10 +218,9 @@ class Rendezvous:
         missing = self._missing(name)
         while missing:
             for rank in missing:
-                has_offered = store.check([f"hello/{rank}"])
-                if not has_offered:
+                offered = read_key(store, f"hello/{rank}")
+                if offered is None:
                     continue
-                offered = store.get(f"hello/{rank}")
                 # The first offer may be a dead worker's; then another one follows.
                 if answered.get(rank) != offered:
                     answered[rank] = offered
@@ -258,10 +241,9 @@ class Rendezvous:
         """Who keeps the ranks from meeting: rank 0 if it leaves an offer unanswered, else who is missing."""
         store, missing = self._store, self._missing(name)
         for rank in missing:
-            has_offered = store.check([f"hello/{rank}"])
-            if has_offered:
-                nonce = store.get(f"hello/{rank}").decode()
-                is_answered = store.check([f"answer/{nonce}"])  # so is what a dead worker left
+            offered = read_key(store, f"hello/{rank}")
+            if offered is not None:
+                is_answered = store.check([f"answer/{offered.decode()}"])  # so is what a dead worker left
                 if not is_answered:
                     return [0]
         return missing or [0]
@@ -289,38 +271,28 @@ class Rendezvous:
     def _replace_generation(self) -> GenerationEnd | None:
         """On rank 0: how the last generation in this store ended; this one's name takes its place."""
         store, previous = self._store, None
-        has_previous = store.check(["generation"])
-        if has_previous:
-            name, world_size, round = json.loads(store.get("generation"))
+        last = read_key(store, "generation")
+        if last is not None:
+            name, world_size, round = json.loads(last)
             # With another leader in between, this store knows nothing of the generation before.
             if round is None or round + 1 == self.launch.round:
-                previous = GenerationEnd(world_size, self._read_exit_reasons(name, world_size))
-                has_failed = store.check(["failed_starts"])
-                before = json.loads(store.get("failed_starts")) if has_failed else []
+                found = {rank: read_exit_reason(store, name, rank) for rank in range(world_size)}
+                reasons = {rank: reason for rank, reason in found.items() if reason is not None}
+                previous = GenerationEnd(world_size, reasons)
+                before = json.loads(read_key(store, "failed_starts") or "[]")
                 failed = FailedStarts(*before).followed_by(previous)
                 store.set("failed_starts", json.dumps(failed))
                 if failed.number >= MAX_REPEATS:
                     self.repeated_failure = repeated_sentence("before the first step", previous.sentence())
         store.set("generation", json.dumps([self.generation, self.launch.world_size, self.launch.round]))
-        has_missing = store.check(["missing_workers"])
-        if has_missing:
-            self.missing_workers = store.get("missing_workers").decode()
+        missing = read_key(store, "missing_workers")
+        if missing is not None:
+            self.missing_workers = missing.decode()
             store.delete_key("missing_workers")
         return previous
 
-    def _read_exit_reasons(self, name: str, world_size: int) -> dict[int, dict[str, Any]]:
-        """{rank: reason} of those that have recorded one."""
-        reasons = {}
-        for rank in range(world_size):
-            key = exit_reason_key(name, rank)
-            has_reason = self._store.check([key])
-            if has_reason:
-                reasons[rank] = json.loads(self._store.get(key))
-        return reasons
-
-    def record_exit_reason(self, why: str, step: int, rank: int | None = None, agreed: bool = False) -> None:
+    def record_exit_reason(self, why: str, step: int, rank: int, agreed: bool = False) -> None:
         """Tell the next generation why this or another rank exits after `step`; the first reason counts."""
-        rank = self.launch.rank if rank is None else rank
         content = {"why": why, "step": step, "agreed": agreed, "began": self.has_begun}
         key = exit_reason_key(self.generation, rank)
         within(
@@ -329,23 +301,12 @@ class Rendezvous:
 
     def read_exit_reason(self, rank: int) -> tuple[bool, dict[str, Any] | None]:
         """Whether the store answers in time, and a rank's exit reason if it has recorded one."""
-        key = exit_reason_key(self.generation, rank)
-
-        def read() -> tuple[bool, dict[str, Any] | None]:
-            has_reason = self._exit_store.check([key])
-            return True, json.loads(self._exit_store.get(key)) if has_reason else None
-
         unknown: tuple[bool, dict[str, Any] | None] = (False, None)
-        return within(PEER_END_TIMEOUT_S, read, unknown)
-
-    def how_peer_ended(self, rank: int) -> PeerEnd | None:
-        """How a rank of this generation ended that is known to have exited; None if the store is silent."""
-        answers, reason = self.read_exit_reason(rank)
-        return PeerEnd.of(reason) if answers else None
-
-    def is_leaving(self, rank: int) -> bool:
-        """Whether a rank of this generation has recorded why it exits."""
-        return self.read_exit_reason(rank)[1] is not None
+        return within(
+            PEER_END_TIMEOUT_S,
+            lambda: (True, read_exit_reason(self._exit_store, self.generation, rank)),
+            unknown,
+        )
 
     def was_started(self) -> bool:
         """Whether an earlier generation of this job had passed its checks, as far as this rank knows."""
@@ -369,9 +330,12 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
     try:
         from torch.distributed import TCPStore
 
-        limit = timedelta(seconds=AGENT_STORE_TIMEOUT_S)
         store = TCPStore(
-            launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False, timeout=limit
+            launch.master_addr,
+            launch.master_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=AGENT_STORE_TIMEOUT_S),
         )
         # Of one agent: its count of restarts is that of its own workers.
         prefix = f"failed_start/{platform.node()}/{launch.agent_pid}"
@@ -380,15 +344,26 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
         is_repeated = store.check([f"{prefix}/{count}" for count in counts])
         if not is_repeated:
             return None
-        me = str(os.getpid())
-        first = store.compare_set(f"{prefix}/said", "", me).decode()
+        is_first = store.add(f"{prefix}/said", 1) == 1
     except Exception:  # torch or the store is what fails here: the failure is reported, only not counted
         return None
-    return repeated_sentence("before the first step", f"worker {launch.rank} {why}") if first == me else None
+    return repeated_sentence("before the first step", f"worker {launch.rank} {why}") if is_first else None
+
+
+def read_key(store: Any, key: str) -> bytes | None:
+    """What a store holds under a key, None if nobody has set it: `get` would wait for it."""
+    is_set = store.check([key])
+    return store.get(key) if is_set else None
 
 
 def exit_reason_key(generation: str, rank: int) -> str:
     return f"{generation}/exit_reason/{rank}"
+
+
+def read_exit_reason(store: Any, generation: str, rank: int) -> dict[str, Any] | None:
+    """The exit reason that a rank has recorded, if it has."""
+    content = read_key(store, exit_reason_key(generation, rank))
+    return None if content is None else json.loads(content)
 
 
 def member_key(generation: str, rank: int) -> str:

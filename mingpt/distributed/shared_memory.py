@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 CREDENTIALS = struct.Struct("iii")  # process, user and group that SO_PEERCRED tells of
 GRANULARITY = 1 << 20  # of the size of a segment
-MESSAGE_BYTES = 1 << 16  # a socket takes so many before the peer has read any
 MEETING_SHARE = 0.25  # of the time limit: where one rank fails to meet, the others wait for it so long
 
 
@@ -40,9 +39,10 @@ class SharedMemory:
     They raise what `is_lost_peer` knows if a peer is gone, or says nothing for `timeout_s`.
     """
 
+    max_message_bytes = 1 << 16  # a socket takes so many before the peer has read any
+
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self.rank, self.peers, self.timeout_s = rank, peers, timeout_s
-        self.max_message_bytes = MESSAGE_BYTES
         for peer in peers.values():
             peer.settimeout(timeout_s)
         self.capacity = 0  # bytes of each segment
@@ -50,13 +50,35 @@ class SharedMemory:
         self.has_ended = False  # whether the signals that end an exchange are still to be received
 
     def begin(self, nbytes: int) -> None:
-        """Wait until all have ended the exchange before. From here on segments are at least so large."""
+        """Wait until all have ended the exchange before. From here on segments are at least so large.
+
+        Larger ones are new ones; tensors keep those that they lie in.
+        """
         self.wait_for_end()
-        self.reserve(nbytes)
+        if nbytes <= self.capacity:
+            return
+        self.capacity = -(-nbytes // GRANULARITY) * GRANULARITY
+        own = os.memfd_create("mingpt")
+        try:
+            os.ftruncate(own, self.capacity)
+            self.segments = {self.rank: mmap.mmap(own, self.capacity)}
+            for rank, peer in self.peers.items():
+                self.ask(rank, socket.send_fds, peer, [b"\0"], [own])
+        finally:
+            os.close(own)
+        for rank, peer in self.peers.items():
+            content, fds, _, _ = self.ask(rank, socket.recv_fds, peer, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            if not content:
+                self.lose(rank)
+            try:
+                self.segments[rank] = mmap.mmap(fds[0], self.capacity)
+            finally:
+                os.close(fds[0])
 
     def barrier(self) -> None:
         """Wait for all ranks: each sees from here on what the others have written before."""
-        self.signal()
+        for rank, peer in self.peers.items():
+            self.ask(rank, peer.send, b"\0")
         self.wait()
 
     def end(self) -> None:
@@ -75,20 +97,20 @@ class SharedMemory:
             self.has_ended = False
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """At most MESSAGE_BYTES of each rank, as many of each, by rank; through the sockets."""
-        assert len(content) <= MESSAGE_BYTES, "all ranks write before they read"
+        """At most `max_message_bytes` of each rank, as many of each, by rank; through the sockets."""
+        assert len(content) <= self.max_message_bytes, "all ranks write before they read"
         self.wait_for_end()
         for rank, peer in self.peers.items():
-            self.ask(rank, lambda peer=peer: peer.sendall(content))  # type: ignore[misc]
+            self.ask(rank, peer.sendall, content)
         gathered = {self.rank: content}
         for rank, peer in self.peers.items():
-            gathered[rank] = b""
-            while len(gathered[rank]) < len(content):
-                missing = len(content) - len(gathered[rank])
-                part = self.ask(rank, lambda peer=peer, missing=missing: peer.recv(missing))  # type: ignore[misc]
+            received = b""
+            while len(received) < len(content):
+                part = self.ask(rank, peer.recv, len(content) - len(received))
                 if not part:
                     self.lose(rank)
-                gathered[rank] += part
+                received += part
+            gathered[rank] = received
         return [gathered[rank] for rank in sorted(gathered)]
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
@@ -100,31 +122,6 @@ class SharedMemory:
             yield self.of(rank, own.dtype, 0, size)
         self.end()
 
-    def reserve(self, nbytes: int) -> None:
-        """Make each segment at least so large, by new ones; tensors keep those that they lie in."""
-        if nbytes <= self.capacity:
-            return
-        self.capacity = -(-nbytes // GRANULARITY) * GRANULARITY
-        own = os.memfd_create("mingpt")
-        try:
-            os.ftruncate(own, self.capacity)
-            self.segments = {self.rank: mmap.mmap(own, self.capacity)}
-            for rank, peer in self.peers.items():
-                self.ask(rank, lambda peer=peer: socket.send_fds(peer, [b"\0"], [own]))  # type: ignore[misc]
-        finally:
-            os.close(own)
-        for rank, peer in self.peers.items():
-            self.segments[rank] = self.receive_segment(rank, peer)
-
-    def receive_segment(self, rank: int, peer: socket.socket) -> mmap.mmap:
-        content, fds, _, _ = self.ask(rank, lambda: socket.recv_fds(peer, 1, 1, socket.MSG_CMSG_CLOEXEC))
-        if not content:
-            self.lose(rank)
-        try:
-            return mmap.mmap(fds[0], self.capacity)
-        finally:
-            os.close(fds[0])
-
     def of(self, rank: int, dtype: "torch.dtype", first: int, count: int) -> "torch.Tensor":
         """(count,) elements of a rank's segment, from byte `first`."""
         import torch
@@ -133,24 +130,19 @@ class SharedMemory:
             return torch.empty(0, dtype=dtype)  # frombuffer refuses
         return torch.frombuffer(self.segments[rank], dtype=dtype, count=count, offset=first)
 
-    def signal(self) -> None:
-        """Tell the peers that this rank has come so far."""
-        for rank, peer in self.peers.items():
-            self.ask(rank, lambda peer=peer: peer.send(b"\0"))  # type: ignore[misc]
-
     def wait(self) -> None:
         """For one signal of each peer."""
         for rank, peer in self.peers.items():
-            content = self.ask(rank, lambda peer=peer: peer.recv(1))  # type: ignore[misc]
+            content = self.ask(rank, peer.recv, 1)
             if not content:
                 self.lose(rank)
 
-    def ask(self, rank: int, call: Callable[[], Any]) -> Any:
+    def ask(self, rank: int, call: Callable[..., Any], *arguments: Any) -> Any:
         """What a call on a peer's socket returns."""
         from torch.distributed import DistNetworkError
 
         try:
-            return call()
+            return call(*arguments)
         except TimeoutError as error:
             what = f"Timed out after {self.timeout_s:g} s waiting for worker {rank}"
             raise DistNetworkError(what) from error
@@ -174,8 +166,8 @@ def connect(
     name = listener.getsockname() if listener else b""
     places = all_gather_object((node() if listener else None, os.getpid(), name))
     memory = None
-    if listener and len({place for place, *_ in places}) == 1:
-        pids, names = [pid for _, pid, _ in places], [there for *_, there in places]
+    nodes, pids, names = zip(*places, strict=True)
+    if listener and len(set(nodes)) == 1:
         peers = meet(listener, rank, pids, names, MEETING_SHARE * timeout_s)
         if peers:
             memory = SharedMemory(rank, peers, timeout_s)
@@ -208,7 +200,7 @@ def listen() -> socket.socket | None:
 
 
 def meet(
-    listener: socket.socket, rank: int, pids: list[int], names: list[bytes], timeout_s: float
+    listener: socket.socket, rank: int, pids: Sequence[int], names: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket] | None:
     """{rank: socket} of the peers, each of which is the process it says; None if that fails.
 

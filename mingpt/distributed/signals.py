@@ -81,8 +81,9 @@ class StopSignal:
             if self.stop_file:
                 self.stop_file.unlink(missing_ok=True)
         except OSError as error:
-            reason = error.strerror
-            log.warning("%s cannot be removed (%s) and will stop the next run", self.stop_file, reason)
+            log.warning(
+                "%s cannot be removed (%s) and will stop the next run", self.stop_file, error.strerror
+            )
 
     def exit_before_training(self, reason: str) -> NoReturn:
         """Exit for a request that all ranks know of; there is nothing to save."""
@@ -110,9 +111,15 @@ class StopSignal:
                 return
             if self.launch.agent_pid and os.getppid() != self.launch.agent_pid:
                 os._exit(1)
-            self.check_stop_file()
+            # False also where a network folder is unreachable for a moment; it is asked again.
+            is_there = self.stop_file is not None and os.path.exists(self.stop_file)
+            if is_there and not self.reason:
+                self.request("STOP")
             self.check_peers()
-            self.check_progress()
+            if self.deferred and self.launch.world_size > 1 and self.reason in ("SIGTERM", "SIGINT"):
+                since = max(self.received_at, self.progress_at)
+                if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved
+                    self.exit.exit_stopped(signal.Signals[self.reason])
 
     def wait(self) -> None:
         """Until a signal comes or a peer exits, at most until it is time to look again."""
@@ -147,14 +154,6 @@ class StopSignal:
             self.exit_before_training(reason)
         self.reason = self.reason or reason
 
-    def check_stop_file(self) -> None:
-        try:
-            is_there = self.stop_file is not None and self.stop_file.exists()
-        except OSError:
-            return  # a network folder that is unreachable for a moment; it is tried again
-        if is_there and not self.reason:
-            self.request("STOP")
-
     def check_peers(self) -> None:
         """End this process if a worker of the same agent is gone and left no orderly reason.
 
@@ -174,10 +173,3 @@ class StopSignal:
                 self.exit.exit_without_peer(rank)
             elif end == PeerEnd.STOPPED and is_told:
                 self.exit.exit_stopped(signal.SIGTERM)
-
-    def check_progress(self) -> None:
-        """End this process if nothing has moved for `timeout_s` after SIGTERM or SIGINT."""
-        if self.deferred and self.launch.world_size > 1 and self.reason in ("SIGTERM", "SIGINT"):
-            since = max(self.received_at, self.progress_at)
-            if time.monotonic() - since > self.exit.timeout_s:
-                self.exit.exit_stopped(signal.Signals[self.reason])

@@ -31,16 +31,6 @@ SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a s
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
-def start_workers(config: Config, launch: Launch, command: Sequence[str], stop_signal: StopSignal) -> None:
-    """Run `python *command` in as many workers as there are to be, and exit as they do.
-
-    Returns if this process is to be the only one. Raises UserError.
-    """
-    workers = choose_workers(config, launch)
-    if workers > 1:
-        run_agent(workers, config.trainer.max_restarts, command, stop_signal)
-
-
 def choose_workers(config: Config, launch: Launch) -> int:
     """How many workers `trainer.workers` means on this machine. Raises UserError if they are too many."""
     trainer = config.trainer
@@ -81,7 +71,10 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
         stop_signal.close()
-        block_signals()
+        # The workers inherit this thread's mask: these signals wait until their StopSignal unblocks them.
+        # Another thread of this process, which does not block them, receives the agent's own.
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         handle_signals(stop_agent)  # until the agent installs handlers that do the same
         try:
             try:
@@ -89,32 +82,21 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
                 code = 0
             except ChildFailedError as error:
                 code = 1
-                report_killed({rank: failure.exitcode for rank, failure in error.failures.items()})
+                killed = [rank for rank in sorted(error.failures) if error.failures[rank].exitcode < 0]
+                if killed:  # that worker could not report it itself
+                    name = signal.Signals(-error.failures[killed[0]].exitcode).name
+                    sys.stderr.write(
+                        f"error: worker {killed[0]} was killed by {name} and no restart is left "
+                        "(trainer.max_restarts)\n"
+                    )
             handle_signals(signal.SIG_IGN)  # nothing is left to stop
         except SignalException:  # from a user, or from rank 0 to end the job
             handle_signals(signal.SIG_IGN)
-            code = read_status(status_file)
-    sys.stdout.flush()
-    sys.stderr.flush()
+            try:
+                code = int(status_file.read_text())
+            except (OSError, ValueError):  # rank 0 was killed before it could write it
+                code = 1
     os._exit(code)
-
-
-def report_killed(exit_codes: dict[int, int]) -> None:
-    """One sentence on a worker that was killed, since it could not report that itself."""
-    killed = [rank for rank, code in sorted(exit_codes.items()) if code < 0]
-    if killed:
-        name = signal.Signals(-exit_codes[killed[0]]).name
-        message = f"worker {killed[0]} was killed by {name} and no restart is left (trainer.max_restarts)"
-        sys.stderr.write(f"error: {message}\n")
-
-
-def block_signals() -> None:
-    """In this thread, whose mask the workers inherit: these wait until StopSignal unblocks them.
-
-    Another thread of this process, which does not block them, receives the agent's own.
-    """
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
@@ -122,9 +104,11 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    newer = {"shutdown_timeout": SHUTDOWN_TIMEOUT_S, "signals_to_handle": ",".join(handled_signals())}
+    newer: dict[str, Any] = {
+        "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
+        "signals_to_handle": ",".join(handled_signals()),
+    }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # not every version of torch has them
-    options: dict[str, Any] = {name: value for name, value in newer.items() if name in known}
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -134,7 +118,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        **options,
+        **{name: value for name, value in newer.items() if name in known},
     )
 
 
@@ -147,11 +131,3 @@ def handled_signals() -> list[str]:
     """Signals that stop the job; SIGHUP is left alone under nohup, which ignores it."""
     is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_under_nohup]
-
-
-def read_status(path: Path) -> int:
-    """The job's exit code as rank 0 wrote it; 1 if it was killed before it could."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 1

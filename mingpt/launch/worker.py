@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mingpt.base import events
 from mingpt.base.errors import NonRetryableError, PeersMissing, StopRequested, UserError
-from mingpt.distributed.exit import ProcessExit, describe_failure, is_lost_peer
+from mingpt.distributed.exit import ProcessExit, describe_failure, first_line, is_lost_peer
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import note_failed_start
 from mingpt.distributed.signals import StopSignal
@@ -51,7 +51,7 @@ class Worker:
     def start_workers(self, config: "Config", command: Sequence[str]) -> None:
         """Under plain `python`: start as many workers as `trainer.workers` asks for, and exit as they do.
 
-        Returns in a process that is itself a worker.
+        Returns in a process that is itself a worker. Raises UserError.
         """
         self.watch_stop_file(config)
         if self.launch.is_distributed:
@@ -61,9 +61,11 @@ class Worker:
                 f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun "
                 "per node, as launch/slurm/several_nodes.sbatch does, or set trainer.workers"
             )
-        from mingpt.launch.agent import start_workers
+        from mingpt.launch.agent import choose_workers, run_agent
 
-        start_workers(config, self.launch, command, self.stop_signal)
+        workers = choose_workers(config, self.launch)
+        if workers > 1:
+            run_agent(workers, config.trainer.max_restarts, command, self.stop_signal)
 
     def watch_stop_file(self, config: "Config") -> None:
         """A file STOP in run_dir is a request to stop; not for an evaluation beside a run that goes on."""
@@ -102,8 +104,10 @@ class Worker:
             if self.exit.rendezvous is not None:
                 self.exit.exit_with_error(error)
             if "torch" in sys.modules and is_lost_peer(error):
-                reason = str(error).splitlines()[0]
-                sys.exit(f"worker {self.launch.rank} could not rendezvous with the other workers: {reason}")
+                sys.exit(
+                    f"worker {self.launch.rank} could not rendezvous with the other workers: "
+                    f"{first_line(error)}"
+                )
             repeated = note_failed_start(self.launch, describe_failure(error))
             if repeated:
                 self.exit.abort_job(NonRetryableError(repeated), self.sigterm_received, by_all=False)

@@ -17,7 +17,6 @@ from mingpt.model.gpt import (
     LossModule,
     draw_weight,
     flops_per_token,
-    generate,
     generate_batch,
     parameter_shapes,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "compile_model",
     "draw_weight",
     "flops_per_token",
-    "generate",
     "generate_batch",
     "import_compiler",
     "parameter_shapes",

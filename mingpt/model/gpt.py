@@ -305,26 +305,6 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
 
 
-def generate(
-    model: GPT,
-    prompt: Sequence[int],
-    count: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    seed: int = 0,
-    vocab_size: int | None = None,
-    end: int | None = None,
-) -> Iterator[int]:
-    """Yield `count` tokens that continue `prompt`: `generate_batch` with one seed, fewer if `end` comes."""
-    samples = generate_batch(
-        model, prompt, count, [seed], temperature=temperature, top_k=top_k, vocab_size=vocab_size, end=end
-    )
-    for (token,) in samples:
-        assert token is not None, "nothing follows the end"
-        yield token
-
-
 @torch.no_grad()  # not inference_mode: FSDP2 goes on to train with tensors that it makes here
 def generate_batch(
     model: GPT,

@@ -167,9 +167,9 @@ class RunLogger:
                 "or raise trainer.threads, which does",
                 plural(idle, "CPU core"),
             )
-        reads = [f"worker {rank} {describe_range(numbers)}" for rank, numbers in enumerate(assignment)]
+        shares = [f"{len(numbers)} on worker {rank}" for rank, numbers in enumerate(assignment)]
         windows = plural(config.trainer.micro_batch_size, "window")
-        log.info("micro-batches of %s in a step: %s", windows, ", ".join(reads))
+        log.info("micro-batches of %s in a step: %s", windows, ", ".join(shares))
         origin = f"resumed from step {step}" if step else "a fresh run"
         log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, origin)
         for change in self.start.changes:
@@ -250,12 +250,3 @@ def describe_strategy(trainer: TrainerConfig) -> str:
     if trainer.parallel == "fsdp":
         return " (fsdp)"
     return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""
-
-
-def describe_range(numbers: Sequence[int]) -> str:
-    """All of up to three; of more, which may be every other one, the first two and the last."""
-    if not numbers:
-        return "idles"
-    if len(numbers) > 3:
-        return f"reads {numbers[0]}, {numbers[1]}, ..., {numbers[-1]}"
-    return f"reads {', '.join(map(str, numbers))}"

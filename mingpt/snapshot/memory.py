@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mingpt.base import events
 from mingpt.base.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot.layout import StagingBuffer, TensorSpec, specs_of, step_of
@@ -267,7 +266,6 @@ class MemorySaver:
 
     def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
         """Write checksums and manifests, and exchange copies; the background thread does this."""
-        events.emit("write_start", kind="memory", step=manifest["step"])
         try:
             manifest = manifest | late_fields()
             part = self.own.buffer
@@ -277,8 +275,6 @@ class MemorySaver:
                 self.commit(slots, manifest, rank)
         except SaveAborted:
             return  # the main thread loses the same peer, and reports it
-        if self.problem is None:
-            events.emit("write_end", kind="memory", step=manifest["step"])
 
     def commit(self, slots: Slots, manifest: dict[str, Any], rank: int) -> None:
         """Make a buffer the snapshot of a rank's part, unless something has failed.

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mingpt.base import events
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, reason_of, retry
 from mingpt.distributed import DistributedContext
@@ -237,7 +236,6 @@ class SnapshotSaver:
     def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
         """Write a snapshot and prune; the background thread does this."""
         step = manifest["step"]
-        events.emit("write_start", kind="disk", step=step)
         try:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
             self.write_making_room(manifest | fields, transfer)
@@ -253,7 +251,6 @@ class SnapshotSaver:
                 self.prune()
         except Exception as error:  # the new snapshot is valid all the same
             log.warning("old snapshots could not be removed: %s", reason_of(error))
-        events.emit("write_end", kind="disk", step=step)
 
     @property
     def is_main(self) -> bool:

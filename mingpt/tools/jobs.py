@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,12 +30,6 @@ def clean_environment(**more: str) -> dict[str, str]:
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     return {name: value for name, value in kept.items() if name not in dropped} | more
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:
@@ -143,21 +136,6 @@ def read_history(run_dir: Path) -> dict[str, Any]:
         return history
     except OSError:
         return {"status": "none", "generations": []}
-
-
-def read_metric(run_dir: Path, name: str = "train/loss") -> dict[int, float]:
-    """{step: value} of a metric; a line that is being written is left out."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    except OSError:
-        return {}
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {record["step"]: record[name] for record in records if name in record}
-
-
-def last_step(run_dir: Path) -> int:
-    """The last step on record; -1 before the first."""
-    return max(read_metric(run_dir), default=-1)
 
 
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:

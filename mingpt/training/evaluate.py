@@ -14,7 +14,7 @@ from mingpt.config import Config, TrainerConfig
 from mingpt.data import Corpus
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
-from mingpt.model import generate
+from mingpt.model import generate_batch
 from mingpt.report.files import read_records
 from mingpt.training.start import StartPoint
 from mingpt.training.state import TrainState
@@ -105,7 +105,8 @@ class Evaluator:
             return ""
         prompt = tokenizer.default_prompt()
         count, known = self.config.trainer.sample_tokens, len(tokenizer)
-        tokens = generate(self.model, prompt, count, seed=self.config.seed, vocab_size=known)
+        samples = generate_batch(self.model, prompt, count, [self.config.seed], vocab_size=known)
+        tokens = (token for (token,) in samples if token is not None)
         kept = itertools.takewhile(lambda _: not self.strategy.any(self.context.should_stop()), tokens)
         return tokenizer.decode(list(kept))
 

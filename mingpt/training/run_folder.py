@@ -186,7 +186,7 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     found = context.all_gather_object(mine)
     ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
     if len(ids) < 2:
-        return ids[0] if ids else context.new_run_id()
+        return ids[0] if ids else context.broadcast_object(uuid.uuid4().hex, 0)
     places = [f"run {node.run_id[:8]} on {node.host}" for node in found if node.run_id is not None]
     listed = "; ".join(dict.fromkeys(places))
     sentence = (

@@ -65,7 +65,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert find_device("auto", Launch()) == find_device("cpu", Launch()) == CPU
     with pytest.raises(UserError, match=r"trainer\.device=cuda asks for GPU 0 and this machine has 0"):
         find_device("cuda", Launch())
-    with pytest.raises(UserError, match=r"trainer\.device=mps asks for Apple's GPU and there is none"):
+    with pytest.raises(UserError, match="is for one process on a machine with Apple's GPU"):
         find_device("mps", Launch())
 
 
@@ -75,7 +75,7 @@ def test_apples_gpu_is_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> 
     two = Launch(world_size=2, local_world_size=2, master_addr="localhost")
     assert find_device("auto", Launch()).type == "mps"
     assert find_device("auto", two) == CPU
-    with pytest.raises(UserError, match="works for one process, not for 2"):
+    with pytest.raises(UserError, match="is for one process on a machine with Apple's GPU"):
         find_device("mps", two)
 
 
@@ -104,5 +104,5 @@ def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) ->
 
 def test_workers_with_different_kinds_of_devices_are_refused() -> None:
     check_device_types(["cpu", "cpu"])
-    with pytest.raises(UserError, match=r"cpu on ranks 1; cuda on ranks 0, 2"):
+    with pytest.raises(UserError, match="by rank: cuda, cpu, cuda"):
         check_device_types(["cuda", "cpu", "cuda"])

@@ -110,7 +110,7 @@ def test_the_third_failed_start_is_one_sentence_that_tells_the_last_failure() ->
     for _ in range(MAX_REPEATS + 1):
         launch = Launch(master_addr="127.0.0.1", master_port=store.port, agent_hosts_store=True)
         rendezvous = Rendezvous(launch, timeout_s=10)
-        rendezvous.record_exit_reason(FAILED, 0)
+        rendezvous.record_exit_reason(FAILED, 0, 0)
         told.append(rendezvous.repeated_failure)
     assert told[:-1] == [None] * MAX_REPEATS
     assert told[-1] is not None and f"before the first step (worker 0 {FAILED})" in told[-1]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from conftest import Start, changed_program, command, final_hash, reached
+from support.jobs import read_metric
 
-from mingpt.tools.jobs import read_history, read_metric, torchrun
+from mingpt.tools.jobs import read_history, torchrun
 
 # A package with wandb's interface whose `log` never returns.
 STAND_IN = """

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from conftest import Finish, manifest
+from support.jobs import read_metric
 from support.vocabularies import cl100k_like
 
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.export import export
-from mingpt.tools.jobs import read_metric
 
 
 def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(

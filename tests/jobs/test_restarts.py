@@ -19,9 +19,10 @@ from conftest import (
     snapshot_steps,
     wait_until,
 )
+from support.jobs import free_port
 
 from mingpt.snapshot import SnapshotStore
-from mingpt.tools.jobs import descendants, free_port, read_history, torchrun
+from mingpt.tools.jobs import descendants, read_history, torchrun
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])

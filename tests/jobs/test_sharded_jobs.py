@@ -17,9 +17,10 @@ from conftest import (
     reached,
     snapshot_steps,
 )
+from support.jobs import read_metric
 from support.shards import write_llmc
 
-from mingpt.tools.jobs import read_history, read_metric, torchrun
+from mingpt.tools.jobs import read_history, torchrun
 
 FSDP: dict[str, Any] = {"trainer__parallel": "fsdp"}
 SHARDED_OPTIMIZER: dict[str, Any] = {"trainer__shard_optimizer": True}

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT, SMALL, Start, final_hash
+from support.jobs import free_port
 
 from mingpt.config.cli import parse
 from mingpt.launch.elastic.command import torchrun_command
-from mingpt.tools.jobs import free_port
 
 LAUNCH = ROOT / "launch"
 SHELL = [path for path in sorted(LAUNCH.rglob("*")) if path.suffix in (".sh", ".sbatch")]
@@ -177,4 +177,4 @@ def test_a_pod_waits_until_its_name_stands_for_its_own_address(start: Start, tmp
     (stubs / "sleep").chmod(0o755)
     given = environment | {"POD_IP": "127.0.0.1", "HOSTNAME": "mingpt-0"}
     job = start(["bash", "-euc", script], PATH=f"{stubs}:{os.environ['PATH']}", **given)
-    assert job.wait(30) == 7 and "waited" in job.err() and "torchrun" not in job.err()
+    assert job.wait(30) == 7 and "waited" in job.err() and "torch.distributed.run" not in job.err()

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from support.models import ARCHITECTURES, Arch, make_model, make_tokens
+from support.models import ARCHITECTURES, Arch, generate, make_model, make_tokens
 
-from mingpt.model.gpt import generate, generate_batch
+from mingpt.model.gpt import generate_batch
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -147,7 +147,7 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
     logger = make_logger(tmp_path, step=5, changes=["model.dropout: 0.0 -> 0.1"])
     assignment = [range(5), range(5, 8), range(0), range(1, 8, 2)]
     logger.plan(5, 12_345, 48, "not compiled", assignment, "the folder")
-    reads = "worker 0 reads 0, 1, ..., 4, worker 1 reads 5, 6, 7, worker 2 idles, worker 3 reads 1, 3, ..., 7"
+    reads = "5 on worker 0, 3 on worker 1, 0 on worker 2, 4 on worker 3"
     tokens = f"{len(TEXT):,} tokens, vocabulary of {len(set(TEXT))}; 256 tokens per step"
     assert caplog.messages == [
         "modern with 12,345 parameters, float32; 1 worker on cpu AVX512, 1 CPU thread each",

@@ -1,13 +1,14 @@
 """Small models for tests."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mingpt.config import ModelConfig
-from mingpt.model import GPT
+from mingpt.model import GPT, generate_batch
 
 Arch = Literal["gpt2", "modern"]
 ARCHITECTURES: list[Arch] = ["gpt2", "modern"]
@@ -32,3 +33,10 @@ def add_noise(model: nn.Module) -> None:
 
 def make_tokens(batch: int = 2, length: int = 24, vocab_size: int = 31) -> Tensor:
     return torch.randint(0, vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def generate(model: GPT, prompt: Sequence[int], count: int, seed: int = 0, **options: Any) -> Iterator[int]:
+    """The tokens of one sample."""
+    for (token,) in generate_batch(model, prompt, count, [seed], **options):
+        assert token is not None, "nothing follows the end"
+        yield token

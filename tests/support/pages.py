@@ -9,7 +9,8 @@ from pathlib import Path
 
 from conftest import ROOT, SMALL
 
-from mingpt.tools.jobs import clean_environment, free_port
+from mingpt.tools.jobs import clean_environment
+from support.jobs import free_port
 
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}

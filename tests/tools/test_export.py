@@ -8,14 +8,13 @@ import pytest
 import torch
 from conftest import ROOT
 from support.hf_models import save_run
-from support.models import ARCHITECTURES, Arch
+from support.models import ARCHITECTURES, Arch, generate
 from support.vocabularies import cl100k_like
 
 from mingpt.base import command as base_command
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.config.cli import parse
 from mingpt.data import JsonTokenizer
-from mingpt.model import generate
 from mingpt.model.hf import import_transformers
 from mingpt.tools.export import FILES, export, main
 from mingpt.training.initial_weights import open_weights

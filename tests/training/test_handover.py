@@ -3,11 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.jobs import read_metric
 from support.ranks import HOST, run_ranks
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.distributed import DistributedContext
-from mingpt.tools.jobs import read_metric
 from mingpt.training.run_folder import RunFolder, agree_on_run_id, share_history
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
-from mingpt.launch.elastic.boards import parse_endpoints, serve
+from mingpt.launch.elastic.boards import BoardMemory, Server, parse_endpoints
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,15 +18,13 @@ def main(arguments: Sequence[str]) -> int:
     endpoints = parse_endpoints(text)
     if len(endpoints) != 1:
         raise UserError(f"--serve is one HOST:PORT, such as 10.0.0.9:29400; got {text!r}")
-    (endpoint,) = endpoints
+    ((host, port),) = endpoints
     try:
-        serve(endpoint.host, endpoint.port)
+        Server(host, port, {"post": BoardMemory().post}).serve_forever()
     except KeyboardInterrupt:
         return 0
     except OSError as error:
-        raise UserError(
-            f"cannot listen on {endpoint} ({error.strerror}): choose a free port of this host"
-        ) from None
+        raise UserError(f"cannot listen on {text} ({error.strerror}): choose a free port of it") from None
     return 0
 
 

@@ -6,7 +6,6 @@ nothing that is received is ever executed or unpickled.
 """
 
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,6 +26,7 @@ from mingpt.launch.elastic.decisions import FINISHED, Entry
 MAX_LINE_BYTES = 1 << 24  # the entries of 1,000 agents
 SERVER_TIMEOUT_S = 5.0
 
+Endpoint = tuple[str, int]  # host, port
 Message = dict[str, Any]
 Operation = Callable[[Message], Message | str]  # a string is JSON already
 FORGET_S = 60.0  # for an agent that was killed
@@ -38,24 +38,24 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """The answer of the server at (host, port). Raises OSError: refused, silent, or not one of ours."""
     try:
-        made = socket.create_connection((host, port), timeout_s)
-    except (ValueError, OverflowError) as error:  # such as a name that IDNA does not allow
-        raise OSError(f"{host}:{port} is no address: {error}") from error
-    with made as connection:
-        connection.sendall(json.dumps(message).encode() + b"\n")
-        with connection.makefile("rb") as reader:
-            line = reader.readline(MAX_LINE_BYTES)
-    try:
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+            with connection.makefile("rb") as reader:
+                line = reader.readline(MAX_LINE_BYTES)
         return check_json(parse_json(line), Message)
-    except BadJson as error:
-        raise OSError(f"{host}:{port} is not an agent of this kind") from error
+    except (ValueError, OverflowError) as error:  # BadJson, or a name that IDNA does not allow
+        raise OSError(f"{host}:{port} is not an agent of this kind: {error}") from error
 
 
-class Server:
+class Server(socketserver.ThreadingTCPServer):
     """Answers requests on (address, port) in threads of its own, by the operation that each names in `op`.
 
     Raises OSError if the port is taken.
     """
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, address: str, port: int, operations: Mapping[str, Operation]) -> None:
         class Handler(socketserver.StreamRequestHandler):
@@ -65,17 +65,9 @@ class Server:
                 with contextlib.suppress(OSError):  # whoever asked is gone, and asks again if it lives
                     self.wfile.write(answer(operations, self.rfile.readline(MAX_LINE_BYTES)))
 
-        class Threads(socketserver.ThreadingTCPServer):
-            allow_reuse_address = True
-            daemon_threads = True
-            request_queue_size = 128
-            address_family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
-
-        self._server = Threads((address, port), Handler)
-        self.port: int = self._server.server_address[1]
-
-    def serve_forever(self) -> None:
-        self._server.serve_forever(poll_interval=0.5)
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), Handler)
+        self.port: int = self.server_address[1]
 
 
 def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
@@ -89,13 +81,6 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
     return text.encode() + b"\n"
 
 
-def is_ipv6(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).version == 6
-    except ValueError:
-        return False
-
-
 class FolderBoard:
     """A file for each agent, replaced by rename: needs no locks, does not grow, and works on NFS."""
 
@@ -106,8 +91,8 @@ class FolderBoard:
     def exchange(self, mine: Entry) -> list[Entry]:
         """Post `mine` and return all entries. Raises OSError; may hang where storage does."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own, partial = self._folder / f"{mine.id}.json", self._folder / f"{mine.id}.partial"
-        write_atomic(own, json.dumps(asdict(mine)), partial, sync="nothing")
+        own = self._folder / f"{mine.id}.json"
+        write_atomic(own, json.dumps(asdict(mine)), sync="nothing")
         now = own.stat().st_mtime  # by the clock of the storage, which the other files have, too
         found = []
         for path in self._folder.glob("*.json"):
@@ -152,65 +137,43 @@ def parse_entries(contents: Iterable[Any]) -> list[Entry]:
 Board = FolderBoard | HostBoard  # `name` is what messages call it
 
 
-@dataclass(frozen=True)
-class Posted:
-    rdzv_id: str
-    text: str  # the entry as JSON
-    until: float  # by this process's monotonic clock
-
-
 class BoardMemory:
     """What a host board's server remembers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[tuple[str, str], Posted] = {}
+        # {(rdzv_id, id of the agent): (its entry as JSON, until when by this process's monotonic clock)}
+        self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
         """The answer as JSON: for many agents, encoding each entry each time would be most of the work."""
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
-        posted = Posted(rdzv_id, json.dumps(entry, separators=(",", ":")), now + forget_s)
+        posted = json.dumps(entry, separators=(",", ":")), now + forget_s
         with self._lock:
             self._entries[rdzv_id, str(entry["id"])] = posted
-            self._entries = {key: value for key, value in self._entries.items() if now < value.until}
-            found = [value.text for value in self._entries.values() if value.rdzv_id == rdzv_id]
+            self._entries = {key: value for key, value in self._entries.items() if now < value[1]}
+            found = [text for (job, _), (text, _) in self._entries.items() if job == rdzv_id]
         return f'{{"entries":[{",".join(found)}]}}'
-
-
-def serve(address: str, port: int) -> None:
-    """Hold a board for agents elsewhere, until this process is ended. Raises OSError if the port is taken."""
-    Server(address, port, {"post": BoardMemory().post}).serve_forever()
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
     """Answer on a port that is taken, by an agent of before say, as soon as it is free."""
     while True:
         try:
-            server = Server(address, port, operations)
+            Server(address, port, operations).serve_forever()
         except OSError:
             time.sleep(BIND_S)
-        else:
-            server.serve_forever()
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 def parse_endpoints(text: str) -> list[Endpoint]:
-    """HOST:PORT[,HOST:PORT...]; empty if the text is anything else."""
+    """The hosts and ports of HOST:PORT[,HOST:PORT...]; empty if the text is anything else."""
     endpoints = []
     for part in text.split(","):
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s\[\]]+)):(\d{1,5})", part.strip())
         if not match or not 0 < int(match[3]) < 65536:
             return []
-        endpoints.append(Endpoint(match[1] or match[2], int(match[3])))
+        endpoints.append((match[1] or match[2], int(match[3])))
     return endpoints
 
 
@@ -219,7 +182,7 @@ def parse_rdzv(text: str) -> Path | list[Endpoint]:
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints
-    if "/" not in text or "\n" in text:
+    if "/" not in text:
         raise UserError(
             "--rdzv is HOST:PORT[,HOST:PORT...] or a folder that all nodes share, written with a slash, such"
             f" as ./rendezvous; got {text!r}"

@@ -1,12 +1,10 @@
 """What `launch/elastic.sh` does: options to a torchrun command that makes a cluster elastic."""
 
-import argparse
 import errno
 import ipaddress
 import os
 import re
 import shlex
-import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -24,42 +22,6 @@ USAGE = (
     "launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A"
     " [--rdzv_id ID] -- train.py ..."
 )
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def list_addresses() -> dict[str, str]:
-    """{address: interface}, IPv4 and IPv6, of the interfaces that are up."""
-    found = {str(address.ip): name for name, address in ipv4_addresses()}
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        fields = line.split()
-        found[str(ipaddress.ip_address(bytes.fromhex(fields[0])))] = fields[5]
-    return found
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Raises UserError."""
-    parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
-    parser.add_argument(
-        "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
-    )
-    parser.add_argument("--nproc", required=True, metavar="N", help="workers on this node: a number, or gpu")
-    parser.add_argument(
-        "--rdzv", required=True, metavar="PLACE", help="a shared folder, or nodes that can host"
-    )
-    parser.add_argument("--local_addr", required=True, metavar="A", help="this node's address for its peers")
-    parser.add_argument("--rdzv_id", default="mingpt", metavar="ID", help="one for each job; default: mingpt")
-    parser.add_argument("program", nargs="+", help="after --: a program, such as train.py, and its arguments")
-    return parser.parse_args(words)
-
-
-def check_nnodes(text: str) -> str:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    low = int(match[1]) if match else 0
-    high = int(match[2] or match[1]) if match else 0
-    if not 1 <= low <= high:
-        raise UserError(f"--nnodes is MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {text!r}")
-    return f"{low}:{high}"
 
 
 def check_nproc(text: str) -> str:
@@ -75,47 +37,60 @@ def check_nproc(text: str) -> str:
 
 def check_local_addr(text: str) -> tuple[str, str]:
     """(address, interface). Raises UserError if no interface of this host has it."""
-    addresses = list_addresses()
-    known = ", ".join(f"{address} ({name})" for address, name in addresses.items())
+    interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # of those that are up
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        fields = line.split()
+        interfaces[str(ipaddress.ip_address(bytes.fromhex(fields[0])))] = fields[5]
+    known = ", ".join(f"{address} ({name})" for address, name in interfaces.items())
     try:
         address = str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         raise UserError(f"--local_addr {text} does not resolve; this host has {known}") from None
     # All of 127.0.0.0/8 belongs to the loopback interface.
     is_loopback = ipaddress.ip_address(address).is_loopback
-    interface = addresses.get("127.0.0.1" if is_loopback else address)
+    interface = interfaces.get("127.0.0.1" if is_loopback else address)
     if interface is None:
         raise UserError(f"--local_addr {text} is on no interface of this host, which has {known}")
     return address, interface
 
 
-def make_folder(path: Path) -> None:
-    """Create the folder where agents meet, for this user alone. Raises UserError if that is impossible."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise UserError(f"--rdzv {path} cannot be created as a folder: {error.strerror}") from None
-        # Storage that fails for a while is waited for by the agent, which says so.
-
-
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(what to add to the environment, the command). Raises UserError."""
-    options = parse(words)
-    nnodes, nproc, rdzv = check_nnodes(options.nnodes), check_nproc(options.nproc), parse_rdzv(options.rdzv)
+    parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
+    parser.add_argument(
+        "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
+    )
+    parser.add_argument("--nproc", required=True, metavar="N", help="workers on this node: a number, or gpu")
+    parser.add_argument(
+        "--rdzv", required=True, metavar="PLACE", help="a shared folder, or nodes that can host"
+    )
+    parser.add_argument("--local_addr", required=True, metavar="A", help="this node's address for its peers")
+    parser.add_argument("--rdzv_id", default="mingpt", metavar="ID", help="one for each job; default: mingpt")
+    parser.add_argument("program", nargs="+", help="after --: a program, such as train.py, and its arguments")
+    options = parser.parse_args(words)
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
+    if not match or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise UserError(f"--nnodes is MIN:MAX with 1 <= MIN <= MAX, such as 2:3; got {options.nnodes!r}")
+    nproc, rdzv = check_nproc(options.nproc), parse_rdzv(options.rdzv)
     if not options.rdzv_id:
         raise UserError("--rdzv_id is a name for this job; got an empty one")
     if isinstance(rdzv, Path):
-        make_folder(rdzv)
+        try:
+            rdzv.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user alone
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+                raise UserError(f"--rdzv {rdzv} cannot be created as a folder: {error.strerror}") from None
+            # Storage that fails for a while is waited for by the agent, which says so.
     address, interface = check_local_addr(options.local_addr)
-    variables = {name: interface for name in INTERFACE_VARIABLES if not os.environ.get(name)}
-    if not os.environ.get("OMP_NUM_THREADS"):
-        variables["OMP_NUM_THREADS"] = "1"
-    beside = Path(sys.executable).parent / "torchrun"
-    torchrun = [str(beside)] if beside.exists() else [sys.executable, "-P", "-m", "torch.distributed.run"]
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+    variables = {name: value for name, value in wanted.items() if not os.environ.get(name)}
     command = [
-        *torchrun,
-        f"--nnodes={nnodes}",
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={match[1]}:{match[2] or match[1]}",
         f"--nproc_per_node={nproc}",
         f"--max-restarts={MAX_RESTARTS}",
         f"--monitor_interval={MONITOR_INTERVAL_S}",
@@ -134,9 +109,7 @@ def main(words: Sequence[str]) -> NoReturn:
     path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     assignments = [f"{name}={shlex.quote(value)}" for name, value in (path | variables).items()]
     sys.stderr.write(f"{' '.join([*assignments, shlex.join(command)])}\n")
-    sys.stderr.flush()
-    program = shutil.which(command[0]) or command[0]
-    os.execve(program, command, dict(os.environ) | variables)
+    os.execve(sys.executable, command, dict(os.environ) | variables)
 
 
 if __name__ == "__main__":

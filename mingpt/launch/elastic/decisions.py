@@ -13,6 +13,7 @@ import pydantic
 from pydantic import StrictInt
 
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
+FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # for others, before a job's first round and a later one
 JOIN_HOLD_S = 1.0  # of what has to last before anybody is disturbed
 REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # of a node that was lost soon after it had joined
 SOON_S = 120.0  # more than the default `trainer.timeout_s`, after which a cut link ends a round
@@ -114,10 +115,9 @@ def last_members(group: Sequence[Entry]) -> set[str]:
     return {id for entry in group if entry.number == number for id in entry.members}
 
 
-def job_of(group: Sequence[Entry]) -> tuple[str, int]:
-    """The job's token and the number of its latest round, as the group knows them; ("", 0) in a new job."""
-    number, job = max((entry.number, entry.job) for entry in group)
-    return job, number
+def job_of(group: Sequence[Entry]) -> tuple[int, str]:
+    """The number of the job's latest round and its token, as the group knows them; (0, "") in a new job."""
+    return max((entry.number, entry.job) for entry in group)
 
 
 def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
@@ -143,19 +143,18 @@ def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
 
 
 def is_complete(
-    group: Sequence[Entry], min_nodes: int, max_nodes: int, unchanged_s: float, gone: Collection[str],
-    first_call_s: float, last_call_s: float,
-) -> bool:  # fmt: skip
+    group: Sequence[Entry], min_nodes: int, max_nodes: int, unchanged_s: float, gone: Collection[str]
+) -> bool:
     """Whether the group may start. `unchanged_s`: since when it is the same; `gone`: known to be dead."""
     if len(group) < min_nodes:
         return False
     if len(group) == max_nodes:
         return True
-    _, number = job_of(group)
+    number, _ = job_of(group)
     if number == 0:
-        return unchanged_s >= first_call_s
+        return unchanged_s >= FIRST_CALL_S
     here = {entry.id for entry in group}
-    return unchanged_s >= last_call_s or last_members(group) <= here | set(gone)
+    return unchanged_s >= LAST_CALL_S or last_members(group) <= here | set(gone)
 
 
 @dataclass(frozen=True)
@@ -173,22 +172,22 @@ class JoinBackoff:
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, tuple[str, str, float]] = {}  # id: host, address, when it joined
-        self._losses: dict[tuple[str, str], int] = {}
+        self._members: dict[str, tuple[str, float]] = {}  # id: node, when it joined
+        self._losses: dict[str, int] = {}  # by node
 
     def start_round(self, members: Iterable[Entry], now: float) -> None:
         """Members of the first round have joined nobody."""
         joined = now if self._members else -math.inf
         before = self._members
-        self._members = {one.id: before.get(one.id, (one.host, one.address, joined)) for one in members}
+        self._members = {one.id: before.get(one.id, (str(one), joined)) for one in members}
         for id in before.keys() - self._members.keys():
-            host, address, since = before[id]
-            losses = self._losses.pop((host, address), 0)
+            node, since = before[id]
+            losses = self._losses.pop(node, 0)
             if now - since < SOON_S:
-                self._losses[host, address] = losses + 1
+                self._losses[node] = losses + 1
 
     def hold_s(self, entry: Entry) -> float:
-        losses = self._losses.get((entry.host, entry.address), 0)
+        losses = self._losses.get(str(entry), 0)
         return REJOIN_HOLDS_S[min(losses, len(REJOIN_HOLDS_S) - 1)]
 
 
@@ -202,11 +201,10 @@ def must_restart(
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
-        if mate.state == WAITING and mate.round == me.round:
-            return Restart(f"{mate} has left the round")
-        if mate.state in (WAITING, RUNNING) and mate.round != me.round:
-            hold_s = 0.0 if mate.number > me.number else LAG_HOLD_S
-            return Restart(f"{mate} is not in this round", hold_s)
+        is_here = mate.state == RUNNING and mate.round == me.round
+        if mate.state in (WAITING, RUNNING) and not is_here:
+            has_left = mate.round == me.round or mate.number > me.number
+            return Restart(f"{mate} is not in the round", 0.0 if has_left else LAG_HOLD_S)
     running = [me, *(mate for mate in mates if mate.state == RUNNING)]
     if len(me.members) < max_nodes:
         for entry in sorted(alive, key=lambda entry: (join_hold_s(entry), entry.key)):
@@ -238,16 +236,11 @@ def list_nodes(entries: Iterable[Entry]) -> str:
 def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
     """One line: who is here, how many are needed, and what is in the way."""
     linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
-    names = list_nodes(linked)
     going_on, leaving = busy(alive)
     if going_on:
-        text = f"waiting to join {list_nodes(going_on)}: here {names}"
+        text = f"waiting to join {list_nodes(going_on)}"
     elif leaving:
-        text = f"waiting for {list_nodes(leaving)} to end the round: here {names}"
-    elif len(linked) < min_nodes:
-        missing = min_nodes - len(linked)
-        nodes = f"{missing} more node{'s' if missing > 1 else ''}"
-        text = f"waiting for {nodes} of at least {min_nodes}: here {names}"
+        text = f"waiting for {list_nodes(leaving)} to end the round"
     else:
-        text = f"waiting for more nodes: here {names}"
-    return "; ".join([text, *troubles])
+        text = f"waiting for more nodes, at least {min_nodes} in all"
+    return "; ".join([f"{text}: here {list_nodes(linked)}", *troubles])

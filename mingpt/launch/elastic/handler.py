@@ -45,7 +45,6 @@ from mingpt.launch.elastic.boards import (
     HostBoard,
     Message,
     Server,
-    is_ipv6,
     parse_rdzv,
     request,
     serve_once_free,
@@ -80,8 +79,8 @@ class RoundStore:
     """What torchrun's agent uses of a torch Store, without a server that could be lost or cut off.
 
     It shares two things with other agents. The workers' ranks are `known` to all, and only read. And at the
-    end of the job there is a barrier: `add` says that this agent has come, and `wait`, or `get` of any other
-    key, returns once `is_passed()`.
+    end of the job there is a barrier: `add` says that this agent has come, and `wait` returns once
+    `is_passed()`.
     """
 
     def __init__(
@@ -100,9 +99,7 @@ class RoundStore:
         """Does nothing, as `set`."""
 
     def get(self, key: str) -> bytes:
-        if key not in self._known:
-            self.wait([key])
-        return self._known.get(key, "").encode()
+        return self._known[key].encode()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -121,36 +118,42 @@ class RoundStore:
 
 
 class ElasticRendezvous(RendezvousHandler):
-    """Raises UserError if the endpoint is neither a folder nor a list of HOST:PORT."""
+    """Raises UserError if the endpoint is neither a folder nor a list of HOST:PORT, or nproc is not given."""
 
     def __init__(self, params: RendezvousParameters) -> None:
+        # It imports torch's launcher, which imports this file among its plugins while it is itself imported.
+        from torch.distributed.run import determine_local_world_size
+
         self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
         self._address = params.local_addr or socket.gethostbyname(platform.node())
         rdzv = parse_rdzv(params.endpoint)
-        endpoints = rdzv if isinstance(rdzv, list) else []
-        self._node = Node(platform.node(), self._address, count_workers(params.get("nproc")))
+        endpoints = [] if isinstance(rdzv, Path) else rdzv
+        nproc = params.get("nproc")
+        if not nproc:
+            raise UserError("--rdzv_backend=mingpt needs --rdzv_conf=nproc=N: start it by launch/elastic.sh")
+        self._node = Node(platform.node(), self._address, determine_local_world_size(nproc))
         self._tcp_store: TCPStore | None = None
-        self._store_port = 0
         self._backoff = decisions.JoinBackoff()
         self._restart: decisions.Restart | None = None
         self._restart_since = 0.0
-        self._has_ended = False
         operations = self._node.operations() | {"post": BoardMemory().post}
         port = own_port(endpoints, self._address)
         try:
             server = Server(self._address, port, operations)
         except OSError as error:
-            if not port:
-                raise
-            taken = f"port {port} is taken ({error.strerror})"
-            self._say(f"{taken}; this node cannot host the rendezvous for now")
+            self._say(
+                f"port {port} is taken ({error.strerror}); this node cannot host the rendezvous for now"
+            )
             server = Server(self._address, 0, operations)
-            arguments = self._address, port, operations
-            threading.Thread(target=serve_once_free, args=arguments, daemon=True).start()
+            threading.Thread(
+                target=serve_once_free, args=(self._address, port, operations), daemon=True
+            ).start()
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        boards: list[Board] = [HostBoard(end.host, end.port, self._run_id) for end in endpoints]
-        if isinstance(rdzv, Path):
-            boards = [FolderBoard(rdzv, self._run_id)]
+        boards: list[Board] = (
+            [FolderBoard(rdzv, self._run_id)]
+            if isinstance(rdzv, Path)
+            else [HostBoard(host, port, self._run_id) for host, port in rdzv]
+        )
         self._node.start(server.port, boards)
         atexit.register(flush_stderr)
         atexit.register(self._leave)
@@ -174,7 +177,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._restart = None
         meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""
         while True:
-            round = self._node.entered_round()
+            round = self._node.entered
             if round is not None:
                 return self._start(round)
             view, now = self._node.view(), time.monotonic()
@@ -197,7 +200,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _propose(self, group: Sequence[Entry]) -> str:
         """Start a round if all accept; else why not: somebody is cut off, or promised to another leader."""
-        job, number = decisions.job_of(group)
+        number, job = decisions.job_of(group)
         members = tuple(replace(entry, members=(), reach=()) for entry in group)  # these lists are long
         round = Round(uuid.uuid4().hex, number + 1, job or uuid.uuid4().hex, members, self._host_store())
         has_promised = self._node.promise(round)
@@ -227,25 +230,23 @@ class ElasticRendezvous(RendezvousHandler):
     def _host_store(self) -> int:
         """The port of the workers' store, which lives as long as this agent."""
         if self._tcp_store is None:
-            family = socket.AF_INET6 if is_ipv6(self._address) else socket.AF_INET
+            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.bind((self._address, 0))  # TCPStore by itself listens on every address
             listener.listen(1024)
-            self._store_port = listener.getsockname()[1]
             self._tcp_store = TCPStore(
                 self._address,
-                self._store_port,
+                listener.getsockname()[1],
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=STORE_TIMEOUT_S),
                 master_listen_fd=listener.detach(),
             )
-        return self._store_port
+        return self._tcp_store.port
 
     def _start(self, round: Round) -> RendezvousInfo:
         self._backoff.start_round(round.members, time.monotonic())
         os.environ[JOB], os.environ[ROUND] = round.job, str(round.number)
-        os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)  # the store knows the ranks of unequal nodes
         self._say(f"round {round.number}: {decisions.list_nodes(round.members)}")
         known = assigned_ranks([member.nproc for member in round.members])
         store: Any = RoundStore(known, self._node.note_done, self._is_passed)
@@ -267,8 +268,6 @@ class ElasticRendezvous(RendezvousHandler):
             restart = decisions.must_restart(view.me, view.alive, self._max, self._backoff.hold_s)
         if restart != self._restart:
             self._restart, self._restart_since = restart, now
-            if restart is not None and restart.hold_s > decisions.LAG_HOLD_S:
-                self._say(f"{restart.reason} in {restart.hold_s:.0f} s: it was lost soon after it had joined")
         if restart is None or now - self._restart_since < restart.hold_s:
             return 0
         self._say(f"the round ends: {restart.reason}")
@@ -283,46 +282,30 @@ class ElasticRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """At the job's end. torchrun calls it with an exception in flight if it was no orderly one."""
         if sys.exc_info()[0] is None:
-            self._has_ended = True
+            atexit.unregister(self._leave)  # this entry stays, for an agent that is frozen or cut off
             self._node.end(FINISHED, EXIT_S)
             deadline = time.monotonic() + LINGER_S
-            while self._has_waiting_others() and time.monotonic() < deadline:
+            while time.monotonic() < deadline and any(
+                entry.state == WAITING for entry in self._node.view().alive
+            ):
                 time.sleep(POLL_S)
         return True
 
-    def _has_waiting_others(self) -> bool:
-        return any(entry.state == WAITING for entry in self._node.view().alive)
-
     def _leave(self) -> None:
-        if self._has_ended:
-            return  # its last entry stays, for an agent that is frozen or cut off now
         self._node.end(LEFT, EXIT_S)
         time.sleep(NOTICE_S)
 
 
-def count_workers(nproc: str | None) -> int:
-    """As torchrun reads --nproc_per_node. Raises UserError if launch/elastic.sh has not said it."""
-    from torch.distributed.run import determine_local_world_size
-
-    if not nproc:
-        raise UserError("--rdzv_backend=mingpt needs --rdzv_conf=nproc=N: start it by launch/elastic.sh")
-    return determine_local_world_size(nproc)
-
-
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
     """The port that the list gives this node, or 0."""
-    for endpoint in endpoints:
+    for host, port in endpoints:
         try:
-            found = {info[4][0] for info in socket.getaddrinfo(endpoint.host, endpoint.port)}
-        except OSError:  # of a node that has not started, or our own before its cluster has named it
-            found = {address} if short_name(endpoint.host) == short_name(platform.node()) else set()
+            found = {info[4][0] for info in socket.getaddrinfo(host, port)}
+        except OSError:
+            continue  # the name of a node that has not started
         if address in found:
-            return endpoint.port
+            return port
     return 0
-
-
-def short_name(host: str) -> str:
-    return host.split(".")[0]
 
 
 def flush_stderr() -> None:

@@ -26,7 +26,6 @@ POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
 POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads what each one posts; less than FRESH_S
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
 ID_LENGTH = 12  # an entry lists all others twice
-FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5
 STRAGGLERS_S = 10.0  # for members of a round that others have left
 SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 
@@ -60,15 +59,15 @@ class Node:
     """This agent's entry, its view of the others, and its side of the agreement on a round."""
 
     def __init__(self, host: str, address: str, nproc: int) -> None:
-        self._lock = threading.Lock()
-        self._entry = Entry(id=uuid.uuid4().hex[:ID_LENGTH], host=host, address=address, port=0, nproc=nproc)
+        self._changed = threading.Condition()  # guards all below, and wakes whoever posts
+        self.id = uuid.uuid4().hex[:ID_LENGTH]
+        self._entry = Entry(id=self.id, host=host, address=address, port=0, nproc=nproc)
         self._peers: dict[str, Peer] = {}  # by id
         self._read_at: dict[str, float] = {}  # by a board's name, as is `_trouble`
         self._trouble: dict[str, str] = {}
         self._seen_running: set[str] = set()  # ids
-        self._changed = threading.Condition(self._lock)
         self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, until when
-        self._round: Round | None = None
+        self.entered: Round | None = None  # the round that has taken this agent in since `wait_for_round`
         self._done = ""  # the id of the last round to whose end this agent has come
         self._posted: dict[str, str] = {}  # the state that a board has seen
 
@@ -82,13 +81,9 @@ class Node:
         for board in boards:
             threading.Thread(target=self._follow, args=(board,), daemon=True).start()
 
-    @property
-    def id(self) -> str:
-        return self._entry.id
-
     def _follow(self, board: Board) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 reach = self._reach(time.monotonic())
                 mine = dataclasses.replace(self._entry, counter=self._entry.counter + 1, reach=reach)
                 self._entry = mine
@@ -96,7 +91,7 @@ class Node:
                 entries = board.exchange(mine)
                 trouble = ""
             except OSError as error:  # it is asked again
-                entries, trouble = [], describe_trouble(board.name, error)
+                entries, trouble = [], f"{board.name}: {error.strerror or error}"
             with self._changed:
                 self._trouble[board.name] = trouble
                 if not trouble:
@@ -144,13 +139,13 @@ class Node:
                 has_ended = True
             except OSError:
                 pass  # silent: it is out of reach once REACH_S are over
-            with self._lock:
+            with self._changed:
                 peer.has_ended, peer.done = has_ended, done
                 peer.answered_at = -math.inf if has_ended else answered_at
             time.sleep(PING_S)
 
     def view(self) -> View:
-        with self._lock:
+        with self._changed:
             now = time.monotonic()
             fresh = {name: at for name, at in self._read_at.items() if now - at < FRESH_S}
             me = dataclasses.replace(self._entry, reach=self._reach(now))
@@ -179,20 +174,20 @@ class Node:
                 alive=tuple(alive),
                 gone=frozenset(gone),
                 done=frozenset(id for id, peer in self._peers.items() if peer.done == me.round),
-                finished=any(self._is_end_of_job(peer.entry) for peer in self._peers.values()),
+                # The agent that has finished may be gone since, while this one was frozen or cut off.
+                finished=any(
+                    peer.entry.state == FINISHED
+                    and (id in self._seen_running or peer.entry.job == me.job != "")
+                    for id, peer in self._peers.items()
+                ),
                 is_fresh=bool(fresh),
                 troubles=tuple(sorted(troubles)),
             )
 
-    def _is_end_of_job(self, entry: Entry) -> bool:
-        """Its agent may be gone since, while this one was frozen or cut off."""
-        is_own = entry.id in self._seen_running or (entry.job == self._entry.job != "")
-        return entry.state == FINISHED and is_own
-
     def wait_for_round(self) -> None:
         """Post that this agent waits."""
         with self._changed:
-            self._round, self._promise = None, ("", "", 0.0)
+            self.entered, self._promise = None, ("", "", 0.0)
             self._set_state(WAITING)
 
     def end(self, state: str, within_s: float) -> None:
@@ -207,17 +202,12 @@ class Node:
         self._entry = dataclasses.replace(self._entry, state=state)
         self._changed.notify_all()
 
-    def entered_round(self) -> Round | None:
-        """The round that this agent has been taken into since `wait_for_round`, if any."""
-        with self._lock:
-            return self._round
-
     def note_done(self) -> None:
         """This agent has come to the end of its round: its peers hear it from the next ping on."""
         self._done = self._entry.round
 
     def _on_ping(self, message: Message) -> Message:
-        return {"id": self._entry.id, "done": self._done}
+        return {"id": self.id, "done": self._done}
 
     def _on_propose(self, message: Message) -> Message:
         return {"ok": self.promise(check_json(message["round"], Round))}
@@ -225,17 +215,17 @@ class Node:
     def promise(self, round: Round) -> bool:
         """Whether this agent waits, and has promised itself to no other leader."""
         leader = round.members[0].id
-        with self._lock:
+        with self._changed:
             promised_to, _, until = self._promise
             is_free = promised_to in ("", leader) or time.monotonic() > until
-            if self._entry.state != WAITING or self._round is not None or not is_free:
+            if self._entry.state != WAITING or self.entered is not None or not is_free:
                 return False
             self._promise = (leader, round.id, time.monotonic() + PROMISE_S)
             return True
 
     def release(self, round: Round) -> None:
         """Take back the promise to the leader of this round, which is this agent itself."""
-        with self._lock:
+        with self._changed:
             if self._promise[1] == round.id:
                 self._promise = ("", "", 0.0)
 
@@ -252,15 +242,9 @@ class Node:
             self._entry = dataclasses.replace(
                 self._entry, round=round.id, number=round.number, members=members, job=round.job
             )
-            self._round, self._promise = round, ("", "", 0.0)
+            self.entered, self._promise = round, ("", "", 0.0)
             self._set_state(RUNNING)
             return True
-
-
-def describe_trouble(name: str, error: OSError) -> str:
-    if isinstance(error, (TimeoutError, ConnectionError)):
-        return f"{name} does not answer"
-    return f"{name}: {error.strerror or error}"
 
 
 @dataclass
@@ -294,15 +278,8 @@ class Meeting:
         is_awaited = self._leaving_since is not None and now - self._leaving_since < STRAGGLERS_S
         if going_on or is_awaited or group[0].id != view.me.id:
             return None
-        is_complete = decisions.is_complete(
-            group,
-            self.min_nodes,
-            self.max_nodes,
-            unchanged_s=now - self._unchanged_since,
-            gone=view.gone,
-            first_call_s=FIRST_CALL_S,
-            last_call_s=LAST_CALL_S,
-        )
+        unchanged_s = now - self._unchanged_since
+        is_complete = decisions.is_complete(group, self.min_nodes, self.max_nodes, unchanged_s, view.gone)
         return group if is_complete else None
 
     def line_to_say(self, view: View, now: float) -> str | None:

@@ -65,7 +65,7 @@ def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
     assert 3 <= peer.proposals - before <= 15
     accepts.set()
     thread.join(10)
-    assert not thread.is_alive() and peer.node.entered_round() is not None
+    assert not thread.is_alive() and peer.node.entered is not None
     assert capsys.readouterr().err.count("peer (127.0.0.2) did not accept the round; retrying") == 1
 
 

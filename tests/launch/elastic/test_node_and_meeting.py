@@ -133,13 +133,13 @@ def test_an_agent_promises_itself_to_one_leader_at_a_time(monkeypatch: pytest.Mo
     assert node.promise(proposal("a", "r1")) and node.promise(proposal("a", "r2"))
     assert not node.promise(proposal("b", "r3"))
     assert not node.enter(proposal("a", "r1")) and not node.enter(proposal("b", "r3"))
-    assert node.entered_round() is None
+    assert node.entered is None
     assert node.enter(proposal("a", "r2"))
-    entered = node.entered_round()
+    entered = node.entered
     assert entered is not None and entered.id == "r2"
     assert not node.promise(proposal("a", "r4"))  # it runs
     node.wait_for_round()
-    assert node.entered_round() is None and node.promise(proposal("b", "r5"))
+    assert node.entered is None and node.promise(proposal("b", "r5"))
 
 
 def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,4 +209,4 @@ def test_a_person_is_told_once_when_it_changes_and_now_and_then() -> None:
     lines = [meeting.line_to_say(view(a), now) for now in (0.5, 1.5, 2.0, 31.0, 32.0)]
     assert [line is not None for line in lines] == [False, True, False, False, True]
     line = meeting.line_to_say(view(a, b), 33.0)
-    assert line is not None and line.startswith("waiting for 1 more node of at least 3")
+    assert line is not None and line.startswith("waiting for more nodes, at least 3 in all")

@@ -4,12 +4,12 @@ import socketserver
 import threading
 
 import pytest
+from support.jobs import free_port
 
 from mingpt.base.errors import UserError
 from mingpt.launch.elastic.boards import Server
 from mingpt.launch.elastic.node import Node
 from mingpt.tools.doctor.network import check_endpoint
-from mingpt.tools.jobs import free_port
 
 
 def test_a_store_of_torch_is_recognised_also_as_the_only_good_one_of_a_list() -> None:

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 from conftest import ROOT
+from support.jobs import free_port
 
 from mingpt.tools.doctor.network import find_unreachable, gloo_address, listen, networks
-from mingpt.tools.jobs import clean_environment, free_port
+from mingpt.tools.jobs import clean_environment
 
 PROGRAM = """
 import ipaddress, os, torch.distributed as distributed
