@@ -1,10 +1,11 @@
-"""A snapshot to start another program or another run from: by its name, or the newest of a folder.
+"""A snapshot to start another program or another run from: by its name, or a folder's newest or best.
 
 Nothing is renamed or removed there.
 """
 
 import logging
 import os
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from mingpt.base.urls import open_url
 from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.reading import Check, SourceFile, TensorFile, accept_all, check_finite
+from mingpt.snapshot.saver import validation_loss
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 HF_CONFIG = "config.json"  # in each folder of Hugging Face's format, and in no run or snapshot folder
@@ -25,14 +27,19 @@ def names_a_snapshot(where: str) -> bool:
     return step_of(where.rstrip("/").rpartition("/")[2]) is not None
 
 
-def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
+def open_snapshot(
+    where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
+) -> Snapshot:
     """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError.
 
-    With `weights_only`, files of optimizer state are not read beyond their headers. A bad one in a folder is
-    passed over, and one line says so.
+    With `weights_only`, files of optimizer state are not read beyond their headers. With `best`, `where` is a
+    folder, and the snapshot is the one with the lowest validation loss. A bad one in a folder is passed over,
+    and one line says so.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
+    if named is not None and best:
+        raise UserError(f"{where} is one snapshot: give its folder to use the best one there")
     if named is not None:
         try:
             return SnapshotStore(folder or ".").read(named, check, weights_only)
@@ -48,12 +55,18 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
             problems.append(str(error))
             continue
         is_hf_folder = is_hf_folder or (place == where and HF_CONFIG in names)
-        for step in steps_in(names, "json"):
+        steps = steps_in(names, "json")
+        for step in best_first(store, steps) if best else steps:
             try:
                 return store.read(step, check, weights_only)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
                 log.warning("snapshot of step %d in %s skipped: %s", step, place, error)
                 problems.append(f"step {step}: {error}")
+    if best:
+        raise UserError(
+            f"there is no best snapshot in {where}, since none with a validation loss of its own step can be "
+            "used: give a run folder with snapshot.keep_best=true, or take the newest snapshot"
+        )
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}{more}): give another")
@@ -66,6 +79,20 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
     raise UserError(
         f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors"
     )
+
+
+def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
+    """Those of `steps` whose snapshots have a validation loss, the lowest loss first."""
+    losses: dict[int, float] = {}
+    for step in steps:
+        try:
+            loss = validation_loss(store.read_manifest(step))
+        except (CorruptSnapshot, UnreadableSnapshot) as error:
+            log.warning("snapshot of step %d in %s skipped: %s", step, store.url, error)
+            continue
+        if loss is not None:
+            losses[step] = loss
+    return sorted(losses, key=losses.__getitem__)
 
 
 def possible_places(where: str) -> list[str]:
