@@ -45,7 +45,9 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("run", nargs="?", default="out/default", help=where)
     parser.add_argument(
-        "--best", action="store_true", help="use the snapshot with the lowest validation loss, not the newest"
+        "--best",
+        action="store_true",
+        help="the snapshot with the lowest validation loss (default: the newest)",
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
