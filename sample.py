@@ -1,10 +1,14 @@
 """Generate text with a trained model: python sample.py out/default --prompt "..." --tokens 300.
 
-Prints the prompt, then the text, and nothing else; of several samples each on lines of its own. A sample
-ends early where the model ends its document.
+Prints the prompt, then the text, and nothing else; between several samples a line of dashes. A sample ends
+early where the model ends its document. In a terminal, without a prompt, it asks for one again and again:
+Ctrl-C stops the text, Ctrl-D ends.
 """
 
 import argparse
+import contextlib
+import importlib
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,21 +18,42 @@ from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from mingpt.data import Tokenizer
     from mingpt.model import GPT
 
 
 BATCH = 16  # samples at once; each has a key/value cache
+TERMINAL_LINE = 4096  # characters of a prompt that is typed
+SEPARATOR = "---------------\n"
+NANOGPT_OPTIONS = {
+    "--out_dir": "the first argument, as in python sample.py out/default",
+    "--start": "--prompt TEXT, and --start=FILE:PATH is --prompt_file PATH",
+    "--max_new_tokens": "--tokens N",
+}
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("python sample.py", __doc__)
-    where = "run folder, snapshot folder, or step_*.safetensors; a path or URL (default: %(default)s)"
+    for name in (word.partition("=")[0] for word in words):
+        if name in NANOGPT_OPTIONS:
+            parser.error(f"here nanoGPT's {name} is {NANOGPT_OPTIONS[name]}")
+    where = (
+        "run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or URL "
+        "(default: %(default)s)"
+    )
     parser.add_argument("run", nargs="?", default="out/default", help=where)
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="the snapshot with the lowest validation loss (default: the newest)",
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt",
-        help="text to continue (default: end-of-text if there is such a token, else a newline)",
+        help="text to continue (default: ask in a terminal; elsewhere end-of-text if there is such a token, "
+        "else a newline)",
     )
     file = "file with the text to continue; - for stdin"
     prompt.add_argument("--prompt_file", metavar="PATH", help=file)
@@ -38,6 +63,11 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
     )
     parser.add_argument("--num_samples", type=int, default=1, help="how many samples (default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda, cuda:N or mps; auto: cuda if there is one, else cpu (default: %(default)s)",
+    )
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
@@ -51,13 +81,25 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--top_k", type=int, default=None, help="sample from the k most likely tokens (default: all)"
     )
     parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the fewest most likely tokens whose probabilities sum to at least P, after "
+        "temperature and top_k (default: all)",
+    )
+    parser.add_argument(
         "--seed", type=int, default=1, help="the same seed gives the same text (default: %(default)s)"
     )
     arguments = parser.parse_args(words)
-    for name, low in (("tokens", 0), ("num_samples", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+    for name, low in (("tokens", 0), ("num_samples", 1), ("top_k", 1), ("seed", 0)):
         value = getattr(arguments, name)
         if value is not None and not low <= value < 2**63:
             parser.error(f"--{name} must be at least {low}, not {value}")
+    if not 0 <= arguments.temperature < math.inf:
+        parser.error(f"--temperature must be a finite number of at least 0, not {arguments.temperature}")
+    if not 0 < arguments.top_p <= 1:
+        parser.error(f"--top_p must be above 0 and at most 1, not {arguments.top_p}")
     if arguments.stop and arguments.prompt_tokens is not None:
         parser.error("--stop is text, and --prompt_tokens prints tokens")
     return arguments
@@ -74,34 +116,78 @@ def main(words: Sequence[str]) -> int:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    import torch
-
     from mingpt.distributed.device import resolve_dtype
     from mingpt.model import GPT
     from mingpt.snapshot import open_snapshot
     from mingpt.training.state import check_model, load_weights, snapshot_tokenizer, snapshot_vocab_size
 
-    snapshot = open_snapshot(arguments.run, check_model, weights_only=True)
+    device = find_device(arguments.device)
+    snapshot = open_snapshot(arguments.run, check_model, weights_only=True, best=arguments.best)
     config, vocab_size = snapshot.config, snapshot_vocab_size(snapshot.manifest)
-    has_tokens = arguments.prompt_tokens is not None
-    tokenizer = None if has_tokens else snapshot_tokenizer(snapshot)
+    tokenizer = None if arguments.prompt_tokens is not None else snapshot_tokenizer(snapshot)
+    has_prompt = arguments.prompt is not None or arguments.prompt_file is not None
+    # Not sys.stdin, which is None where it is closed.
+    is_interactive = not has_prompt and os.isatty(0) and sys.stdout.isatty()
     if tokenizer is None:
-        text, prompt, known = "", read_prompt_tokens(arguments, vocab_size), vocab_size
+        text, prompt = "", read_prompt_tokens(arguments, vocab_size)
+    elif is_interactive:
+        text, prompt = "", []
     else:
-        text, prompt, known = *read_prompt(arguments, tokenizer), len(tokenizer)
+        text, prompt = read_prompt(arguments, tokenizer)
     # Tables grow with the context's length, so there is no more of it than these tokens can fill.
-    block_size = min(config.data.block_size, len(prompt) + arguments.tokens)
+    block_size = min(config.data.block_size, (len(prompt) or TERMINAL_LINE) + arguments.tokens)
     model = GPT(config.model, vocab_size=vocab_size, block_size=block_size)
     load_weights(model, snapshot.tensors("model."), arguments.run)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device, resolve_dtype(arguments.dtype, device))
-    end = tokenizer.end_of_text if tokenizer else None
-    for tokens in samples(model, prompt, arguments, known, end):
-        if tokenizer is None:
+    model.to(device, resolve_dtype(arguments.dtype, device)).eval()
+    if tokenizer is None:
+        for tokens in samples(model, prompt, arguments, vocab_size, None):
             write_tokens(prompt, tokens)
-        else:
-            sys.stdout.write(text)
-            write_pieces(tokenizer.decode_pieces(tokens), arguments.stop)
+    elif is_interactive:
+        answer_prompts(model, tokenizer, arguments)
+    else:
+        write_samples(model, tokenizer, text, prompt, arguments)
+
+
+def find_device(wanted: str) -> "torch.device":
+    """The device that `--device` names. Raises UserError if it is not there."""
+    import torch
+
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    devices = ["cpu", "mps"] if torch.backends.mps.is_available() else ["cpu"]
+    devices += [f"cuda:{number}" for number in gpus]
+    name = {"auto": "cuda:0" if gpus else "cpu", "cuda": "cuda:0"}.get(wanted, wanted)
+    if name not in devices:
+        raise UserError(f"--device {wanted} is not there: torch finds {', '.join(devices)} on this machine")
+    return torch.device(name)
+
+
+def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
+    """Ask for a prompt and write its samples, again and again until Ctrl-D; Ctrl-C stops a text."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # gives input() a history, where Python has been built with it
+    while True:
+        try:
+            text, prompt = encode_prompt(input("prompt (Ctrl-D ends): ") or None, tokenizer)
+            write_samples(model, tokenizer, text, prompt, arguments)
+        except (UserError, UnicodeDecodeError) as error:
+            sys.stderr.write(f"error: {error}\n")
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+
+
+def write_samples(
+    model: "GPT", tokenizer: "Tokenizer", text: str, prompt: list[int], arguments: argparse.Namespace
+) -> None:
+    """Write each sample behind `text`, whose tokens are `prompt`."""
+    known, end = len(tokenizer), tokenizer.end_of_text
+    for number, tokens in enumerate(samples(model, prompt, arguments, known, end)):
+        if number:
+            sys.stdout.write(SEPARATOR)
+        sys.stdout.write(text)
+        write_pieces(tokenizer.decode_pieces(tokens), arguments.stop)
 
 
 def samples(
@@ -119,6 +205,7 @@ def samples(
             [arguments.seed + number for number in range(first, last)],
             temperature=arguments.temperature,
             top_k=arguments.top_k,
+            top_p=arguments.top_p,
             vocab_size=known,
             end=end,
         )
@@ -140,12 +227,18 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
         except (OSError, UnicodeDecodeError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise UserError(f"--prompt_file {arguments.prompt_file} cannot be read: {reason}") from None
+    return encode_prompt(text, tokenizer)
+
+
+def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
+    """The text to continue, by default the tokenizer's, and its tokens. Raises UserError."""
     if text is None:
         tokens = tokenizer.default_prompt()
         return tokenizer.decode(tokens), tokens
-    if not text:
+    tokens = tokenizer.encode(text).tolist()
+    if not tokens:
         raise UserError("the prompt is empty and there is nothing to continue: give at least one character")
-    return text, tokenizer.encode(text).tolist()
+    return text, tokens
 
 
 def read(path: str) -> bytes:

@@ -295,14 +295,28 @@ class Cache:
         return keys.to(key.dtype), values.to(key.dtype)
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draw a token from (V,) logits; temperature 0 takes the most likely one."""
-    if temperature == 0:
+def choose(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+    top_p: float = 1.0,
+) -> int:
+    """Draw a token from (V,) logits; temperature 0 takes the most likely one.
+
+    Of the `top_k` most likely ones, `top_p` keeps the fewest whose probabilities sum to at least `top_p`
+    (Holtzman et al. 2020, section 3.1).
+    """
+    if temperature < torch.finfo(torch.float32).tiny:  # float32 may divide by it as by 0
         return int(logits.argmax())
     logits = (logits.float() - logits.max()) / temperature  # the largest is 0 at any temperature
     if top_k:
         logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = float("-inf")
-    return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
+    probabilities = torch.softmax(logits, dim=-1)
+    if top_p < 1:
+        ordered, tokens = probabilities.sort(descending=True, stable=True)
+        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # those before it are enough
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 @torch.no_grad()  # not inference_mode: FSDP2 goes on to train with tensors that it makes here
@@ -314,6 +328,7 @@ def generate_batch(
     *,
     temperature: float = 0.8,
     top_k: int | None = None,
+    top_p: float = 1.0,
     vocab_size: int | None = None,
     end: int | None = None,
 ) -> Iterator[list[int | None]]:
@@ -341,7 +356,7 @@ def generate_batch(
             logits, _ = model(torch.tensor(unread, device=device), cache=cache)
             rows = logits[:, -1, :vocab_size].cpu()
             unread = [
-                [choose(row, temperature, top_k, generator)]
+                [choose(row, temperature, top_k, generator, top_p)]
                 for row, generator in zip(rows, generators, strict=True)
             ]
             has_ended = [ended or token == end for ended, (token,) in zip(has_ended, unread, strict=True)]

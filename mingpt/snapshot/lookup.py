@@ -1,10 +1,11 @@
-"""A snapshot to start another program or another run from: by its name, or the newest of a folder.
+"""A snapshot to start another program or another run from: by its name, or a folder's newest or best.
 
 Nothing is renamed or removed there.
 """
 
 import logging
 import os
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -14,19 +15,25 @@ from mingpt.base.urls import open_url
 from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
 from mingpt.snapshot.reading import Check, SourceFile, TensorFile, accept_all, check_finite
+from mingpt.snapshot.saver import validation_loss
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
 
 
-def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
+def open_snapshot(
+    where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
+) -> Snapshot:
     """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError.
 
-    With `weights_only`, files of optimizer state are not read beyond their headers. A bad one in a folder is
-    passed over, and one line says so.
+    With `weights_only`, files of optimizer state are not read beyond their headers. With `best`, `where` is a
+    folder, and the snapshot is the one with the lowest validation loss. A bad one in a folder is passed over,
+    and one line says so.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
+    if named is not None and best:
+        raise UserError(f"{where} is one snapshot: give its folder to use the best one there")
     if named is not None:
         try:
             return SnapshotStore(folder or ".").read(named, check, weights_only)
@@ -40,18 +47,38 @@ def open_snapshot(where: str, check: Check = accept_all, weights_only: bool = Fa
         except UnreadableSnapshot as error:
             problems.append(str(error))
             continue
-        for step in steps_in(names, "json"):
+        steps = steps_in(names, "json")
+        for step in best_first(store, steps) if best else steps:
             try:
                 return store.read(step, check, weights_only)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
                 log.warning("snapshot of step %d in %s skipped: %s", step, place, error)
                 problems.append(f"step {step}: {error}")
+    if best:
+        raise UserError(
+            f"there is no best snapshot in {where}, since none with a validation loss of its own step can be "
+            "used: give a run folder with snapshot.keep_best=true, or take the newest snapshot"
+        )
     if problems:
         raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): give another")
     raise UserError(
         f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors; a "
         "folder in Hugging Face's format is for transformers, or, on a local disk, for snapshot.init_from"
     )
+
+
+def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
+    """Those of `steps` whose snapshots have a validation loss, the lowest loss first."""
+    losses: dict[int, float] = {}
+    for step in steps:
+        try:
+            loss = validation_loss(store.read_manifest(step))
+        except (CorruptSnapshot, UnreadableSnapshot) as error:
+            log.warning("snapshot of step %d in %s skipped: %s", step, store.url, error)
+            continue
+        if loss is not None:
+            losses[step] = loss
+    return sorted(losses, key=losses.__getitem__)
 
 
 def possible_places(where: str) -> list[str]:

@@ -1,8 +1,10 @@
 """sample.py, once started as a user starts it, else in this process."""
 
+import dataclasses
 import io
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,13 @@ from mingpt.tools.export import export
 from mingpt.tools.jobs import clean_environment
 
 CHARACTERS = "\n !,.T" + "abcdefghijklmnopqrstuvwxyz"
+CONFIG = Config(
+    data=DataConfig(block_size=SMALL["data.block_size"]),
+    model=ModelConfig(n_layer=2, n_head=2, n_embd=32),
+    optimizer=OptimizerConfig(name="adamw"),
+)
+PROMPT = "prompt (Ctrl-D ends): "
+SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +42,7 @@ def one_thread() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with random weights."""
     folder = tmp_path_factory.mktemp("sampling") / "run"
-    config = Config(
-        data=DataConfig(block_size=SMALL["data.block_size"]),
-        model=ModelConfig(n_layer=2, n_head=2, n_embd=32),
-        optimizer=OptimizerConfig(name="adamw"),
-    )
-    save_run(folder, config, CHARACTERS)
+    save_run(folder, CONFIG, CHARACTERS)
     return folder
 
 
@@ -92,6 +96,20 @@ def test_a_folder_in_the_format_of_hugging_face_is_told_from_an_empty_one(run: P
             ["--prompt", ""],
             "the prompt is empty and there is nothing to continue: give at least one character",
         ),
+        (
+            ["--temperature", "inf"],
+            "--temperature must be a finite number of at least 0, not inf; see python sample.py --help",
+        ),
+        (["--top_p", "0"], "--top_p must be above 0 and at most 1, not 0.0; see python sample.py --help"),
+        (
+            ["--max_new_tokens=5"],
+            "here nanoGPT's --max_new_tokens is --tokens N; see python sample.py --help",
+        ),
+        (
+            ["--start", "FILE:prompt.txt"],
+            "here nanoGPT's --start is --prompt TEXT, and --start=FILE:PATH is --prompt_file PATH; "
+            "see python sample.py --help",
+        ),
         (["--prompt_file", "/nope"], "--prompt_file /nope cannot be read: No such file or directory"),
         (
             ["--prompt", "a", "--prompt_tokens", "1"],
@@ -106,8 +124,25 @@ def test_wrong_arguments_are_one_sentence(words: list[str], sentence: str, run: 
 def test_several_samples_each_have_the_prompt_and_the_first_is_the_one_of_the_seed(run: Path) -> None:
     options = [run, "--prompt", "The ", "--tokens", "30"]
     one, two = sample(*options).stdout, sample(*options, "--num_samples", "2").stdout
-    assert two.startswith(one) and two[len(one) :].startswith("The ") and len(two) == 2 * len(one)
-    assert two[len(one) :] != one
+    first, other = two.split("---------------\n")
+    assert first == one != other and other.startswith("The ") and len(other) == len(one)
+
+
+def test_the_best_snapshot_is_used_if_it_is_asked_for(tmp_path: Path) -> None:
+    small = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, n_layer=1))
+    save_run(tmp_path, CONFIG, CHARACTERS, step=30, loss=0.5)
+    save_run(tmp_path, small, CHARACTERS, step=60, loss=0.6)
+    best, newest = (tmp_path / "snapshots" / f"step_000000{step}.json" for step in (30, 60))
+    texts = [sample(*words, "--tokens", "30").stdout for words in ([tmp_path], [tmp_path, "--best"])]
+    assert texts == [sample(where, "--tokens", "30").stdout for where in (newest, best)]
+    assert texts[0] != texts[1]
+
+
+def test_the_device_is_the_one_that_is_asked_for_or_one_sentence(run: Path) -> None:
+    options = [run, "--prompt", "The ", "--tokens", "5", "--device"]
+    assert sample(*options, "cpu").stdout.startswith("The ")
+    error = error_of(sample(*options, "cuda:99"))
+    assert error.startswith("--device cuda:99 is not there: torch finds cpu")
 
 
 def test_a_sample_ends_before_the_text_to_stop_at(run: Path) -> None:
@@ -131,3 +166,49 @@ def test_the_prompt_may_come_from_a_file_or_from_stdin(
     assert "cannot be read" in error_of(sample(*options, "--prompt_file", tmp_path / "bytes"))
     (tmp_path / "empty").write_bytes(b"")
     assert "the prompt is empty" in error_of(sample(*options, "--prompt_file", tmp_path / "empty"))
+
+
+def read_until(terminal: "subprocess.Popen[bytes]", wanted: str) -> str:
+    """What a terminal shows, up to `wanted`, with the line ends of a file."""
+    shown = ""
+    while wanted not in shown:
+        assert terminal.stdout
+        piece = terminal.stdout.read(1)
+        assert piece, shown
+        shown = (shown + piece.decode()).replace("\r\n", "\n")
+    return shown
+
+
+def test_in_a_terminal_it_asks_for_prompts_until_ctrl_d(run: Path) -> None:
+    """A whole text, Ctrl-C in a text, an unknown character, and the default prompt."""
+    options = [str(run), "--top_k", "5", "--tokens"]
+    texts = {prompt: sample(*options, "100", "--prompt", prompt).stdout for prompt in ("The ", "king", "\n")}
+    stop = texts["The "][60:68]
+    unknown = "the character 'X' (U+0058) is not in the vocabulary of the 32 characters trained on"
+    words = [sys.executable, "sample.py", *options, "1000000", "--stop", stop]
+    terminal = subprocess.Popen(
+        [sys.executable, "-c", SPAWN, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=clean_environment(TERM="dumb"),
+        bufsize=0,
+    )
+    timer = threading.Timer(60, terminal.kill)
+    timer.start()
+    with terminal:
+        assert terminal.stdin
+        for keys, wanted in (
+            (b"", PROMPT),
+            (b"The \n", f"{texts['The '][:60]}\n{PROMPT}"),
+            (b"king\n", texts["king"][:90]),
+            (b"\x03", PROMPT),
+            (b"X\n", f"X\nerror: {unknown}\n{PROMPT}"),
+            (b"\n", texts["\n"][:90]),
+            (b"\x03", PROMPT),
+            (b"\x04", "\n"),
+        ):
+            terminal.stdin.write(keys)
+            read_until(terminal, wanted)
+        assert terminal.wait() == 0
+    timer.cancel()

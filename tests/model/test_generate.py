@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.models import ARCHITECTURES, Arch, generate, make_model, make_tokens
 
-from mingpt.model.gpt import generate_batch
+from mingpt.model.gpt import choose, generate_batch
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -26,6 +26,40 @@ def test_top_k_keeps_to_the_most_likely() -> None:
     model = make_model("modern")
     most_likely = list(generate(model, [1], 20, temperature=0))
     assert list(generate(model, [1], 20, top_k=1, temperature=2.0)) == most_likely
+
+
+@pytest.mark.parametrize(
+    ("top_p", "temperature", "top_k", "kept"),
+    [
+        (1e-9, 1.0, None, {3}),
+        (0.6, 1.0, None, {3, 1}),
+        (0.8, 1.0, None, {3, 1, 0}),
+        (1.0, 1.0, None, {3, 1, 0, 2}),
+        (0.6, 1.0, 2, {3}),
+        (0.7, 0.5, None, {3}),
+    ],
+)
+def test_top_p_keeps_the_fewest_most_likely_tokens_that_sum_to_it(
+    top_p: float, temperature: float, top_k: int | None, kept: set[int]
+) -> None:
+    """After temperature and top_k, which leave token 3 a probability of 0.72 and 0.67."""
+    logits, generator = torch.tensor([0.15, 0.25, 0.1, 0.5]).log(), torch.Generator().manual_seed(0)
+    assert {choose(logits, temperature, top_k, generator, top_p) for _ in range(200)} == kept
+
+
+def test_a_seed_draws_from_the_softmax_at_this_temperature_once_a_token() -> None:
+    """The text of a seed changes if anything else is drawn, or drawn in another order."""
+    model, generator = make_model("modern"), torch.Generator().manual_seed(3)
+    text = [1]
+    for token in generate(model, text, 20, temperature=0.7, seed=3):
+        logits = model(torch.tensor([text]))[0][0, -1]
+        probabilities = torch.softmax((logits - logits.max()) / 0.7, dim=-1)
+        assert int(torch.multinomial(probabilities, 1, generator=generator)) == token
+        text = [*text, token]
+
+
+def test_a_temperature_that_float32_cannot_hold_is_greedy() -> None:
+    assert choose(torch.tensor([1.0, 2.0, 1.5]), 1e-46, None, torch.Generator()) == 1
 
 
 @pytest.mark.parametrize("training", [True, False])

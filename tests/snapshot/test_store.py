@@ -144,6 +144,24 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
         open_snapshot(str(tmp_path / "nowhere"))
 
 
+def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(
+    store: SnapshotStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(store, make_manifest(5))
+    with pytest.raises(UserError, match="there is no best snapshot in"):
+        open_snapshot(store.root, best=True)
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
+        write(store, make_manifest(step, loss))
+    assert open_snapshot(store.root, best=True).manifest["step"] == 2
+    Path(store.path("step_00000002.safetensors")).write_bytes(b"damaged")
+    assert open_snapshot(store.root, best=True).manifest["step"] == 1
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        f"snapshot of step 2 in {store.root} skipped"
+    ]
+    with pytest.raises(UserError, match=r"step_00000001.json is one snapshot: give its folder"):
+        open_snapshot(store.path("step_00000001.json"), best=True)
+
+
 def test_a_tensor_file_without_a_manifest_is_no_completed_snapshot(store: SnapshotStore) -> None:
     assert store.completed_step() == 0
     write(store, make_manifest(3))

@@ -25,7 +25,7 @@ def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24)
     return model
 
 
-def save_run(folder: Path | str, config: Config, characters: str, step: int = 30) -> GPT:
+def save_run(folder: Path | str, config: Config, characters: str, step: int = 30, loss: float = 0.5) -> GPT:
     """Write a run folder with one snapshot: random weights, biases and norms included. Returns the model."""
     torch.manual_seed(5)
     data = config.data
@@ -34,7 +34,7 @@ def save_run(folder: Path | str, config: Config, characters: str, step: int = 30
     optimizer = make_optimizer(model, config.optimizer)
     tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
-    fields = make_manifest(step, loss=0.5) | {"config": to_dict(config), "vocabulary": characters}
+    fields = make_manifest(step, loss) | {"config": to_dict(config), "vocabulary": characters}
     fields["data"]["path"] = "https://name:secret@host/data.txt?signature=secret"
     store = SnapshotStore(f"{folder}/snapshots")
     store.prepare()
