@@ -46,7 +46,7 @@ class Size:
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=12_200, tokens=122_000),
+    PROGRAM: Size(statements=13_000, tokens=130_000),
     ("tests",): Size(statements=10_500),
     ("benchmarks",): Size(lines=4_500),
 }
