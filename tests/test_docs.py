@@ -26,6 +26,13 @@ def test_the_commands_of_the_readme_that_start_jobs_run(text: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_the_commands_of_pages_that_are_marked_run(text: Path, tmp_path: Path) -> None:
+    lines = [line for name in ("scale", "clusters") for line in commands(ROOT / f"docs/{name}.md", True)]
+    assert len(lines) > 4
+    run_all(lines, text, tmp_path)
+
+
+@pytest.mark.slow
 def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, tmp_path: Path) -> None:
     """Applied to a copy: new files, one import line each, and the page of settings."""
     for name in ("train.py", "sample.py", "gpt2_train_cfg.yaml"):

@@ -14,4 +14,4 @@ def test_the_commands_of_the_readme_about_settings_data_and_results_run(text: Pa
     four = next(line for line in before if "run_dir=out/four" in line)
     ours = "python train.py " + four.partition("train.py ")[2]
     run_all([ours, *lines], text, tmp_path, trainer__workers=1)
-    assert (tmp_path / "out/hf/config.json").exists() and (tmp_path / "out/followed/tensorboard").is_dir()
+    assert (tmp_path / "out/hf/config.json").exists() and (tmp_path / "out/again/tensorboard").is_dir()
