@@ -1,6 +1,7 @@
 """Killed at any moment, the same command goes on and leaves the bytes of one that nothing disturbed."""
 
 import errno
+import json
 import signal
 from pathlib import Path
 
@@ -95,7 +96,9 @@ def test_a_killed_command_goes_on_to_the_same_bytes(
 def test_finished_shards_stay_and_damaged_ones_are_written_again(
     words: list[object], undisturbed: Path, tmp_path: Path
 ) -> None:
-    killed_at(42, words)
+    killed_at(46, words)
+    record = json.loads((tmp_path / "out/prepare.json").read_text())
+    assert len(record["shards"]) >= 2
     first, second = (tmp_path / "out" / f"train_0000{number}.bin" for number in range(2))
     written = first.stat().st_mtime_ns
     second.write_bytes(b"torn")
