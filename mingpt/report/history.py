@@ -156,8 +156,10 @@ class RunHistory:
         sentence = None
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
-        if self.generations and self.generations[-1]["end"] == "running":
-            last = self.generations[-1]
+        last = self.generations[-1] if self.generations else None
+        if last and last["end"] != "running":
+            self.count_lost(last, start.step, last["to_step"])
+        elif last:
             self.close_generation(last, start)
             sentence = (
                 f"{last['end']} at step {last['to_step']}; "
@@ -189,11 +191,17 @@ class RunHistory:
         last["exact"] = reported is not None and reported >= recorded
         last["to_step"] = max(recorded, reported or 0, start.step)
         last["end"] = start.previous.sentence() if start.previous else unknown_end(last, start)
-        self.content["steps_lost"] += last["to_step"] - start.step
-        # From the last record until now, unless the whole job had ended; and the recorded steps to be done
-        # again.
+        # From the last record until now, unless the whole job had ended.
         waited = time.time() - last["seen"] if start.is_restart else 0.0
-        repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
+        self.count_lost(last, start.step, recorded, waited)
+
+    def count_lost(self, last: dict[str, Any], step: int, recorded: int, waited: float = 0.0) -> None:
+        """Count the steps of a generation that are done again from `step` on, with the time of those recorded.
+
+        `waited`: the seconds from its last record until now.
+        """
+        self.content["steps_lost"] += max(0, last["to_step"] - step)
+        repeated = max(0, recorded - step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
 
     def repeated_failure(self) -> str | None:

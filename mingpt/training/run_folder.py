@@ -5,13 +5,14 @@ When a generation starts, these nodes agree on the run's id and hand over its re
 and a node that joins is given them.
 """
 
+import contextlib
 import errno
 import functools
 import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -29,6 +30,7 @@ SAME_EVERYWHERE = (
     "trainer.shard_optimizer",
     "trainer.fsdp_reshard",
 )
+LOG_FILE = "log.txt"
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it tells that there is a run
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,22 @@ class RunFolder:
     is_shared: bool  # all ranks see the same run folder
     snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its own are those of the job
     snapshots_are_shared: bool = True  # all ranks see the same folder of snapshots
+    made: Sequence[Path] = ()  # what was not there before this start, innermost first
+
+    def remove_made(self, release_claims: Callable[[], None]) -> None:
+        """Release the claims of a start that was refused, then remove what it has made.
+
+        Nothing is removed that is in use by another job, which has a claim there.
+        """
+        release_claims()
+        if not self.is_kept or any(self.path.glob("claim-*.json")):
+            return
+        for path in self.made:
+            with contextlib.suppress(OSError):  # a folder that something lies in, and a disk that fails
+                if path.name == LOG_FILE:
+                    path.unlink()
+                else:
+                    path.rmdir()
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
@@ -67,20 +85,23 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
+    made = [part for part in (path / LOG_FILE, path / "snapshots", path) if not part.exists()]
     refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
     snapshots_keeper = keeper
     if config.snapshot.path is not None:
         is_folder = "://" not in config.snapshot.path
         snapshots_keeper = lowest_rank_there(Path(config.snapshot.path), context) if is_folder else 0
-    keepers = context.all_gather_object((keeper, snapshots_keeper))
+    keepers = context.all_gather_object((keeper, snapshots_keeper, made))
     return RunFolder(
         path,
         is_kept=keeper == context.rank,
         keeps_snapshots=snapshots_keeper == context.rank,
-        is_shared=len({one for one, _ in keepers}) == 1,
-        snapshots_rank=min(other for _, other in keepers),
-        snapshots_are_shared=len({other for _, other in keepers}) == 1,
+        is_shared=len({one for one, *_ in keepers}) == 1,
+        snapshots_rank=min(other for _, other, _ in keepers),
+        snapshots_are_shared=len({other for _, other, _ in keepers}) == 1,
+        # The rank that looked first has seen what was there.
+        made=max((parts for one, _, parts in keepers if one == keeper), key=len),
     )
 
 
@@ -124,7 +145,7 @@ def make_run_dir(path: Path) -> None:
     """The run folder, which must be writable, but may have no room left. Raises UserError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "log.txt").open("a").close()
+        (path / LOG_FILE).open("a").close()
     except OSError as error:
         may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if may_pass and path.is_dir():

@@ -29,8 +29,16 @@ from mingpt.training.run_folder import (
     share_history,
 )
 from mingpt.training.search import check_nothing_is_lost, find_latest, prepare_store, report_skipped
-from mingpt.training.state import StoredState, check_shard
+from mingpt.training.state import (
+    StoredState,
+    check_shapes,
+    check_shard,
+    snapshot_shapes,
+    snapshot_vocab_size,
+)
 
+# Settings that can change an evaluation, or the beginning of their names.
+EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
 NOT_BEGUN: dict[str, Any] = {"step": 0, "windows": 0, "audit": START, "software": {}}
 log = logging.getLogger(__name__)
 
@@ -87,6 +95,16 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Open the run folder and the data, and find what the run goes on from. Raises UserError. Collective."""
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
+    try:
+        return find_start_in(folder, config, context)
+    except UserError:
+        release_claims = context.exit.release_claims
+        context.exit.on_job_end(lambda: folder.remove_made(release_claims))
+        raise
+
+
+def find_start_in(folder: RunFolder, config: Config, context: DistributedContext) -> StartPoint:
+    """`find_start` in a run folder that is open."""
     claims = claim_places(config, context, folder)
     if folder.is_kept:
         open_log(context.rank, folder.path, claims.run_dir.may_write)
@@ -100,6 +118,14 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
         initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
+    warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
+    if warmup_steps > max_steps > found.step and not found.is_restart and not config.trainer.eval_only:
+        log.info(
+            "the warm-up is longer than the run (optimizer.warmup_steps=%d, trainer.max_steps=%d): the peak "
+            "learning rate is never reached",
+            warmup_steps,
+            max_steps,
+        )
     return StartPoint(
         **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
     )
@@ -226,12 +252,32 @@ def check_snapshot(
             f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "
             "choose another run_dir"
         )
+    if config.trainer.eval_only:
+        changes = [change for change in changes if change.startswith(EVALUATED)]
+    if changes and not fits(snapshot, config):
+        raise UserError(
+            f"{url} holds snapshots of another model ({'; '.join(changes)}): set that back, or choose another "
+            "run_dir"
+        )
     if changes and resume != "changed":
         raise UserError(
             f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, "
             "choose another run_dir, or go on with the new ones by snapshot.resume=changed"
         )
     return changes
+
+
+def fits(snapshot: StoredState, config: Config) -> bool:
+    """Whether the weights of a snapshot fit the model that the configuration asks for."""
+    vocab_size = config.data.vocab_size or snapshot_vocab_size(snapshot.manifest)
+    here = snapshot_shapes(snapshot.manifest | {"config": to_dict(config)}, vocab_size)
+    names = [name for name in snapshot.shapes if name.startswith("model.")]
+    there = {name: (snapshot.shapes[name], snapshot.dtypes[name]) for name in names}
+    try:
+        check_shapes(there, {name: here[name] for name in here if name.startswith("model.")}, "the snapshot")
+    except UserError:
+        return False
+    return True
 
 
 def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import SMALL
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest, write
@@ -22,7 +23,8 @@ from mingpt.training.search import (
     find_latest,
     report_skipped,
 )
-from mingpt.training.start import make_check
+from mingpt.training.start import check_snapshot, make_check
+from mingpt.training.state import StoredState, snapshot_shapes, snapshot_vocab_size
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
 EVAL_ONLY = Config(trainer=TrainerConfig(eval_only=True))
@@ -165,3 +167,57 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     else:
         check(manifest, {})
     make_check(config, data, job_start=None)(manifest, {})
+
+
+def check_changed(changes: dict[str, Any], arch: str, resume: str, step: int = 30) -> list[str]:
+    """What `check_snapshot` says of a run with other settings than those of a snapshot."""
+    began = SMALL | {"model.arch": arch}
+    data = TextData(b"To be, or not to be, that is the question.\n" * 40, build(began).data)
+    manifest = make_manifest(step) | {"config": to_dict(build(began))}
+    manifest["data"]["sha256"] = data.fingerprint
+    shapes = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
+    stored = StoredState(manifest, shapes, dict.fromkeys(shapes, torch.float32), [], lambda rows: torch.empty(0))
+    config = build(began | {"snapshot.resume": resume} | changes)
+    return check_snapshot(stored, config, "out/run/snapshots", data, is_restart=False)
+
+
+@pytest.mark.parametrize("resume", ["auto", "changed"])
+@pytest.mark.parametrize(
+    ("changes", "arch"),
+    [
+        ({"model.n_layer": 3}, "modern"),
+        ({"model.n_embd": 64}, "modern"),
+        ({"data.vocab_size": 300}, "modern"),
+        ({"data.block_size": 64}, "gpt2"),
+    ],
+)
+def test_another_model_needs_another_run_dir(changes: dict[str, Any], arch: str, resume: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_changed(changes, arch, resume)
+    (key,) = changes
+    assert f"holds snapshots of another model ({key}: " in str(error.value)
+    assert str(error.value).endswith("set that back, or choose another run_dir")
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch"),
+    [
+        ({"data.block_size": 16}, "gpt2"),
+        ({"data.block_size": 64}, "modern"),
+        ({"optimizer.name": "adamw"}, "modern"),
+        ({"trainer.max_steps": 60}, "modern"),
+    ],
+)
+def test_a_change_that_the_weights_fit_may_be_asked_for(changes: dict[str, Any], arch: str) -> None:
+    with pytest.raises(UserError, match=r"go on with the new ones by snapshot\.resume=changed"):
+        check_changed(changes, arch, "auto")
+    assert len(check_changed(changes, arch, "changed")) == 1
+
+
+def test_an_evaluation_compares_what_can_change_it() -> None:
+    alone = {"trainer.eval_only": True}
+    others = {"trainer.max_steps": 7, "seed": 3, "optimizer.learning_rate": 0.5, "trainer.batch_size": 4}
+    assert check_changed(alone | others, "modern", "auto") == []
+    for key, value in {"data.block_size": 16, "trainer.dtype": "bfloat16", "data.val_fraction": 0.5}.items():
+        with pytest.raises(UserError, match=key):
+            check_changed(alone | {key: value}, "modern", "auto")
