@@ -118,17 +118,23 @@ def find_start_in(folder: RunFolder, config: Config, context: DistributedContext
         initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
+    if not found.is_restart and not config.trainer.eval_only:
+        report_warmup(config, found.step)
+    return StartPoint(
+        **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
+    )
+
+
+def report_warmup(config: Config, step: int) -> None:
+    """One line if the steps after `step` do not reach the peak learning rate."""
     warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
-    if warmup_steps > max_steps > found.step and not found.is_restart and not config.trainer.eval_only:
+    if warmup_steps > max_steps > step:
         log.info(
             "the warm-up is longer than the run (optimizer.warmup_steps=%d, trainer.max_steps=%d): the peak "
             "learning rate is never reached",
             warmup_steps,
             max_steps,
         )
-    return StartPoint(
-        **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
-    )
 
 
 def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:

@@ -116,7 +116,9 @@ def test_a_job_that_has_begun_goes_on_without_a_node_whose_disk_fails(
     assert [type(result) for result in run_ranks(2, work, round)] == expected
 
 
-@pytest.mark.parametrize("there", [[], ["run"], ["run", "run/log.txt"], ["run", "run/run.json", "run/snapshots"]])
+@pytest.mark.parametrize(
+    "there", [[], ["run"], ["run", "run/log.txt"], ["run", "run/run.json", "run/snapshots"]]
+)
 def test_a_start_that_is_refused_leaves_what_was_there(there: list[str], tmp_path: Path) -> None:
     for name in there:
         (tmp_path / name).touch() if "." in name else (tmp_path / name).mkdir()

@@ -23,7 +23,7 @@ from mingpt.training.search import (
     find_latest,
     report_skipped,
 )
-from mingpt.training.start import check_snapshot, make_check
+from mingpt.training.start import check_snapshot, make_check, report_warmup
 from mingpt.training.state import StoredState, snapshot_shapes, snapshot_vocab_size
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
@@ -176,7 +176,9 @@ def check_changed(changes: dict[str, Any], arch: str, resume: str, step: int = 3
     manifest = make_manifest(step) | {"config": to_dict(build(began))}
     manifest["data"]["sha256"] = data.fingerprint
     shapes = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
-    stored = StoredState(manifest, shapes, dict.fromkeys(shapes, torch.float32), [], lambda rows: torch.empty(0))
+    stored = StoredState(
+        manifest, shapes, dict.fromkeys(shapes, torch.float32), [], lambda rows: torch.empty(0)
+    )
     config = build(began | {"snapshot.resume": resume} | changes)
     return check_snapshot(stored, config, "out/run/snapshots", data, is_restart=False)
 
@@ -221,3 +223,12 @@ def test_an_evaluation_compares_what_can_change_it() -> None:
     for key, value in {"data.block_size": 16, "trainer.dtype": "bfloat16", "data.val_fraction": 0.5}.items():
         with pytest.raises(UserError, match=key):
             check_changed(alone | {key: value}, "modern", "auto")
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for max_steps, warmup_steps, step in ((5, 5, 0), (0, 20, 0), (5, 1000, 5), (5, 1000, 0)):
+        settings = {"trainer.max_steps": max_steps, "optimizer.warmup_steps": warmup_steps}
+        report_warmup(build(settings), step)
+    (line,) = caplog.messages
+    assert line.startswith("the warm-up is longer than the run (optimizer.warmup_steps=1000, trainer.max_st")
