@@ -74,7 +74,7 @@ class Tally:
 
 
 def arguments_of(settings: Settings, more: Iterable[str] = ()) -> list[str]:
-    """The settings as train.py takes them on its command line; those of `more` are spelled so and override."""
+    """The settings as train.py takes them on its command line; words of `more` override them."""
     given = dict(word.partition("=")[::2] for word in more)
     return [f"{key}={value}" for key, value in {**settings, **given}.items()]
 

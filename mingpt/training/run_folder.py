@@ -47,12 +47,8 @@ class RunFolder:
     snapshots_are_shared: bool = True  # all ranks see the same folder of snapshots
     made: Sequence[Path] = ()  # what was not there before this start, innermost first
 
-    def remove_made(self, release_claims: Callable[[], None]) -> None:
-        """Release the claims of a start that was refused, then remove what it has made.
-
-        Nothing is removed that is in use by another job, which has a claim there.
-        """
-        release_claims()
+    def remove_made(self) -> None:
+        """Remove what a start that was refused has made, unless another job has a claim there."""
         if not self.is_kept or any(self.path.glob("claim-*.json")):
             return
         for path in self.made:

@@ -95,16 +95,6 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Open the run folder and the data, and find what the run goes on from. Raises UserError. Collective."""
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
-    try:
-        return find_start_in(folder, config, context)
-    except UserError:
-        release_claims = context.exit.release_claims
-        context.exit.on_job_end(lambda: folder.remove_made(release_claims))
-        raise
-
-
-def find_start_in(folder: RunFolder, config: Config, context: DistributedContext) -> StartPoint:
-    """`find_start` in a run folder that is open."""
     claims = claim_places(config, context, folder)
     if folder.is_kept:
         open_log(context.rank, folder.path, claims.run_dir.may_write)
@@ -118,17 +108,17 @@ def find_start_in(folder: RunFolder, config: Config, context: DistributedContext
         initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
-    if not found.is_restart and not config.trainer.eval_only:
-        report_warmup(config, found.step)
+    report_warmup(config, found)
     return StartPoint(
         **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
     )
 
 
-def report_warmup(config: Config, step: int) -> None:
-    """One line if the steps after `step` do not reach the peak learning rate."""
+def report_warmup(config: Config, found: FoundSnapshot) -> None:
+    """One line, at the start of a job, if its steps do not reach the peak learning rate."""
     warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
-    if warmup_steps > max_steps > step:
+    is_silent = found.is_restart or config.trainer.eval_only
+    if warmup_steps > max_steps > found.step and not is_silent:
         log.info(
             "the warm-up is longer than the run (optimizer.warmup_steps=%d, trainer.max_steps=%d): the peak "
             "learning rate is never reached",
@@ -260,11 +250,8 @@ def check_snapshot(
         )
     if config.trainer.eval_only:
         changes = [change for change in changes if change.startswith(EVALUATED)]
-    if changes and not fits(snapshot, config):
-        raise UserError(
-            f"{url} holds snapshots of another model ({'; '.join(changes)}): set that back, or choose another "
-            "run_dir"
-        )
+    if changes:
+        check_model_fits(snapshot, config, f"{url} holds snapshots of another model ({'; '.join(changes)})")
     if changes and resume != "changed":
         raise UserError(
             f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, "
@@ -273,17 +260,16 @@ def check_snapshot(
     return changes
 
 
-def fits(snapshot: StoredState, config: Config) -> bool:
-    """Whether the weights of a snapshot fit the model that the configuration asks for."""
+def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> None:
+    """Raises UserError, which begins with `refusal`, unless the weights fit the model that is asked for."""
     vocab_size = config.data.vocab_size or snapshot_vocab_size(snapshot.manifest)
-    here = snapshot_shapes(snapshot.manifest | {"config": to_dict(config)}, vocab_size)
+    shapes = snapshot_shapes(snapshot.manifest | {"config": to_dict(config)}, vocab_size)
+    here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     names = [name for name in snapshot.shapes if name.startswith("model.")]
-    there = {name: (snapshot.shapes[name], snapshot.dtypes[name]) for name in names}
     try:
-        check_shapes(there, {name: here[name] for name in here if name.startswith("model.")}, "the snapshot")
+        check_shapes({name: (snapshot.shapes[name], snapshot.dtypes[name]) for name in names}, here, "")
     except UserError:
-        return False
-    return True
+        raise UserError(f"{refusal}: set that back, or choose another run_dir") from None
 
 
 def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:

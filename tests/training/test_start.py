@@ -3,6 +3,7 @@
 import errno
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_one_line(caplog: pytest.LogCap
     caplog.set_level(logging.INFO)
     for max_steps, warmup_steps, step in ((5, 5, 0), (0, 20, 0), (5, 1000, 5), (5, 1000, 0)):
         settings = {"trainer.max_steps": max_steps, "optimizer.warmup_steps": warmup_steps}
-        report_warmup(build(settings), step)
+        found: Any = SimpleNamespace(step=step, is_restart=False)
+        report_warmup(build(settings), found)
     (line,) = caplog.messages
     assert line.startswith("the warm-up is longer than the run (optimizer.warmup_steps=1000, trainer.max_st")
