@@ -8,7 +8,6 @@ file, DEFAULT_FILE beside train.py is read.
 import dataclasses
 import difflib
 import itertools
-import os
 import sys
 import typing
 from collections.abc import Sequence
@@ -64,7 +63,7 @@ def parse(argv: Sequence[str]) -> Config:
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     """The one argument that names a file, and {dotted key: value} for the others."""
     for before, word in itertools.pairwise(argv):
-        is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not os.path.exists(word)
+        is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not Path(word).exists()
         if word.startswith("=") or is_value:
             raise UserError(f"write {before.rstrip('=')}=VALUE without spaces around the =")
     path, given, left = None, dict[str, Any](), list(argv)

@@ -30,7 +30,6 @@ SAME_EVERYWHERE = (
     "trainer.shard_optimizer",
     "trainer.fsdp_reshard",
 )
-LOG_FILE = "log.txt"
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it tells that there is a run
 log = logging.getLogger(__name__)
 
@@ -49,11 +48,10 @@ class RunFolder:
 
     def remove_made(self) -> None:
         """Remove what a start that was refused has made, unless another job has a claim there."""
-        if not self.is_kept or any(self.path.glob("claim-*.json")):
-            return
-        for path in self.made:
+        is_free = self.is_kept and not any(self.path.glob("claim-*.json"))
+        for path in self.made if is_free else ():
             with contextlib.suppress(OSError):  # a folder that something lies in, and a disk that fails
-                if path.name == LOG_FILE:
+                if path.name == "log.txt":
                     path.unlink()
                 else:
                     path.rmdir()
@@ -81,7 +79,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
-    made = [part for part in (path / LOG_FILE, path / "snapshots", path) if not part.exists()]
+    made = [part for part in (path / "log.txt", path / "snapshots", path) if not part.exists()]
     refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
     snapshots_keeper = keeper
@@ -141,7 +139,7 @@ def make_run_dir(path: Path) -> None:
     """The run folder, which must be writable, but may have no room left. Raises UserError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / LOG_FILE).open("a").close()
+        (path / "log.txt").open("a").close()
     except OSError as error:
         may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if may_pass and path.is_dir():

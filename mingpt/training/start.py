@@ -117,8 +117,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
 def report_warmup(config: Config, found: FoundSnapshot) -> None:
     """One line, at the start of a job, if its steps do not reach the peak learning rate."""
     warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
-    is_silent = found.is_restart or config.trainer.eval_only
-    if warmup_steps > max_steps > found.step and not is_silent:
+    if warmup_steps > max_steps > found.step and not (found.is_restart or config.trainer.eval_only):
         log.info(
             "the warm-up is longer than the run (optimizer.warmup_steps=%d, trainer.max_steps=%d): the peak "
             "learning rate is never reached",

@@ -122,10 +122,8 @@ def test_a_job_that_has_begun_goes_on_without_a_node_whose_disk_fails(
 def test_a_start_that_is_refused_leaves_what_was_there(there: list[str], tmp_path: Path) -> None:
     for name in there:
         (tmp_path / name).touch() if "." in name else (tmp_path / name).mkdir()
-    for folder in folders(tmp_path, "..."):  # all ranks see one folder
-        (tmp_path / "run/snapshots").mkdir(exist_ok=True)
-        if folder.is_kept:
-            kept = folder
+    kept, *_ = folders(tmp_path, "...")  # all ranks see one folder
+    (tmp_path / "run/snapshots").mkdir(exist_ok=True)
     claim = tmp_path / "run/claim-000001.json"
     claim.touch()
     kept.remove_made()

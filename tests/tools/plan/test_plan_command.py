@@ -8,7 +8,7 @@ import pytest
 from mingpt.base.command import run_command
 from mingpt.tools.plan.command import main, size
 
-TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32", "trainer.device=cpu"]
+TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32"]
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -77,8 +77,7 @@ def test_shards_give_their_number_of_tokens_and_a_given_vocabulary_needs_no_data
 def test_a_mistake_is_one_sentence_and_exit_code_2(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = TINY[: -1 if "trainer.device=cuda" in words else None]
-    assert run_command(main, [*tiny, *words]) == 2
+    assert run_command(main, [*TINY, *words]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(f"error: {sentence}") and said.err.count("\n") == 1
 
