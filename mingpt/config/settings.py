@@ -29,7 +29,6 @@ AUTO_OR = {
     "trainer.compile": "auto, true or false",
 }
 PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
-DEFAULT_TEXT = "data/input.txt"
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 
@@ -44,7 +43,7 @@ class DataConfig:
     """What is read."""
 
     path: str = Field(
-        DEFAULT_TEXT,
+        "data/input.txt",
         "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
         "folder or pattern of .bin files; if left at its default, the text beside train.py will do",
     )
@@ -73,7 +72,7 @@ class DataConfig:
     @property
     def place(self) -> str:
         """Where the data lies: `path`, but the default text is also found beside train.py."""
-        is_missing = self.path == DEFAULT_TEXT and not os.path.lexists(self.path)
+        is_missing = self.path == "data/input.txt" and not os.path.lexists(self.path)
         return str(PROJECT / self.path) if is_missing else self.path
 
 

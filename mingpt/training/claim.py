@@ -333,8 +333,9 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))
     holder = Holder(tuple(dict.fromkeys(agents)), job=launch.job or uuid.uuid4().hex)
-    places = places_of(config, folder)
+    places: list[Claim] = []
     context.exit.on_job_end(functools.partial(release_all, places, folder))
+    places += places_of(config, folder)  # which refuses a URL without a driver
     refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     return Claims(places, watch_snapshots(config, context, folder, places))
 
