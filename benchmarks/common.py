@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,10 @@ class Tally:
         return 0 if self.good == self.trials else 1
 
 
-def arguments_of(settings: Settings) -> list[str]:
-    """The settings as train.py takes them on its command line."""
-    return [f"{key}={value}" for key, value in settings.items()]
+def arguments_of(settings: Settings, more: Iterable[str] = ()) -> list[str]:
+    """The settings as train.py takes them on its command line; words of `more` override them."""
+    given = dict(word.partition("=")[::2] for word in more)
+    return [f"{key}={value}" for key, value in {**settings, **given}.items()]
 
 
 def start(
@@ -92,7 +93,7 @@ def start(
     output: Path | None = None,
 ) -> Job:
     """train.py under torchrun; its output goes to <output>.out and <output>.err, `run_dir` by default."""
-    given = [f"run_dir={run_dir}", *arguments_of(settings), *more]
+    given = [f"run_dir={run_dir}", *arguments_of(settings, more)]
     return Job([*torchrun(workers, restarts), "train.py", *given], output or run_dir, cwd=checkout)
 
 

@@ -29,7 +29,7 @@ from mingpt.tools.jobs import ROOT, clean_environment
 PROGRAMS = ("train", "sample", "init", "init file", "eval")
 SETTINGS = (
     "data.block_size=32", "model.n_layer=2", "model.n_embd=32", "trainer.batch_size=4", "trainer.workers=1",
-    "trainer.max_steps=4", "trainer.sample_tokens=0", "trainer.device=cpu", "snapshot.every=2",
+    "trainer.sample_tokens=0", "trainer.device=cpu", "snapshot.every=2",
     "snapshot.memory_every=0",
 )  # fmt: skip
 MB = 1e6
@@ -65,9 +65,9 @@ def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
     if program == "sample":
         return [sys.executable, "sample.py", str(run_dir), "--tokens", "5"]
     if program == "train":
-        return [*train, f"run_dir={run_dir}"]
+        return [*train, f"run_dir={run_dir}", "trainer.max_steps=4"]
     if program == "eval":
-        return [*train, f"run_dir={run_dir}", "trainer.eval_only=true"]
+        return [*train, f"run_dir={run_dir}", "trainer.max_steps=4", "trainer.eval_only=true"]
     origin = run_dir if program == "init" else run_dir / "snapshots" / "step_00000004.safetensors"
     return [*train, f"run_dir={fresh}", f"snapshot.init_from={origin}", "trainer.max_steps=0"]
 

@@ -119,8 +119,8 @@ def measure(settings: Settings, workers: int, more: Sequence[str]) -> dict[str, 
     """One run; what rank 0 measured, and what the snapshot says of torch and the device."""
     with work_folder() as folder:
         run_dir = folder / "run"
-        given = arguments_of({**QUIET, **settings, "run_dir": run_dir})
-        command = [*torchrun(workers), __file__, "--worker", *given, *more]
+        given = arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)
+        command = [*torchrun(workers), __file__, "--worker", *given]
         job = Job(command, run_dir, OMP_NUM_THREADS="1")
         wait_for_success(job)
         measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())

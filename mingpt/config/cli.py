@@ -1,11 +1,13 @@
 """A command line and a YAML file to a checked Config, and one sentence for whatever is wrong with them.
 
 A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, then the settings on the
-line, wherever the file stands; defaults are those of settings.py. `--section.key value` works too.
+line, wherever the file stands; defaults are those of settings.py. `--section.key value` works too. Without a
+file, DEFAULT_FILE beside train.py is read.
 """
 
 import dataclasses
 import difflib
+import itertools
 import sys
 import typing
 from collections.abc import Sequence
@@ -16,9 +18,29 @@ import pydantic
 import yaml
 
 from mingpt.base.errors import UserError
-from mingpt.config.settings import Config, Setting, check, flatten, settings, to_yaml
+from mingpt.config.settings import PROJECT, Config, Setting, check, flatten, settings, to_yaml
 
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
+# What others call a setting, after its section; nanoGPT's names above all.
+OTHER_NAMES = {
+    "lr": "optimizer.learning_rate",
+    "max_lr": "optimizer.learning_rate",
+    "min_lr": "optimizer.min_lr_fraction",
+    "warmup_iters": "optimizer.warmup_steps",
+    "lr_scheduler": "optimizer.schedule",
+    "optimizer": "optimizer.name",
+    "max_iters": "trainer.max_steps",
+    "lr_decay_iters": "trainer.max_steps",
+    "epochs": "trainer.max_steps",
+    "gradient_accumulation_steps": "trainer.micro_batch_size",
+    "eval_interval": "trainer.eval_every",
+    "eval_iters": "trainer.eval_windows",
+    "log_interval": "trainer.log_every",
+    "out_dir": "run_dir",
+    "output_dir": "run_dir",
+    "dataset": "data.path",
+    "wandb_log": "report.tracker",
+}
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -31,7 +53,7 @@ def parse(argv: Sequence[str]) -> Config:
         sys.stdout.write(help_text())
         raise SystemExit(0)
     path, given = read_arguments([word for word in argv if word != "--print_config"])
-    config = build(read_file(DEFAULT_FILE if path is None else path) | given)
+    config = build(read_file(str(PROJECT / DEFAULT_FILE) if path is None else path) | given)
     if "--print_config" in argv:
         sys.stdout.write(to_yaml(config))
         raise SystemExit(0)
@@ -40,6 +62,10 @@ def parse(argv: Sequence[str]) -> Config:
 
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     """The one argument that names a file, and {dotted key: value} for the others."""
+    for before, word in itertools.pairwise(argv):
+        is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not Path(word).exists()
+        if word.startswith("=") or is_value:
+            raise UserError(f"write {before.rstrip('=')}=VALUE without spaces around the =")
     path, given, left = None, dict[str, Any](), list(argv)
     while left:
         word = left.pop(0)
@@ -56,6 +82,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
                 )
             path = word
             continue
+        if given.get(key, text) != text:
+            raise UserError(f"{key} is given twice, as {given[key]} and as {text}: leave one of them out")
         given[key] = Text(text)
     return path, given
 
@@ -162,7 +190,9 @@ def unknown_key(key: str, value: Any, known: dict[str, Setting]) -> str:
     if key in (item.name for item in dataclasses.fields(Config)):
         example = next(full for full in known if full.startswith(key))
         return f"{key} is a section and takes settings such as {example}, not {value!r}"
-    near = difflib.get_close_matches(key, known, 1) or [full for full in known if full.endswith("." + key)]
+    other = OTHER_NAMES.get(key.rpartition(".")[2])
+    near = [other] if other else difflib.get_close_matches(key, known, 1)
+    near = near or [full for full in known if full.endswith("." + key)]
     if near:
         return f"unknown setting '{key}'; did you mean '{near[0]}'?"
     return f"unknown setting '{key}'; there is no section '{key.split('.')[0]}'"
@@ -172,7 +202,8 @@ def help_text() -> str:
     lines = [
         "usage: train.py [CONFIG.yaml] [section.key=value ...] [--print_config] [--help]",
         "",
-        f"CONFIG.yaml is {DEFAULT_FILE} if none is named. Settings marked * can change the result of a run.",
+        f"CONFIG.yaml is {DEFAULT_FILE} beside train.py if none is named. Settings marked * can change the",
+        "result of a run.",
         "",
     ]
     for setting in settings().values():

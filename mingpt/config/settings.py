@@ -7,9 +7,11 @@ functions on settings by their dotted keys, and on configurations as dictionarie
 """
 
 import dataclasses
+import os
 import re
 import typing
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pydantic
@@ -26,6 +28,7 @@ AUTO_OR = {
     "trainer.workers": "auto or a whole number at least 1",
     "trainer.compile": "auto, true or false",
 }
+PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 
@@ -42,7 +45,7 @@ class DataConfig:
     path: str = Field(
         "data/input.txt",
         "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
-        "folder or pattern of .bin files",
+        "folder or pattern of .bin files; if left at its default, the text beside train.py will do",
     )
     sha256: Optional[str] = Field(None, "expected SHA-256 of the text in hex; null accepts any")
     block_size: int = Field(
@@ -65,6 +68,12 @@ class DataConfig:
         "rows of the embedding; null: the tokenizer's size, or 50257 for shards without one",
         affects_result=True,
     )
+
+    @property
+    def place(self) -> str:
+        """Where the data lies: `path`, but the default text is also found beside train.py."""
+        is_missing = self.path == "data/input.txt" and not os.path.lexists(self.path)
+        return str(PROJECT / self.path) if is_missing else self.path
 
 
 @dataclass(frozen=True, config=RULES)
@@ -152,7 +161,13 @@ class TrainerConfig:
         "fails, train without it",
         affects_result=True,
     )
-    threads: int = Field(1, "CPU threads per worker; if left at 1, OMP_NUM_THREADS is obeyed", ge=1, le=1024)
+    threads: int = Field(
+        1,
+        "CPU threads per worker; a fresh run's bits depend on them, a resumed one keeps its own; if left at "
+        "1, OMP_NUM_THREADS is obeyed",
+        ge=1,
+        le=1024,
+    )
     reduction: Literal["exact", "fast"] = Field(
         "exact", "exact: the same bits for any number of workers; fast: DDP's all-reduce", affects_result=True
     )

@@ -153,16 +153,9 @@ class RunHistory:
 
     def start_generation(self, start: GenerationStart) -> str | None:
         """A generation starts. Returns one line on the one before, if that did not end in order."""
-        sentence = None
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
-        if self.generations and self.generations[-1]["end"] == "running":
-            last = self.generations[-1]
-            self.close_generation(last, start)
-            sentence = (
-                f"{last['end']} at step {last['to_step']}; "
-                f"resumed from {start.step} with {plural(start.workers, 'worker')}"
-            )
+        sentence = self.close_generation(self.generations[-1], start) if self.generations else None
         now = time.time()
         entry = {
             "workers": start.workers,
@@ -182,19 +175,28 @@ class RunHistory:
         self.file.write(self.encode())
         return sentence
 
-    def close_generation(self, last: dict[str, Any], start: GenerationStart) -> None:
-        """Record how a generation ended that could not do so itself, and what was lost."""
-        reported = start.previous.step() if start.previous else None
-        recorded = last["to_step"]
-        last["exact"] = reported is not None and reported >= recorded
-        last["to_step"] = max(recorded, reported or 0, start.step)
-        last["end"] = start.previous.sentence() if start.previous else unknown_end(last, start)
-        self.content["steps_lost"] += last["to_step"] - start.step
-        # From the last record until now, unless the whole job had ended; and the recorded steps to be done
-        # again.
-        waited = time.time() - last["seen"] if start.is_restart else 0.0
+    def close_generation(self, last: dict[str, Any], start: GenerationStart) -> str | None:
+        """Count what is done again, and record how the generation before ended, if it could not do so itself.
+
+        Returns one line on it then.
+        """
+        recorded, waited, sentence = last["to_step"], 0.0, None
+        if last["end"] == "running":
+            reported = start.previous.step() if start.previous else None
+            last["exact"] = reported is not None and reported >= recorded
+            last["to_step"] = max(recorded, reported or 0, start.step)
+            last["end"] = start.previous.sentence() if start.previous else unknown_end(last, start)
+            # From the last record until now, unless the whole job had ended.
+            waited = time.time() - last["seen"] if start.is_restart else 0.0
+            sentence = (
+                f"{last['end']} at step {last['to_step']}; "
+                f"resumed from {start.step} with {plural(start.workers, 'worker')}"
+            )
+        # A user who deletes snapshots has steps done again that ended in order.
+        self.content["steps_lost"] += max(0, last["to_step"] - start.step)
         repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
+        return sentence
 
     def repeated_failure(self) -> str | None:
         """One sentence if the last generations of this job all failed at the same step."""

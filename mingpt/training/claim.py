@@ -333,8 +333,9 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))
     holder = Holder(tuple(dict.fromkeys(agents)), job=launch.job or uuid.uuid4().hex)
-    places = places_of(config, folder)
-    context.exit.on_job_end(functools.partial(release_all, places))
+    places: list[Claim] = []
+    context.exit.on_job_end(functools.partial(release_all, places, folder))
+    places += places_of(config, folder)  # which refuses a URL without a driver
     refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     return Claims(places, watch_snapshots(config, context, folder, places))
 
@@ -362,10 +363,13 @@ def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
             raise UserError(f"{claim.what} cannot be written to: {reason_of(error)}") from None
 
 
-def release_all(claims: Sequence[Claim]) -> None:
-    """The job ends here."""
+def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
+    """The job ends here. One that has not passed the checks of its start leaves nothing."""
+    has_started = any(claim.holder is not None and claim.holder.started for claim in claims)
     for claim in claims:
         claim.release()
+    if not has_started:
+        folder.remove_made()
 
 
 def watch_snapshots(

@@ -5,13 +5,14 @@ When a generation starts, these nodes agree on the run's id and hand over its re
 and a node that joins is given them.
 """
 
+import contextlib
 import errno
 import functools
 import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -43,6 +44,17 @@ class RunFolder:
     is_shared: bool  # all ranks see the same run folder
     snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its own are those of the job
     snapshots_are_shared: bool = True  # all ranks see the same folder of snapshots
+    made: Sequence[Path] = ()  # what was not there before this start, innermost first
+
+    def remove_made(self) -> None:
+        """Remove what a start that was refused has made, unless another job has a claim there."""
+        is_free = self.is_kept and not any(self.path.glob("claim-*.json"))
+        for path in self.made if is_free else ():
+            with contextlib.suppress(OSError):  # a folder that something lies in, and a disk that fails
+                if path.name == "log.txt":
+                    path.unlink()
+                else:
+                    path.rmdir()
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
@@ -67,20 +79,23 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
+    made = [part for part in (path / "log.txt", path / "snapshots", path) if not part.exists()]
     refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
     snapshots_keeper = keeper
     if config.snapshot.path is not None:
         is_folder = "://" not in config.snapshot.path
         snapshots_keeper = lowest_rank_there(Path(config.snapshot.path), context) if is_folder else 0
-    keepers = context.all_gather_object((keeper, snapshots_keeper))
+    keepers = context.all_gather_object((keeper, snapshots_keeper, made))
     return RunFolder(
         path,
         is_kept=keeper == context.rank,
         keeps_snapshots=snapshots_keeper == context.rank,
-        is_shared=len({one for one, _ in keepers}) == 1,
-        snapshots_rank=min(other for _, other in keepers),
-        snapshots_are_shared=len({other for _, other in keepers}) == 1,
+        is_shared=len({one for one, *_ in keepers}) == 1,
+        snapshots_rank=min(other for _, other, _ in keepers),
+        snapshots_are_shared=len({other for _, other, _ in keepers}) == 1,
+        # The rank that looked first has seen what was there.
+        made=max((parts for one, _, parts in keepers if one == keeper), key=len),
     )
 
 

@@ -29,8 +29,16 @@ from mingpt.training.run_folder import (
     share_history,
 )
 from mingpt.training.search import check_nothing_is_lost, find_latest, prepare_store, report_skipped
-from mingpt.training.state import StoredState, check_shard
+from mingpt.training.state import (
+    StoredState,
+    check_shapes,
+    check_shard,
+    snapshot_shapes,
+    snapshot_vocab_size,
+)
 
+# Settings that can change an evaluation, or the beginning of their names.
+EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
 NOT_BEGUN: dict[str, Any] = {"step": 0, "windows": 0, "audit": START, "software": {}}
 log = logging.getLogger(__name__)
 
@@ -100,9 +108,22 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
         initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
+    report_warmup(config, found)
     return StartPoint(
         **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
     )
+
+
+def report_warmup(config: Config, found: FoundSnapshot) -> None:
+    """One line, at the start of a job, if its steps do not reach the peak learning rate."""
+    warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
+    if warmup_steps > max_steps > found.step and not (found.is_restart or config.trainer.eval_only):
+        log.info(
+            "the warm-up is longer than the run (optimizer.warmup_steps=%d, trainer.max_steps=%d): the peak "
+            "learning rate is never reached",
+            warmup_steps,
+            max_steps,
+        )
 
 
 def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
@@ -226,12 +247,28 @@ def check_snapshot(
             f"snapshot.init_from starts a fresh run and {url} holds a snapshot of step {step}: "
             "choose another run_dir"
         )
+    if config.trainer.eval_only:
+        changes = [change for change in changes if change.startswith(EVALUATED)]
+    if changes:
+        check_model_fits(snapshot, config, f"{url} holds snapshots of another model ({'; '.join(changes)})")
     if changes and resume != "changed":
         raise UserError(
             f"{url} holds snapshots of a run with other settings ({'; '.join(changes)}): set them back, "
             "choose another run_dir, or go on with the new ones by snapshot.resume=changed"
         )
     return changes
+
+
+def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> None:
+    """Raises UserError, which begins with `refusal`, unless the weights fit the model that is asked for."""
+    vocab_size = config.data.vocab_size or snapshot_vocab_size(snapshot.manifest)
+    shapes = snapshot_shapes(snapshot.manifest | {"config": to_dict(config)}, vocab_size)
+    here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+    names = [name for name in snapshot.shapes if name.startswith("model.")]
+    try:
+        check_shapes({name: (snapshot.shapes[name], snapshot.dtypes[name]) for name in names}, here, "")
+    except UserError:
+        raise UserError(f"{refusal}: set that back, or choose another run_dir") from None
 
 
 def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:

@@ -2,10 +2,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config, settings
-from mingpt.config.cli import build, parse
+from mingpt.config.cli import OTHER_NAMES, build, parse
+from mingpt.data import TextData, read_bytes, tokenize, train_tokenizer
 
 
 def test_the_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as stop:
         parse(["--help"])
     text = capsys.readouterr().out
-    assert stop.value.code == 0
+    assert stop.value.code == 0 and set(OTHER_NAMES.values()) <= settings().keys()
     for key, setting in settings().items():
         assert key in text
         assert setting.description in text
@@ -55,6 +57,11 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("model.n_layers=3", "unknown setting 'model.n_layers'; did you mean 'model.n_layer'?"),
         ("n_layer=3", "unknown setting 'n_layer'; did you mean 'model.n_layer'?"),
+        ("lr=0.1", "unknown setting 'lr'; did you mean 'optimizer.learning_rate'?"),
+        ("trainer.max_iters=5", "did you mean 'trainer.max_steps'?"),
+        ("device=cpu", "did you mean 'trainer.device'?"),
+        ("dtype=float32", "did you mean 'trainer.dtype'?"),
+        ("out_dir=out", "did you mean 'run_dir'?"),
         ("model=3", "model is a section"),
         ("model.n_layer=two", "model.n_layer must be a whole number at least 1, not 'two'"),
         ("model.n_layer=0", "model.n_layer must be a whole number at least 1, not 0"),
@@ -84,13 +91,19 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         ("run_dir=", "run_dir must be a local folder, not ''"),
         ("run_dir=s3://bucket/run", "run_dir must be a local folder"),
         ("seed=18446744073709551616", "seed must be"),
+        ("trainer.max_steps = 10", "write trainer.max_steps=VALUE without spaces around the ="),
+        ("trainer.max_steps =10", "write trainer.max_steps=VALUE without spaces around the ="),
+        ("trainer.max_steps= 10", "write trainer.max_steps=VALUE without spaces around the ="),
+        ("--trainer.max_steps = 10", "write --trainer.max_steps=VALUE without spaces around the ="),
+        ("seed=1 seed=1 --seed=2", "seed is given twice, as 1 and as 2: leave one of them out"),
+        ("a.yaml b.yaml", "two configuration files"),
         ("", "the configuration file  cannot be read"),
         ("elsewhere.yaml", "the configuration file elsewhere.yaml cannot be read: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_sentence(argument: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
-        parse([argument])
+        parse(argument.split(" "))
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -123,9 +136,18 @@ def test_a_broken_file_is_one_sentence(content: str, sentence: str, tmp_path: Pa
     assert "\n" not in str(error.value)
 
 
-def test_two_files_are_refused() -> None:
-    with pytest.raises(UserError, match="two configuration files"):
-        parse(["a.yaml", "b.yaml"])
+def test_the_default_file_and_text_are_those_beside_train_py_wherever_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse([])
+    assert config == Config(), "what is recorded is the same everywhere"
+    assert read_bytes(config.data) == (ROOT / "data/input.txt").read_bytes()
+    text = TextData(read_bytes(config.data), config.data)
+    assert tokenize(text, config.data, train_tokenizer(text, config.data)).entropy_floor
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/input.txt").write_text("the text of the working directory\n")
+    assert read_bytes(config.data).startswith(b"the text of the working directory")
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

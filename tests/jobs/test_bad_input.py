@@ -36,7 +36,7 @@ def test_a_run_that_cannot_begin_is_refused_and_writes_nothing(
 ) -> None:
     given: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__workers": 1}
     assert expected in sentence(start(command(**(given | settings))))
-    assert not any(contents(tmp_path).values())
+    assert not any(tmp_path.iterdir())
 
 
 OTHER_MODEL = "model.n_layer: 2 -> 3; optimizer.learning_rate: 0.007 -> 0.5"

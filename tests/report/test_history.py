@@ -90,6 +90,16 @@ def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
     assert [entry["end"] for entry in content["generations"]] == ["stopped by SIGTERM", "running"]
 
 
+def test_steps_that_an_orderly_end_has_saved_and_a_user_has_deleted_are_done_twice(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    begin(history, 1, 0, None, False, [])
+    history.note_step(30, 0.5)
+    history.end("finished", 34, "finished")
+    later = open_history(tmp_path)
+    assert begin(later, 1, 4, None, False, []) is None
+    assert later.summary().startswith("2 generations, 30 steps done twice, 15.0 s lost")
+
+
 def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
     """Generations that fail after these steps (None: without a report), and one that has begun after them."""
     history = open_history(run_dir)

@@ -3,9 +3,11 @@
 import errno
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import SMALL
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest, write
@@ -22,7 +24,8 @@ from mingpt.training.search import (
     find_latest,
     report_skipped,
 )
-from mingpt.training.start import make_check
+from mingpt.training.start import check_snapshot, make_check, report_warmup
+from mingpt.training.state import StoredState, snapshot_shapes, snapshot_vocab_size
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
 EVAL_ONLY = Config(trainer=TrainerConfig(eval_only=True))
@@ -165,3 +168,64 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     else:
         check(manifest, {})
     make_check(config, data, job_start=None)(manifest, {})
+
+
+def check_changed(changes: dict[str, Any], arch: str, resume: str) -> list[str]:
+    began = SMALL | {"model.arch": arch}
+    data = TextData(b"To be, or not to be, that is the question.\n" * 40, build(began).data)
+    manifest = make_manifest(30) | {"config": to_dict(build(began)), "data": {"sha256": data.fingerprint}}
+    shapes = snapshot_shapes(manifest, snapshot_vocab_size(manifest))
+    stored = StoredState(
+        manifest, shapes, dict.fromkeys(shapes, torch.float32), [], lambda rows: torch.empty(0)
+    )
+    config = build(began | {"snapshot.resume": resume} | changes)
+    return check_snapshot(stored, config, "out/run/snapshots", data, is_restart=False)
+
+
+@pytest.mark.parametrize("resume", ["auto", "changed"])
+@pytest.mark.parametrize(
+    ("changes", "arch"),
+    [
+        ({"model.n_layer": 3}, "modern"),
+        ({"model.n_embd": 64}, "modern"),
+        ({"data.vocab_size": 300}, "modern"),
+        ({"data.block_size": 64}, "gpt2"),
+    ],
+)
+def test_another_model_needs_another_run_dir(changes: dict[str, Any], arch: str, resume: str) -> None:
+    with pytest.raises(UserError, match=r"another model \(.*\): set that back, or choose another run_dir$"):
+        check_changed(changes, arch, resume)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch"),
+    [
+        ({"data.block_size": 16}, "gpt2"),
+        ({"data.block_size": 64}, "modern"),
+        ({"optimizer.name": "adamw"}, "modern"),
+        ({"trainer.max_steps": 60}, "modern"),
+    ],
+)
+def test_a_change_that_the_weights_fit_may_be_asked_for(changes: dict[str, Any], arch: str) -> None:
+    with pytest.raises(UserError, match=r"go on with the new ones by snapshot\.resume=changed"):
+        check_changed(changes, arch, "auto")
+    assert len(check_changed(changes, arch, "changed")) == 1
+
+
+def test_an_evaluation_compares_what_can_change_it() -> None:
+    evaluation = {"trainer.eval_only": True, "trainer.max_steps": 7, "seed": 3, "trainer.batch_size": 4}
+    assert check_changed(evaluation, "modern", "auto") == []
+    for key, value in {"data.block_size": 16, "trainer.dtype": "bfloat16", "data.val_fraction": 0.5}.items():
+        with pytest.raises(UserError, match=key):
+            check_changed(evaluation | {key: value}, "modern", "auto")
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for max_steps, warmup_steps, step in ((5, 5, 0), (0, 20, 0), (5, 1000, 5), (5, 1000, 0)):
+        report_warmup(
+            build({"trainer.max_steps": max_steps, "optimizer.warmup_steps": warmup_steps}),
+            SimpleNamespace(step=step, is_restart=False),  # type: ignore[arg-type]
+        )
+    (line,) = caplog.messages
+    assert line.startswith("the warm-up is longer than the run (optimizer.warmup_steps=1000, trainer.max_st")

@@ -7,6 +7,7 @@ else they share this machine's memory. Exit code 0, also where nothing fits; 2 f
 """
 
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -140,8 +141,11 @@ def align(rows: list[list[str]]) -> list[str]:
 
 
 def size(text: str) -> int:
-    """Bytes of "80GB", "79.6 GiB" or a plain number. Raises ValueError."""
-    return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
+    """Bytes of "80GB", "79.6 GiB" or a plain number. Raises ValueError, or ArgumentTypeError."""
+    found: int = TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
+    if found < 1e6:
+        raise ArgumentTypeError(f"{text} means {found} bytes: write the unit, as in 80GB")
+    return found
 
 
 def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[int, str, bool]:

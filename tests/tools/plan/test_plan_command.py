@@ -8,7 +8,7 @@ import pytest
 from mingpt.base.command import run_command
 from mingpt.tools.plan.command import main, size
 
-TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32", "trainer.device=cpu"]
+TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32"]
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -62,6 +62,10 @@ def test_shards_give_their_number_of_tokens_and_a_given_vocabulary_needs_no_data
         ),
         (["--workers", "9"], "9 workers cannot share the 8 micro-batches of a step"),
         (["--gpu_memory", "80 apples"], "argument --gpu_memory: invalid size value: '80 apples'"),
+        (
+            ["--gpu_memory", "80"],
+            "argument --gpu_memory: 80 means 80 bytes: write the unit, as in 80GB; see",
+        ),
         (["trainer.device=cuda"], "how much memory does a GPU have? Give --gpu_memory"),
         (["--gpu=H100"], "unknown setting 'gpu'"),
         (["--measure"], "--measure needs a value"),

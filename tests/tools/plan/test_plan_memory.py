@@ -18,7 +18,8 @@ def workload(*settings: str, workers: int = 4, on_cpu: bool = True, dtype: str =
     given = ("model.arch=gpt2", "model.n_layer=12", "model.n_head=12", "model.n_embd=768")
     more = ("data.block_size=1024", "trainer.batch_size=16", "trainer.micro_batch_size=1")
     plain = ("optimizer.name=adamw", "snapshot.memory_every=0")
-    return Workload(parse([*given, *more, *plain, *settings]), 50257, workers, on_cpu, dtype)
+    words = {word.partition("=")[0]: word for word in (*given, *more, *plain, *settings)}
+    return Workload(parse([*words.values()]), 50257, workers, on_cpu, dtype)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
