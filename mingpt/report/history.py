@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +18,18 @@ from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
 from mingpt.report.files import MayWrite, SmallFile, always
 
-Seconds = Annotated[float, pydantic.Field(strict=True)]
+Seconds = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
+Duration = Annotated[Seconds, pydantic.Field(ge=0)]
 RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
+STOPPED_BY_AGENT = "stopped by SIGTERM"
+PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
+LONG_WAIT_S = 5.0  # for a snapshot, which is an event then
+MAX_EVENTS = 200  # on record: the first and the newest
 log = logging.getLogger(__name__)
 
 
 class Generation(pydantic.BaseModel):
-    """What later generations read of an entry."""
+    """What later generations, and the picture of the run, read of an entry."""
 
     end: str
     from_step: Count
@@ -31,15 +37,31 @@ class Generation(pydantic.BaseModel):
     restart: pydantic.StrictBool
     began: Seconds
     seen: Seconds
+    hosts: list[str] = []
+    step_s: Duration = 0.0
+    seconds: Duration | None = None
+    phases: dict[str, Duration] = {}
+
+
+class Event(pydantic.BaseModel):
+    """What a generation cannot tell by its end; `generation` is its number, from 1."""
+
+    at: Seconds
+    generation: Count
+    what: str
 
 
 class History(pydantic.BaseModel):
-    """What later generations read; other fields may be there."""
+    """What is read of run.json; other fields may be there."""
 
     id: RunId
-    generations: list[Generation]
+    generations: list[Generation] = pydantic.Field(min_length=1)
     changes: list[Any] = []
+    events: list[Event] = []
     durable_step: Count = 0
+    status: str = ""
+    steps_lost: Count = 0
+    goodput: Seconds = 1.0
 
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
@@ -94,6 +116,7 @@ class GenerationStart:
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics the run has logged
+    start_s: float = 0.0  # since the process that keeps the run folder has started
 
 
 def plural(count: int, noun: str) -> str:
@@ -110,14 +133,29 @@ def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
     return "all workers vanished"
 
 
+def node_changes(last: dict[str, Any], start: GenerationStart) -> str:
+    """Which nodes have joined or left since a generation; "" if none has, or nobody knows."""
+    before, now = Counter(last.get("hosts", start.hosts)), Counter(start.hosts)
+    changes = {"joined": (now - before).elements(), "left": (before - now).elements()}
+    sentences = {what: ", ".join(sorted(hosts)) for what, hosts in changes.items()}
+    return "; ".join(f"{hosts} {what}" for what, hosts in sentences.items() if hosts)
+
+
+def seconds_of(entry: dict[str, Any]) -> float:
+    """How long a generation has trained; by the wall clock in a run.json that does not tell it otherwise."""
+    return float(entry.get("seconds", max(0.0, entry["seen"] - entry["began"])))
+
+
 class RunHistory:
     """Written by the rank that keeps the run folder. Times are seconds since 1970.
 
     `status` is running, finished, stopped or failed. `durable_step` is that of the newest snapshot on disk. A
     generation is the workers between two restarts: how many, on which hosts, the steps from which and to
     which they came, and how they ended. `exact` says that `to_step` was reported by one of them and is not
-    only the last step on record. `restart` is false for a job's first generation. While a run goes on, the
-    file is written in the background.
+    only the last step on record. `restart` is false for a job's first generation. `seconds` lie between its
+    `began` and `seen`, by a clock that nobody sets, and `phases` are totals of them: for evaluations, and
+    for snapshots that training waits for; `start_s` lie before `began`. `events` are what a generation's
+    end does not tell. While a run goes on, the file is written in the background.
     """
 
     def __init__(
@@ -130,6 +168,7 @@ class RunHistory:
             "status": "running",
             "generations": [],
             "changes": [],
+            "events": [],
             "steps_lost": 0,
             "seconds_lost": 0.0,
             "goodput": 1.0,
@@ -153,17 +192,22 @@ class RunHistory:
 
     def start_generation(self, start: GenerationStart) -> str | None:
         """A generation starts. Returns one line on the one before, if that did not end in order."""
-        sentence = None
-        if start.changes:
-            self.content["changes"].append({"step": start.step, "settings": start.changes})
-        if self.generations and self.generations[-1]["end"] == "running":
-            last = self.generations[-1]
+        last = self.generations[-1] if self.generations else {"end": ""}
+        was_running = last["end"] == "running"
+        # An agent that takes in a node, or loses one in order, tells its workers to stop.
+        changes = node_changes(last, start) if start.is_restart and last["end"] == STOPPED_BY_AGENT else ""
+        if was_running:
             self.close_generation(last, start)
+        elif changes:
+            last["end"] = changes
+        sentence = None
+        if was_running or changes:
             sentence = (
                 f"{last['end']} at step {last['to_step']}; "
                 f"resumed from {start.step} with {plural(start.workers, 'worker')}"
             )
         now = time.time()
+        self.began_at = time.monotonic()
         entry = {
             "workers": start.workers,
             "hosts": start.hosts,
@@ -173,9 +217,14 @@ class RunHistory:
             "restart": start.is_restart,
             "began": now,
             "seen": now,
+            "seconds": 0.0,
+            "phases": dict.fromkeys(PHASES, 0.0) | {"start_s": round(start.start_s, 3)},
             "end": "running",
         }
         self.generations.append(entry)
+        if start.changes:
+            self.content["changes"].append({"step": start.step, "settings": start.changes})
+            self.note_event(f"{plural(len(start.changes), 'setting')} changed")
         # In a restart a snapshot may have been lost with its disk: that it was written must not be forgotten.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
@@ -192,7 +241,7 @@ class RunHistory:
         self.content["steps_lost"] += last["to_step"] - start.step
         # From the last record until now, unless the whole job had ended; and the recorded steps to be done
         # again.
-        waited = time.time() - last["seen"] if start.is_restart else 0.0
+        waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
         repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
 
@@ -216,15 +265,36 @@ class RunHistory:
         self.content["durable_step"] = step
         self.file.write_in_background(self.encode())
 
+    def note_event(self, what: str) -> None:
+        """Something has happened now, which the next write puts on record."""
+        events = self.content["events"]
+        events.append({"at": time.time(), "generation": len(self.generations), "what": what})
+        del events[1 : 1 - MAX_EVENTS]
+
+    def add_phase(self, phase: str, seconds: float) -> None:
+        """One of PHASES has just taken so long, which the next write puts on record."""
+        phases = self.generations[-1]["phases"]
+        phases[phase] = round(phases[phase] + seconds, 3)
+        self.note_time()
+        if phase == "snapshot_wait_s" and seconds > LONG_WAIT_S:
+            self.note_event(f"waited {seconds:.0f} s for a snapshot")
+
+    def note_time(self) -> None:
+        """The current generation lives."""
+        seconds = round(time.monotonic() - self.began_at, 3)
+        self.generations[-1] |= {"seen": time.time(), "seconds": seconds}
+
     def note_step(self, step: int, step_s: float | None) -> None:
         """The current generation has completed `step`, at so many seconds per step."""
-        self.generations[-1] |= {"to_step": step, "seen": time.time()}
+        self.generations[-1]["to_step"] = step
+        self.note_time()
         if step_s is not None:
             self.generations[-1]["step_s"] = step_s
         self.file.write_in_background(self.encode())
 
     def end(self, status: str, step: int, how: str) -> None:
-        self.generations[-1] |= {"to_step": step, "exact": True, "seen": time.time(), "end": how}
+        self.generations[-1] |= {"to_step": step, "exact": True, "end": how}
+        self.note_time()
         self.content["status"] = status
         self.file.write(self.encode())
 
@@ -238,7 +308,7 @@ class RunHistory:
     def encode(self) -> str:
         """The file's content, with its goodput."""
         # Time after an orderly stop is not lost: a run's time is that of its generations and of its restarts.
-        trained_s = sum(entry["seen"] - entry["began"] for entry in self.generations)
+        trained_s = sum(map(seconds_of, self.generations))
         between_s = sum(
             max(0.0, after["began"] - before["seen"])
             for before, after in pairwise(self.generations)

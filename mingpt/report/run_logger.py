@@ -18,12 +18,14 @@ from mingpt.report.history import GenerationStart, RunHistory, load_history, plu
 from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
+from mingpt.report.timeline import Timeline
 from mingpt.report.tracker import Follower, TensorBoard, Tracker
 
 T = TypeVar("T")
 SINKS: list[Callable[[RunInfo], Sink]] = [  # beside metrics.jsonl
     ConsoleSink,
     LossPlot,
+    Timeline,
 ]
 log = logging.getLogger(__name__)
 
@@ -67,9 +69,11 @@ class RunLogger:
         check_claim: Callable[[], None] = lambda: None,
         may_write: MayWrite = always,
         is_main: bool = True,
+        parameters: int = 0,
     ) -> None:
         self.config, self.corpus, self.start, self.environment = config, corpus, start, environment
         self.check_claim, self.is_main = check_claim, is_main
+        self.parameters = parameters
         run_dir = Path(config.run_dir)
         self.check_claim()
         self.config_file = SmallFile(run_dir / "config.yaml", may_write)
@@ -88,6 +92,7 @@ class RunLogger:
             run_id=start.run_id,
             settings=to_dict(config),
             generation=len(self.history.generations),
+            parameters=parameters,
             previous_end=self.previous_end,
         )
         self.records = JsonlSink(run)
@@ -127,7 +132,6 @@ class RunLogger:
     def plan(
         self,
         step: int,
-        parameters: int,
         windows_per_epoch: int,
         compile_choice: str,
         assignment: Sequence[Sequence[int]],
@@ -142,7 +146,7 @@ class RunLogger:
         log.info(
             "%s with %s parameters, %s; %s%s on %s, %s each",
             config.model.arch,
-            f"{parameters:,}",
+            f"{self.parameters:,}",
             environment.dtype,
             plural(self.start.workers, "worker"),
             describe_strategy(config.trainer),
@@ -214,7 +218,7 @@ class RunLogger:
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how)
         log.info("%s at step %d: %s", how, step, self.history.summary())
-        log.info("snapshot in %s, metrics and loss.png in %s", snapshots, self.config.run_dir)
+        log.info("snapshot in %s, metrics, loss.png and timeline.png in %s", snapshots, self.config.run_dir)
 
     def _end(self, status: str, step: int, how: str) -> None:
         """Record the end, and close the sinks. Metrics that cannot be written now are lost."""

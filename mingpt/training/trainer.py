@@ -12,7 +12,8 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from mingpt.training.evaluate import Evaluator, is_due, is_missing
 from mingpt.training.saving import Saving
 from mingpt.training.start import StartPoint, find_start
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -93,11 +95,13 @@ class Trainer:
                 start.durable_step,
                 start.changes,
                 start.logged_step,
+                time.monotonic() - context.exit.began_at,
             ),
             self.environment,
             start.claims.run_dir.check,
             start.claims.run_dir.may_write,
             is_main=context.rank == 0,
+            parameters=sum(map(math.prod, self.strategy.shapes.values())),
         )
         context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
         return logger
@@ -113,9 +117,9 @@ class Trainer:
                 return None
             stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # since the workers started
             if self.evaluation_missing and not stop:
-                stop = self.evaluate()
+                stop = self.timed("evaluation_s", self.evaluate)
                 if self.state.step and not stop:
-                    self.saving.save_to_disk(self.run_logger)  # whose manifest holds the evaluation
+                    self.save_to_disk()  # its manifest holds the evaluation
             self.timer.reset(self.state.step)
             while self.state.step < self.config.trainer.max_steps and not stop:
                 grad_norm, stop = self.step()
@@ -174,13 +178,23 @@ class Trainer:
             self.log_training(grad_norm)
         self.evaluation_missing = is_due(config.trainer, step)
         if self.evaluation_missing and not stop:
-            stop = self.timer.exclude(self.evaluate)
+            stop = self.timed("evaluation_s", self.evaluate)
         if is_last or stop or step % config.snapshot.every == 0:
-            is_end = is_last or bool(stop)
-            self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_end))
+            self.save_to_disk(is_last=is_last or bool(stop))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
-            self.timer.exclude(self.saving.save_to_memory)
+            self.timed("snapshot_wait_s", self.saving.save_to_memory)
         return stop
+
+    def save_to_disk(self, is_last: bool = False) -> None:
+        self.timed("snapshot_wait_s", lambda: self.saving.save_to_disk(self.run_logger, is_last))
+
+    def timed(self, phase: str, work: Callable[[], T]) -> T:
+        """Do what is no part of a step's time; run.json tells how long `phase` has taken in all."""
+        began = time.perf_counter()
+        result = self.timer.exclude(work)
+        if self.run_logger:
+            self.run_logger.history.add_phase(phase, time.perf_counter() - began)
+        return result
 
     def begin_run(self) -> bool:
         """Whether there is anything to train; if so, everything is ready for the first step."""
@@ -207,11 +221,9 @@ class Trainer:
             self.saving.remove_memory_snapshots()
             raise NonRetryableError(failure)
         if self.run_logger:
-            parameters = sum(map(math.prod, self.strategy.shapes.values()))
             assignment = self.sampler.micro_batches_by_rank()
             self.run_logger.plan(
                 state.step,
-                parameters,
                 self.sampler.windows_per_epoch,
                 self.compile_choice,
                 assignment,
@@ -224,8 +236,8 @@ class Trainer:
     def end_run(self, stopped_by: str | None) -> None:
         """Return when the last snapshot is on disk, on all ranks."""
         if self.saving.is_missing():
-            self.saving.save_to_disk(self.run_logger, is_last=True)
-        self.saving.finish(self.run_logger)
+            self.save_to_disk(is_last=True)
+        self.timed("snapshot_wait_s", lambda: self.saving.finish(self.run_logger))
         events.emit("run_end", state=self.state)
 
         def report() -> None:

@@ -1,4 +1,5 @@
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mingpt.report import (
     read_durable_step,
     read_job_start,
 )
+from mingpt.report.history import MAX_EVENTS, plural
 
 RUN_ID = "abc123"
 FAILURE = {"why": "failed (ValueError: twice two)"}
@@ -90,6 +92,61 @@ def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
     assert [entry["end"] for entry in content["generations"]] == ["stopped by SIGTERM", "running"]
 
 
+@pytest.mark.parametrize("set_back_in_generation", [1, 2])
+def test_a_clock_that_is_set_back_loses_no_time(
+    set_back_in_generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"time": 10_000.0, "monotonic": 0.0}
+    for name in clock:
+        monkeypatch.setattr(time, name, lambda name=name: clock[name])
+    for number in (1, 2):
+        history = open_history(tmp_path)
+        begin(history, 1, 8 * (number - 1), None, number > 1, [])
+        clock["monotonic"] += 100
+        clock["time"] += 100 - 3600 * (number == set_back_in_generation)
+        history.note_step(10 * number, 1.0)
+        history.file.retry()
+    content = read(tmp_path)
+    assert [entry["seconds"] for entry in content["generations"]] == [100, 100]
+    assert (content["seconds_lost"], content["goodput"]) == (2.0, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "end"),
+    [
+        (("a", "b", "c"), "c joined"),
+        (("a", "b", "b"), "b joined"),
+        (("a",), "b left"),
+        (("a", "b"), "stopped by SIGTERM"),
+    ],
+)
+def test_a_generation_that_ends_for_a_node_says_so(hosts: tuple[str, ...], end: str, tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    begin(history, 2, 0, None, False, [], hosts=("a", "b"))
+    history.end("stopped", 12, "stopped by SIGTERM")
+    sentence = begin(open_history(tmp_path), len(hosts), 12, None, True, [], hosts=hosts)
+    said = f"{end} at step 12; resumed from 12 with {plural(len(hosts), 'worker')}"
+    assert sentence == (None if end == "stopped by SIGTERM" else said)
+    assert read(tmp_path)["generations"][0]["end"] == end
+
+
+def test_phases_are_totals_and_events_the_first_and_the_newest(tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    begin(history, 1, 0, None, False, ["model.dropout: 0.0 -> 0.1"])
+    for seconds in (1.5, 2.0):
+        history.add_phase("evaluation_s", seconds)
+    for number in range(300):
+        history.add_phase("snapshot_wait_s", 10.0 + number)
+    history.end("finished", 1, "finished")
+    content = read(tmp_path)
+    phases, events = content["generations"][0]["phases"], content["events"]
+    assert phases["evaluation_s"] == 3.5 and phases["start_s"] == 0
+    assert len(events) == MAX_EVENTS and events[0]["what"] == "1 setting changed"
+    assert (events[1]["what"], events[-1]["what"]) == tuple(
+        f"waited {seconds} s for a snapshot" for seconds in (310 - MAX_EVENTS + 1, 309)
+    )
+
+
 def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
     """Generations that fail after these steps (None: without a report), and one that has begun after them."""
     history = open_history(run_dir)
@@ -116,7 +173,16 @@ def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int | None
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "3", '{"id": "abc123", "generations": 3}', '{"id": "../elsewhere", "generations": []}']
+    "content",
+    [
+        "{",
+        "3",
+        '{"id": "abc123", "generations": 3}',
+        '{"id": "abc123", "generations": []}',
+        '{"id": "../elsewhere", "generations": []}',
+        '{"id":' + "[" * 100_000,
+    ],
+    ids=range(6),
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(content)
