@@ -21,10 +21,7 @@ from mingpt.report.files import MayWrite, SmallFile, always
 Seconds = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
 Duration = Annotated[Seconds, pydantic.Field(ge=0)]
 RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
-STOPPED_BY_AGENT = "stopped by SIGTERM"
 PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
-LONG_WAIT_S = 5.0  # for a snapshot, which is an event then
-MAX_EVENTS = 200  # on record: the first and the newest
 log = logging.getLogger(__name__)
 
 
@@ -39,16 +36,8 @@ class Generation(pydantic.BaseModel):
     seen: Seconds
     hosts: list[str] = []
     step_s: Duration = 0.0
-    seconds: Duration | None = None
+    seconds: Duration = 0.0
     phases: dict[str, Duration] = {}
-
-
-class Event(pydantic.BaseModel):
-    """What a generation cannot tell by its end; `generation` is its number, from 1."""
-
-    at: Seconds
-    generation: Count
-    what: str
 
 
 class History(pydantic.BaseModel):
@@ -57,7 +46,6 @@ class History(pydantic.BaseModel):
     id: RunId
     generations: list[Generation] = pydantic.Field(min_length=1)
     changes: list[Any] = []
-    events: list[Event] = []
     durable_step: Count = 0
     status: str = ""
     steps_lost: Count = 0
@@ -133,19 +121,6 @@ def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
     return "all workers vanished"
 
 
-def node_changes(last: dict[str, Any], start: GenerationStart) -> str:
-    """Which nodes have joined or left since a generation; "" if none has, or nobody knows."""
-    before, now = Counter(last.get("hosts", start.hosts)), Counter(start.hosts)
-    changes = {"joined": (now - before).elements(), "left": (before - now).elements()}
-    sentences = {what: ", ".join(sorted(hosts)) for what, hosts in changes.items()}
-    return "; ".join(f"{hosts} {what}" for what, hosts in sentences.items() if hosts)
-
-
-def seconds_of(entry: dict[str, Any]) -> float:
-    """How long a generation has trained; by the wall clock in a run.json that does not tell it otherwise."""
-    return float(entry.get("seconds", max(0.0, entry["seen"] - entry["began"])))
-
-
 class RunHistory:
     """Written by the rank that keeps the run folder. Times are seconds since 1970.
 
@@ -154,8 +129,8 @@ class RunHistory:
     which they came, and how they ended. `exact` says that `to_step` was reported by one of them and is not
     only the last step on record. `restart` is false for a job's first generation. `seconds` lie between its
     `began` and `seen`, by a clock that nobody sets, and `phases` are totals of them: for evaluations, and
-    for snapshots that training waits for; `start_s` lie before `began`. `events` are what a generation's
-    end does not tell. While a run goes on, the file is written in the background.
+    for snapshots that training waits for; `start_s` lie before `began`. While a run goes on, the file is
+    written in the background.
     """
 
     def __init__(
@@ -168,7 +143,6 @@ class RunHistory:
             "status": "running",
             "generations": [],
             "changes": [],
-            "events": [],
             "steps_lost": 0,
             "seconds_lost": 0.0,
             "goodput": 1.0,
@@ -192,16 +166,19 @@ class RunHistory:
 
     def start_generation(self, start: GenerationStart) -> str | None:
         """A generation starts. Returns one line on the one before, if that did not end in order."""
+        sentence = None
+        if start.changes:
+            self.content["changes"].append({"step": start.step, "settings": start.changes})
         last = self.generations[-1] if self.generations else {"end": ""}
+        joined = Counter(start.hosts) - Counter(last.get("hosts", start.hosts))
+        # An agent that takes in a node tells its workers to stop.
+        is_for_node = start.is_restart and bool(joined) and last["end"] == "stopped by SIGTERM"
+        if is_for_node:
+            last["end"] = f"{', '.join(sorted(joined.elements()))} joined"
         was_running = last["end"] == "running"
-        # An agent that takes in a node, or loses one in order, tells its workers to stop.
-        changes = node_changes(last, start) if start.is_restart and last["end"] == STOPPED_BY_AGENT else ""
         if was_running:
             self.close_generation(last, start)
-        elif changes:
-            last["end"] = changes
-        sentence = None
-        if was_running or changes:
+        if was_running or is_for_node:
             sentence = (
                 f"{last['end']} at step {last['to_step']}; "
                 f"resumed from {start.step} with {plural(start.workers, 'worker')}"
@@ -222,9 +199,6 @@ class RunHistory:
             "end": "running",
         }
         self.generations.append(entry)
-        if start.changes:
-            self.content["changes"].append({"step": start.step, "settings": start.changes})
-            self.note_event(f"{plural(len(start.changes), 'setting')} changed")
         # In a restart a snapshot may have been lost with its disk: that it was written must not be forgotten.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
@@ -265,37 +239,21 @@ class RunHistory:
         self.content["durable_step"] = step
         self.file.write_in_background(self.encode())
 
-    def note_event(self, what: str) -> None:
-        """Something has happened now, which the next write puts on record."""
-        events = self.content["events"]
-        events.append({"at": time.time(), "generation": len(self.generations), "what": what})
-        del events[1 : 1 - MAX_EVENTS]
-
-    def add_phase(self, phase: str, seconds: float) -> None:
-        """One of PHASES has just taken so long, which the next write puts on record."""
-        phases = self.generations[-1]["phases"]
-        phases[phase] = round(phases[phase] + seconds, 3)
-        self.note_time()
-        if phase == "snapshot_wait_s" and seconds > LONG_WAIT_S:
-            self.note_event(f"waited {seconds:.0f} s for a snapshot")
-
-    def note_time(self) -> None:
-        """The current generation lives."""
+    def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
+        """The current generation has completed `step`, at so many seconds per step, and has these PHASES."""
         seconds = round(time.monotonic() - self.began_at, 3)
-        self.generations[-1] |= {"seen": time.time(), "seconds": seconds}
-
-    def note_step(self, step: int, step_s: float | None) -> None:
-        """The current generation has completed `step`, at so many seconds per step."""
-        self.generations[-1]["to_step"] = step
-        self.note_time()
+        self.generations[-1] |= {"to_step": step, "seen": time.time(), "seconds": seconds}
+        self.generations[-1]["phases"] |= {
+            name: round(phase_s, 3) for name, phase_s in (phases or {}).items()
+        }
         if step_s is not None:
             self.generations[-1]["step_s"] = step_s
         self.file.write_in_background(self.encode())
 
-    def end(self, status: str, step: int, how: str) -> None:
-        self.generations[-1] |= {"to_step": step, "exact": True, "end": how}
-        self.note_time()
+    def end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
+        self.generations[-1] |= {"exact": True, "end": how}
         self.content["status"] = status
+        self.note_step(step, None, phases)
         self.file.write(self.encode())
 
     def summary(self) -> str:
@@ -308,7 +266,10 @@ class RunHistory:
     def encode(self) -> str:
         """The file's content, with its goodput."""
         # Time after an orderly stop is not lost: a run's time is that of its generations and of its restarts.
-        trained_s = sum(map(seconds_of, self.generations))
+        # A run.json of before has no `seconds`, and a clock may be set back.
+        trained_s = sum(
+            entry.get("seconds", max(0.0, entry["seen"] - entry["began"])) for entry in self.generations
+        )
         between_s = sum(
             max(0.0, after["began"] - before["seen"])
             for before, after in pairwise(self.generations)

@@ -12,8 +12,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from mingpt.training.evaluate import Evaluator, is_due, is_missing
 from mingpt.training.saving import Saving
 from mingpt.training.start import StartPoint, find_start
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -117,7 +115,7 @@ class Trainer:
                 return None
             stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # since the workers started
             if self.evaluation_missing and not stop:
-                stop = self.timed("evaluation_s", self.evaluate)
+                stop = self.timer.exclude(self.evaluate, "evaluation_s")
                 if self.state.step and not stop:
                     self.save_to_disk()  # its manifest holds the evaluation
             self.timer.reset(self.state.step)
@@ -178,23 +176,15 @@ class Trainer:
             self.log_training(grad_norm)
         self.evaluation_missing = is_due(config.trainer, step)
         if self.evaluation_missing and not stop:
-            stop = self.timed("evaluation_s", self.evaluate)
+            stop = self.timer.exclude(self.evaluate, "evaluation_s")
         if is_last or stop or step % config.snapshot.every == 0:
             self.save_to_disk(is_last=is_last or bool(stop))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
-            self.timed("snapshot_wait_s", self.saving.save_to_memory)
+            self.timer.exclude(self.saving.save_to_memory, "snapshot_wait_s")
         return stop
 
     def save_to_disk(self, is_last: bool = False) -> None:
-        self.timed("snapshot_wait_s", lambda: self.saving.save_to_disk(self.run_logger, is_last))
-
-    def timed(self, phase: str, work: Callable[[], T]) -> T:
-        """Do what is no part of a step's time; run.json tells how long `phase` has taken in all."""
-        began = time.perf_counter()
-        result = self.timer.exclude(work)
-        if self.run_logger:
-            self.run_logger.history.add_phase(phase, time.perf_counter() - began)
-        return result
+        self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_last), "snapshot_wait_s")
 
     def begin_run(self) -> bool:
         """Whether there is anything to train; if so, everything is ready for the first step."""
@@ -237,13 +227,14 @@ class Trainer:
         """Return when the last snapshot is on disk, on all ranks."""
         if self.saving.is_missing():
             self.save_to_disk(is_last=True)
-        self.timed("snapshot_wait_s", lambda: self.saving.finish(self.run_logger))
+        self.timer.exclude(lambda: self.saving.finish(self.run_logger), "snapshot_wait_s")
         events.emit("run_end", state=self.state)
 
         def report() -> None:
             if self.run_logger:
                 self.context.stop_signal.remove_stop_file()
-                self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url)
+                url, phases = self.saving.store.url, self.timer.phases
+                self.run_logger.ended(self.state.step, stopped_by, url, phases)
 
         self.context.run_with_heartbeat(report)
         self.saving.remove_memory_snapshots()
@@ -296,7 +287,7 @@ class Trainer:
                 world_size=self.context.world_size,
                 device_name=self.environment.device,
             )
-            self.run_logger.log_training(stats)
+            self.run_logger.log_training(stats, self.timer.phases)
         self.timer.reset(self.state.step)
 
     def evaluate(self) -> str | None:
