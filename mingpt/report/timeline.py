@@ -21,8 +21,6 @@ COLORS = {
 }
 ORDERLY, FAULT = "#2b5c8f", "#b3261e"
 UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
-WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-MAX_LINES = 60  # ends marked through all lanes; more of them are marked above the lanes
 MAX_NAMES = 30  # of hosts
 Edges = list[list[float]]  # (generations, phases + 1): where phases begin and end on the axis, in seconds
 
@@ -44,16 +42,22 @@ def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float,
 
     Before a restart a pause is long if it takes as long as two average generations.
     """
-    average_s = sum(max(0.0, one.seen - one.began) for one in generations) / len(generations)
-    longest_s = 0.02 * average_s * len(generations)
-    done, right, seen, edges, cuts = 0, 0.0, generations[0].began, Edges(), []
-    for one in generations:
-        pause_s = max(0.0, one.began - one.phases.get("start_s", 0.0) - seen)
-        if pause_s > max(longest_s, 2 * average_s * one.restart):
-            cuts.append((right, min(1.5 * longest_s, 0.2 * average_s), pause_s))
-            pause_s = cuts[-1][1]
-        edges.append(list(accumulate([right + pause_s, *split(one, done)])))
-        right, seen, done = edges[-1][-1], one.seen, max(done, one.to_step)
+    busy_s = sum(max(0.0, one.seen - one.began) for one in generations)
+    longest_s = 0.02 * busy_s
+    longest_restart_s = max(longest_s, 2 * busy_s / len(generations))
+    starts = [one.began - one.phases.get("start_s", 0.0) for one in generations]
+    ends = [starts[0], *(one.seen for one in generations)]
+    pauses = [max(0.0, start - end) for start, end in zip(starts, ends, strict=False)]
+    pairs = zip(generations, pauses, strict=True)
+    are_cut = [pause_s > (longest_restart_s if one.restart else longest_s) for one, pause_s in pairs]
+    width = busy_s * min(0.03, 0.2 / max(1, sum(are_cut)))
+    done, right, edges, cuts = 0, 0.0, Edges(), []
+    for one, pause_s, is_cut in zip(generations, pauses, are_cut, strict=True):
+        if is_cut:
+            cuts.append((right, width, pause_s))
+        left = right + (width if is_cut else pause_s)
+        edges.append(list(accumulate([left, *split(one, done)])))
+        right, done = edges[-1][-1], max(done, one.to_step)
     return edges, cuts
 
 
@@ -78,28 +82,25 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
     hosts = list(dict.fromkeys(host for one in history.generations for host in one.hosts)) or ["workers"]
     figure.set_size_inches(11, 2.8 + 0.35 * min(len(hosts), MAX_NAMES))
     axes, end = figure.subplots(), edges[-1][-1] or 1.0
-    unit, name = unit_of(end), run_dir.resolve().name
+    unit = unit_of(end)
     draw_bars(axes, history.generations, edges, hosts)
     draw_ends(axes, history.generations, edges)
     style = {"transform": axes.get_xaxis_transform(), "zorder": 3}
     hatched = {"facecolor": "white", "edgecolor": "gray", "hatch": "//", **style}
     axes.broken_barh([cut[:2] for cut in cuts], (0, 1), label="cut out" if cuts else None, **hatched)
+    upright = {"rotation": 90, "size": 8, "ha": "center", "va": "center", "backgroundcolor": "white", **style}
     for left, width, pause_s in cuts:
-        pause_unit = unit_of(pause_s)
-        pause = f"{pause_s / UNITS[pause_unit]:.0f} {pause_unit}" if width > 0.01 * end else ""
-        axes.text(
-            left + width / 2, 0.5, pause, rotation=90, size=8, ha="center", va="center", bbox=WHITE, **style
-        )
+        pause = f"{pause_s / UNITS[unit_of(pause_s)]:.0f} {unit_of(pause_s)}"
+        axes.text(left + width / 2, 0.5, pause if width > 0.01 * end else "", **upright)
     ticks = MaxNLocator(10).tick_values(0, end / UNITS[unit])
     axes.set_xticks([tick * UNITS[unit] for tick in ticks], [f"{tick:g}" for tick in ticks])
     lanes = range(0, len(hosts), 1 + (len(hosts) - 1) // MAX_NAMES)
     axes.set_yticks(lanes, [hosts[lane] for lane in lanes], parse_math=False)
-    axis = f"{unit}; the phases of a bar are totals, in this order"
-    axes.set(xlim=(0, end), ylim=(len(hosts) - 0.5, -0.5), xlabel=axis)
-    told = f"goodput {history.goodput:.1%}, {plural(len(edges), 'generation')}"
-    figure.suptitle(
-        f"{name}: {told}, {history.steps_lost} steps done twice, {history.status}", parse_math=False
-    )
+    axes.set(xlim=(0, end), ylim=(len(hosts) - 0.5, -0.5))
+    axes.set_xlabel(f"{unit}; the phases of a bar are totals, in this order")
+    told = f"{plural(len(edges), 'generation')}, {history.steps_lost} steps done twice, {history.status}"
+    name = run_dir.resolve().name
+    figure.suptitle(f"{name}: goodput {history.goodput:.1%}, {told}", parse_math=False)
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
@@ -122,18 +123,20 @@ def draw_bars(axes: Any, generations: Sequence[Generation], edges: Edges, hosts:
     pairs = list(enumerate(pairwise(members), 1))
     came = [(edges[number][0], lane) for number, (before, now) in pairs for lane in now - before]
     went = [(edges[number - 1][-1], lane) for number, (before, now) in pairs for lane in before - now]
-    for places, marker, color, label in ((came, ">", ORDERLY, "came"), (went, "X", FAULT, "went")):
+    for places, color, style in (
+        (came, ORDERLY, {"marker": ">", "label": "node came"}),
+        (went, FAULT, {"marker": "X", "label": "node went"}),
+    ):
         if places:
-            x, lane = zip(*places, strict=True)
-            size = min(40.0, 2000 / len(places))
-            axes.scatter(x, lane, size, color, marker=marker, label=f"node {label}", zorder=4)
+            axes.scatter(*np.transpose(places), min(40.0, 2000 / len(places)), color, zorder=4, **style)
 
 
 def draw_ends(axes: Any, generations: Sequence[Generation], edges: Edges) -> None:
     """Mark how generations ended; from the last one on, those are named for which there is room."""
     ends = [(edge[-1], one.end) for one, edge in zip(generations, edges, strict=True) if one.end != "running"]
     colors = [ORDERLY if re.match("finished|stopped|.* joined$", how) else FAULT for _, how in ends]
-    lowest, width, distance = (1.0, 0.6, 0.05) if len(ends) > MAX_LINES else (0.0, 1.2, 0.025)
+    # Many ends are marked above the lanes, few of them through all lanes.
+    lowest, width, distance = (1.0, 0.6, 0.05) if len(ends) > 60 else (0.0, 1.2, 0.025)
     style = {"transform": axes.get_xaxis_transform(), "clip_on": False}
     axes.vlines([x for x, _ in ends], lowest, 1.03, colors, linewidth=width, **style)
     free_x, words_style = float("inf"), style | {"rotation_mode": "anchor", "parse_math": False}

@@ -9,7 +9,7 @@ from conftest import Finish, assert_same_run, changed_program, final_hash
 
 from mingpt.tools.jobs import free_port, read_metric, torchrun
 
-RUN_FILES = {"config.yaml", "run.json", "metrics.jsonl", "log.txt", "loss.png"}
+RUN_FILES = {"config.yaml", "run.json", "metrics.jsonl", "log.txt", "loss.png", "timeline.png"}
 
 
 @pytest.mark.parametrize("workers", [1, 3, pytest.param(4, marks=pytest.mark.slow)])

@@ -51,12 +51,13 @@ def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     history = open_history(tmp_path)
     assert begin(history, 2, 0, None, False, []) is None
     assert (read(tmp_path)["status"], read(tmp_path)["id"]) == ("running", RUN_ID)
-    history.note_step(10, 0.25)
-    history.end("finished", 30, "finished")
+    history.note_step(10, 0.25, {"evaluation_s": 1.5})
+    history.end("finished", 30, "finished", {"evaluation_s": 3.5})
     content = read(tmp_path)
     (generation,) = content["generations"]
     assert (content["id"], content["status"], content["steps_lost"]) == (RUN_ID, "finished", 0)
     assert (content["seconds_lost"], content["goodput"]) == (0.0, 1.0)
+    assert generation["phases"] == {"start_s": 0.0, "evaluation_s": 3.5, "snapshot_wait_s": 0.0}
     assert (generation["workers"], generation["from_step"], generation["to_step"]) == (2, 0, 30)
     assert (generation["exact"], generation["end"]) == (True, "finished")
     assert {"torch", "python"} <= content["versions"].keys()
@@ -128,15 +129,6 @@ def test_a_generation_that_ends_for_a_node_says_so(hosts: tuple[str, ...], end: 
     said = f"{end} at step 12; resumed from 12 with {plural(len(hosts), 'worker')}"
     assert sentence == (None if end == "stopped by SIGTERM" else said)
     assert read(tmp_path)["generations"][0]["end"] == end
-
-
-def test_phases_are_totals(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    history.start_generation(GenerationStart(RUN_ID, 0, 1, is_restart=False, start_s=4.5))
-    history.note_step(10, 1.0, {"evaluation_s": 1.5})
-    history.end("finished", 1, "finished", {"evaluation_s": 3.5})
-    phases = {"start_s": 4.5, "evaluation_s": 3.5, "snapshot_wait_s": 0.0}
-    assert read(tmp_path)["generations"][0]["phases"] == phases
 
 
 def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:

@@ -35,9 +35,7 @@ def test_the_late_losses_fill_the_picture_and_the_first_ones_leave_it_at_its_top
     plot.replay(50, {"val/loss": float("nan")})
     plot.close()
     (axes,) = figure_of("loss.png").axes
-    low, high = axes.get_ylim()
-    assert 1.2 < low < 1.3 and 1.95 < high < 2.0
-    assert "restarts: 2" in axes.get_legend_handles_labels()[1]
+    assert axes.get_ylim() == pytest.approx((1.268, 1.982), abs=0.005)
 
 
 def test_a_picture_that_cannot_be_drawn_is_one_line_and_the_next_one_is(
