@@ -18,8 +18,7 @@ from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
 from mingpt.report.files import MayWrite, SmallFile, always
 
-Seconds = Annotated[float, pydantic.Field(strict=True, allow_inf_nan=False)]
-Duration = Annotated[Seconds, pydantic.Field(ge=0)]
+Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
 PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
 log = logging.getLogger(__name__)
@@ -35,9 +34,9 @@ class Generation(pydantic.BaseModel):
     began: Seconds
     seen: Seconds
     hosts: list[str] = []
-    step_s: Duration = 0.0
-    seconds: Duration = 0.0
-    phases: dict[str, Duration] = {}
+    step_s: Seconds = 0.0
+    seconds: Seconds = 0.0
+    phases: dict[str, Seconds] = {}
 
 
 class History(pydantic.BaseModel):

@@ -43,13 +43,11 @@ def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float,
     Before a restart a pause is long if it takes as long as two average generations.
     """
     busy_s = sum(max(0.0, one.seen - one.began) for one in generations)
-    longest_s = 0.02 * busy_s
-    longest_restart_s = max(longest_s, 2 * busy_s / len(generations))
+    limits_s = [busy_s * max(0.02, 2 * one.restart / len(generations)) for one in generations]
     starts = [one.began - one.phases.get("start_s", 0.0) for one in generations]
-    ends = [starts[0], *(one.seen for one in generations)]
-    pauses = [max(0.0, start - end) for start, end in zip(starts, ends, strict=False)]
-    pairs = zip(generations, pauses, strict=True)
-    are_cut = [pause_s > (longest_restart_s if one.restart else longest_s) for one, pause_s in pairs]
+    ends = [starts[0], *(one.seen for one in generations[:-1])]
+    pauses = [max(0.0, start - end) for start, end in zip(starts, ends, strict=True)]
+    are_cut = [pause_s > limit_s for pause_s, limit_s in zip(pauses, limits_s, strict=True)]
     width = busy_s * min(0.03, 0.2 / max(1, sum(are_cut)))
     done, right, edges, cuts = 0, 0.0, Edges(), []
     for one, pause_s, is_cut in zip(generations, pauses, are_cut, strict=True):
@@ -118,7 +116,9 @@ def draw_bars(axes: Any, generations: Sequence[Generation], edges: Edges, hosts:
     x = np.array([edges[number] for number, _ in rows])  # (rows, phases + 1)
     for number, (phase, color) in enumerate(COLORS.items()):
         if np.any(x[:, number] < x[:, number + 1]):
-            corners = np.stack([x[:, [number, number + 1, number + 1, number]], y], axis=-1)  # (rows, 4, 2)
+            corners: Any = np.stack(
+                [x[:, [number, number + 1, number + 1, number]], y], axis=-1
+            )  # (rows, 4, 2)
             axes.add_collection(PolyCollection(corners, facecolor=color, linewidth=0, label=phase))
     pairs = list(enumerate(pairwise(members), 1))
     came = [(edges[number][0], lane) for number, (before, now) in pairs for lane in now - before]

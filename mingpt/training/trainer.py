@@ -233,8 +233,7 @@ class Trainer:
         def report() -> None:
             if self.run_logger:
                 self.context.stop_signal.remove_stop_file()
-                url, phases = self.saving.store.url, self.timer.phases
-                self.run_logger.ended(self.state.step, stopped_by, url, phases)
+                self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url, self.timer.phases)
 
         self.context.run_with_heartbeat(report)
         self.saving.remove_memory_snapshots()
