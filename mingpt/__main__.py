@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": ("doctor.command", "say why a cluster does not start, or who holds a run folder"),
     "plan": ("plan.command", "say what a run needs, before it is started, and what fits"),
     "prepare": ("prepare.command", "encode text into token shards"),
+    "timeline": ("timeline", "draw what happened to a run over time"),
     "export": ("export", "write a run as a folder in Hugging Face's format"),
 }
 

@@ -27,6 +27,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         (["verify", "--kill", "1"], "unrecognized arguments: --kill 1; see python -m mingpt verify --help"),
         (["prepare", "--chec", "out"], "unrecognized arguments: --chec"),
         (["export", "run", "out", "--over"], "unrecognized arguments: --over"),
+        (["timeline", "nowhere"], "nowhere has no run.json: give the folder of a run"),
         (["plan", "--worker", "2"], "unknown setting 'worker'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a person sees of a run: log lines, metrics.jsonl, loss.png, run.json.
+"""What a person sees of a run: log lines, metrics.jsonl, loss.png, timeline.png, run.json.
 
 Rank 0 reports; where nodes share no disk, so does the first worker of each, to its own disk.
 

@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +18,14 @@ from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
 from mingpt.report.files import MayWrite, SmallFile, always
 
-Seconds = Annotated[float, pydantic.Field(strict=True)]
+Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
+PHASES = ("start_s", "evaluation_s", "snapshot_wait_s")
 log = logging.getLogger(__name__)
 
 
 class Generation(pydantic.BaseModel):
-    """What later generations read of an entry."""
+    """What later generations, and the picture of the run, read of an entry."""
 
     end: str
     from_step: Count
@@ -31,15 +33,22 @@ class Generation(pydantic.BaseModel):
     restart: pydantic.StrictBool
     began: Seconds
     seen: Seconds
+    hosts: list[str] = []
+    step_s: Seconds = 0.0
+    seconds: Seconds = 0.0
+    phases: dict[str, Seconds] = {}
 
 
 class History(pydantic.BaseModel):
-    """What later generations read; other fields may be there."""
+    """What is read of run.json; other fields may be there."""
 
     id: RunId
-    generations: list[Generation]
+    generations: list[Generation] = pydantic.Field(min_length=1)
     changes: list[Any] = []
     durable_step: Count = 0
+    status: str = ""
+    steps_lost: Count = 0
+    goodput: Seconds = 1.0
 
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
@@ -94,6 +103,7 @@ class GenerationStart:
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics the run has logged
+    start_s: float = 0.0  # since the process that keeps the run folder has started
 
 
 def plural(count: int, noun: str) -> str:
@@ -116,8 +126,10 @@ class RunHistory:
     `status` is running, finished, stopped or failed. `durable_step` is that of the newest snapshot on disk. A
     generation is the workers between two restarts: how many, on which hosts, the steps from which and to
     which they came, and how they ended. `exact` says that `to_step` was reported by one of them and is not
-    only the last step on record. `restart` is false for a job's first generation. While a run goes on, the
-    file is written in the background.
+    only the last step on record. `restart` is false for a job's first generation. `seconds` lie between its
+    `began` and `seen`, by a clock that nobody sets, and `phases` are totals of them: for evaluations, and
+    for snapshots that training waits for; `start_s` lie before `began`. While a run goes on, the file is
+    written in the background.
     """
 
     def __init__(
@@ -157,6 +169,7 @@ class RunHistory:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
         sentence = self.close_generation(self.generations[-1], start) if self.generations else None
         now = time.time()
+        self.began_at = time.monotonic()
         entry = {
             "workers": start.workers,
             "hosts": start.hosts,
@@ -166,6 +179,8 @@ class RunHistory:
             "restart": start.is_restart,
             "began": now,
             "seen": now,
+            "seconds": 0.0,
+            "phases": dict.fromkeys(PHASES, 0.0) | {"start_s": round(start.start_s, 3)},
             "end": "running",
         }
         self.generations.append(entry)
@@ -178,25 +193,30 @@ class RunHistory:
     def close_generation(self, last: dict[str, Any], start: GenerationStart) -> str | None:
         """Count what is done again, and record how the generation before ended, if it could not do so itself.
 
-        Returns one line on it then.
+        Returns one line on it then, and where it ended for a node that has joined.
         """
-        recorded, waited, sentence = last["to_step"], 0.0, None
-        if last["end"] == "running":
+        recorded, waited = last["to_step"], 0.0
+        was_running = last["end"] == "running"
+        joined = sorted((Counter(start.hosts) - Counter(last.get("hosts", start.hosts))).elements())
+        # An agent that takes in a node tells its workers to stop.
+        is_for_node = start.is_restart and bool(joined) and last["end"] == "stopped by SIGTERM"
+        if was_running:
             reported = start.previous.step() if start.previous else None
             last["exact"] = reported is not None and reported >= recorded
             last["to_step"] = max(recorded, reported or 0, start.step)
             last["end"] = start.previous.sentence() if start.previous else unknown_end(last, start)
             # From the last record until now, unless the whole job had ended.
-            waited = time.time() - last["seen"] if start.is_restart else 0.0
-            sentence = (
-                f"{last['end']} at step {last['to_step']}; "
-                f"resumed from {start.step} with {plural(start.workers, 'worker')}"
-            )
+            waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
+        elif is_for_node:
+            last["end"] = f"{', '.join(joined)} joined"
         # A user who deletes snapshots has steps done again that ended in order.
         self.content["steps_lost"] += max(0, last["to_step"] - start.step)
         repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
-        return sentence
+        if not (was_running or is_for_node):
+            return None
+        workers = plural(start.workers, "worker")
+        return f"{last['end']} at step {last['to_step']}; resumed from {start.step} with {workers}"
 
     def repeated_failure(self) -> str | None:
         """One sentence if the last generations of this job all failed at the same step."""
@@ -218,16 +238,21 @@ class RunHistory:
         self.content["durable_step"] = step
         self.file.write_in_background(self.encode())
 
-    def note_step(self, step: int, step_s: float | None) -> None:
-        """The current generation has completed `step`, at so many seconds per step."""
-        self.generations[-1] |= {"to_step": step, "seen": time.time()}
+    def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
+        """The current generation has completed `step`, at so many seconds per step, and has these PHASES."""
+        seconds = round(time.monotonic() - self.began_at, 3)
+        self.generations[-1] |= {"to_step": step, "seen": time.time(), "seconds": seconds}
+        self.generations[-1]["phases"] |= {
+            name: round(phase_s, 3) for name, phase_s in (phases or {}).items()
+        }
         if step_s is not None:
             self.generations[-1]["step_s"] = step_s
         self.file.write_in_background(self.encode())
 
-    def end(self, status: str, step: int, how: str) -> None:
-        self.generations[-1] |= {"to_step": step, "exact": True, "seen": time.time(), "end": how}
+    def end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
+        self.generations[-1] |= {"exact": True, "end": how}
         self.content["status"] = status
+        self.note_step(step, None, phases)
         self.file.write(self.encode())
 
     def summary(self) -> str:
@@ -240,7 +265,10 @@ class RunHistory:
     def encode(self) -> str:
         """The file's content, with its goodput."""
         # Time after an orderly stop is not lost: a run's time is that of its generations and of its restarts.
-        trained_s = sum(entry["seen"] - entry["began"] for entry in self.generations)
+        # A run.json of before has no `seconds`, and a clock may be set back.
+        trained_s = sum(
+            entry.get("seconds", max(0.0, entry["seen"] - entry["began"])) for entry in self.generations
+        )
         between_s = sum(
             max(0.0, after["began"] - before["seen"])
             for before, after in pairwise(self.generations)

@@ -83,6 +83,7 @@ class RunInfo:
     run_id: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # the configuration; URLs without credentials
     generation: int = 1  # its number in run.json
+    parameters: int = 0  # of the model; 0 where they are not known
     previous_end: str | None = None  # how the generation before was killed, if it was
 
 

@@ -1,29 +1,35 @@
-"""loss.png: training and validation loss, drawn in the background."""
+"""Pictures of a run, drawn in the background: loss.png, training and validation loss, and timeline.png."""
 
+import functools
 import io
 from array import array
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from mingpt.report.files import SmallFile
 from mingpt.report.metrics import RunInfo, Sink, Values
+from mingpt.report.timeline import draw_timeline
 
 STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"color": "tab:blue", "alpha": 0.6, "linewidth": 1.0},
     "val/loss": {"color": "tab:orange", "marker": "o", "markersize": 3},
 }
 Curve = tuple["array[float]", "array[float]"]  # steps, losses
+UNSCALED = 0.1  # of the steps: their losses, which fall fast, may leave the picture at its top
 
 
 class LossPlot(Sink):
-    """Drawn at each evaluation, unless the drawing before is not finished, and at the end."""
+    """Drawn at each evaluation, unless the drawing before is not finished, and at the end.
+
+    timeline.png is drawn after it, from run.json.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
         self.curves: dict[str, Curve] = {name: (array("d"), array("d")) for name in STYLES}
-        self.file = SmallFile(run.run_dir / "loss.png", run.may_write)
+        self.files = [SmallFile(run.run_dir / name, run.may_write) for name in ("loss.png", "timeline.png")]
         self.drawing: Future[None] | None = None
-        self.figure: Any = None
 
     def replay(self, step: int, values: Values) -> None:
         for name, (steps, losses) in self.curves.items():
@@ -40,47 +46,68 @@ class LossPlot(Sink):
         # A copy: an array cannot grow while somebody reads it.
         curves = {name: (steps[:], losses[:]) for name, (steps, losses) in self.curves.items()}
         # In one thread for all drawings: each thread's malloc keeps what it has freed.
-        self.drawing = self.file.background.submit(self.draw, curves)
+        self.drawing = self.files[0].background.submit(self.draw, curves)
         return self.drawing
 
     def close(self) -> None:
         self.start_drawing().result()
 
     def draw(self, curves: dict[str, Curve]) -> None:
-        """Draw the picture and write it; one line says why if that fails.
+        """Draw the pictures and write them; one line says why if that fails."""
+        draws = (
+            functools.partial(draw_loss, run=self.run, curves=curves),
+            functools.partial(draw_timeline, run_dir=self.run.run_dir),
+        )
+        for file, draw in zip(self.files, draws, strict=True):
+            try:
+                file.write(to_png(file.path.name, draw))
+            except Exception as error:  # matplotlib's own, or it is not installed: no reason to end a run
+                file.status.failed(error)
 
-        Restarts are dotted lines, the text's entropy is a dashed one.
-        """
-        try:
-            if self.figure is None:
-                self.figure, self.axes, self.lines = self.make_figure()
-            for name, line in self.lines.items():
-                line.set_data(*curves[name])
-            self.axes.relim()
-            self.axes.autoscale_view()
-            picture = io.BytesIO()
-            self.figure.savefig(picture)
-            self.file.write(picture.getvalue())
-        except Exception as error:  # matplotlib's own, or it is not installed: no reason to end a run
-            self.file.status.failed(error)
 
-    def make_figure(self) -> tuple[Any, Any, dict[str, Any]]:
-        """The figure, its axes and a line for each curve; its canvas holds the pixels of all drawings."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+@functools.cache
+def figure_of(name: str) -> Any:
+    """The figure for all drawings of this name; its canvas holds their pixels. Raises ImportError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 4.5), dpi=110, layout="tight")
-        FigureCanvasAgg(figure)  # without one, each drawing would allocate its own
-        axes = figure.subplots()
-        lines = {name: axes.plot([], [], label=name, **style)[0] for name, style in STYLES.items()}
-        for number, step in enumerate(self.run.restarts):
-            label = "" if number else "restart"
-            axes.axvline(step, color="tab:red", linestyle=":", linewidth=1, label=label)
-        floor = self.run.entropy_floor
-        if floor is not None:
-            label = f"entropy of the text, {floor:.3f}"
-            axes.axhline(floor, color="gray", linestyle="--", linewidth=1, label=label)
-        axes.set(xlabel="step", ylabel="loss (nats per token)")
-        axes.legend()
-        axes.grid(alpha=0.3)
-        return figure, axes, lines
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)  # without one, each drawing would allocate its own
+    return figure
+
+
+def to_png(name: str, draw: Callable[[Any], None]) -> bytes:
+    """The content of a picture that `draw` draws on an empty figure."""
+    figure, picture = figure_of(name), io.BytesIO()
+    figure.clear()
+    draw(figure)
+    figure.savefig(picture)
+    return picture.getvalue()
+
+
+def draw_loss(figure: Any, run: RunInfo, curves: dict[str, Curve]) -> None:
+    """Restarts are red lines, the text's entropy is a dashed one."""
+    import numpy as np
+
+    axes = figure.subplots()
+    for name, style in STYLES.items():
+        axes.plot(*curves[name], label=name, **style)
+    steps, losses = (np.concatenate([curve[part] for curve in curves.values()]) for part in (0, 1))
+    shown = losses[(steps >= UNSCALED * steps.max(initial=0)) & np.isfinite(losses)]
+    if run.entropy_floor is not None:
+        label = f"entropy of the text, {run.entropy_floor:.3f}"
+        axes.axhline(run.entropy_floor, color="gray", linestyle="--", linewidth=1, label=label)
+        shown = np.append(shown, run.entropy_floor)
+    if shown.size:
+        margin = 0.05 * np.ptp(shown) + 1e-3
+        axes.set_ylim(shown.min() - margin, shown.max() + margin)
+    if run.restarts:
+        width, whole_height = max(0.3, 1.5 - 0.01 * len(run.restarts)), axes.get_xaxis_transform()
+        label = f"restarts: {len(run.restarts)}"
+        axes.vlines(run.restarts, 0, 1, "tab:red", lw=width, label=label, transform=whole_height, zorder=0.5)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    model = run.settings["model"]
+    size = f"{model['n_layer']} layers x {model['n_embd']}, {run.parameters:,} parameters"
+    axes.set_title(f"{run.run_dir.resolve().name}: {model['arch']}, {size}", parse_math=False)
+    axes.legend(loc="upper right")
+    axes.grid(alpha=0.3)

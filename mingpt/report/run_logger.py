@@ -30,20 +30,26 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Measures from the last `reset` on; `data_s` is added to by whoever fetches batches."""
+    """Measures from the last `reset` on; `data_s` is added to by whoever fetches batches.
+
+    `phases` are the seconds of what is no part of a step, since the timer was made.
+    """
 
     def __init__(self, step: int) -> None:
+        self.phases: dict[str, float] = {}
         self.reset(step)
 
     def reset(self, step: int) -> None:
         """Begin to measure after `step`."""
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
-    def exclude(self, work: Callable[[], T]) -> T:
-        """Do something that is no part of a step's time."""
+    def exclude(self, work: Callable[[], T], phase: str) -> T:
+        """Do something that is no part of a step's time, and count it to a phase."""
         began = time.perf_counter()
         result = work()
-        self.began += time.perf_counter() - began
+        taken_s = time.perf_counter() - began
+        self.began += taken_s
+        self.phases[phase] = self.phases.get(phase, 0.0) + taken_s
         return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
@@ -68,9 +74,11 @@ class RunLogger:
         check_claim: Callable[[], None] = lambda: None,
         may_write: MayWrite = always,
         is_main: bool = True,
+        parameters: int = 0,
     ) -> None:
         self.config, self.corpus, self.start, self.environment = config, corpus, start, environment
         self.check_claim, self.is_main = check_claim, is_main
+        self.parameters = parameters
         run_dir = Path(config.run_dir)
         self.check_claim()
         self.config_file = SmallFile(run_dir / "config.yaml", may_write)
@@ -89,6 +97,7 @@ class RunLogger:
             run_id=start.run_id,
             settings=to_dict(config),
             generation=len(self.history.generations),
+            parameters=parameters,
             previous_end=self.previous_end,
         )
         self.records = JsonlSink(run)
@@ -128,7 +137,6 @@ class RunLogger:
     def plan(
         self,
         step: int,
-        parameters: int,
         windows_per_epoch: int,
         compile_choice: str,
         assignment: Sequence[Sequence[int]],
@@ -143,7 +151,7 @@ class RunLogger:
         log.info(
             "%s with %s parameters, %s; %s%s on %s, %s each",
             config.model.arch,
-            f"{parameters:,}",
+            f"{self.parameters:,}",
             environment.dtype,
             plural(self.start.workers, "worker"),
             describe_strategy(config.trainer),
@@ -189,9 +197,9 @@ class RunLogger:
         for sink in self.sinks:
             sink.log(step, values)
 
-    def log_training(self, stats: StepStats) -> None:
+    def log_training(self, stats: StepStats, phases: dict[str, float] | None = None) -> None:
         self.log_values(stats.step, training_values(stats))
-        self.history.note_step(stats.step, stats.step_s)
+        self.history.note_step(stats.step, stats.step_s, phases)
 
     def log_evaluation(self, step: int, values: Values, sample: str) -> None:
         self.log_values(step, values)
@@ -208,22 +216,24 @@ class RunLogger:
     def failed(self, step: int, why: str) -> None:
         self._end("failed", step, f"failed: {why}")
 
-    def ended(self, step: int, stopped_by: str | None, snapshots: str) -> None:
+    def ended(
+        self, step: int, stopped_by: str | None, snapshots: str, phases: dict[str, float] | None = None
+    ) -> None:
         """The run stands at `step`, durably. Raises SupersededError."""
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
-        self._end("stopped" if stopped_by else "finished", step, how)
+        self._end("stopped" if stopped_by else "finished", step, how, phases)
         log.info("%s at step %d: %s", how, step, self.history.summary())
-        log.info("snapshot in %s, metrics and loss.png in %s", snapshots, self.config.run_dir)
+        log.info("snapshot in %s, metrics, loss.png and timeline.png in %s", snapshots, self.config.run_dir)
 
-    def _end(self, status: str, step: int, how: str) -> None:
+    def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
         """Record the end, and close the sinks. Metrics that cannot be written now are lost."""
         self.flush()
         first_missing = self.records.first_waiting()
         if first_missing is not None:
             self.history.note_missing(first_missing, step)
-        self.history.end(status, step, how)
+        self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()
         files = (self.config_file, self.history.file, self.records.file)

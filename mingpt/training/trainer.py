@@ -93,11 +93,13 @@ class Trainer:
                 start.durable_step,
                 start.changes,
                 start.logged_step,
+                time.monotonic() - context.exit.began_at,
             ),
             self.environment,
             start.claims.run_dir.check,
             start.claims.run_dir.may_write,
             is_main=context.rank == 0,
+            parameters=sum(map(math.prod, self.strategy.shapes.values())),
         )
         context.exit.on_failure(lambda why: logger.failed(self.state.step, why))
         return logger
@@ -113,9 +115,9 @@ class Trainer:
                 return None
             stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # since the workers started
             if self.evaluation_missing and not stop:
-                stop = self.evaluate()
+                stop = self.timer.exclude(self.evaluate, "evaluation_s")
                 if self.state.step and not stop:
-                    self.saving.save_to_disk(self.run_logger)  # whose manifest holds the evaluation
+                    self.save_to_disk()  # its manifest holds the evaluation
             self.timer.reset(self.state.step)
             while self.state.step < self.config.trainer.max_steps and not stop:
                 grad_norm, stop = self.step()
@@ -174,13 +176,15 @@ class Trainer:
             self.log_training(grad_norm)
         self.evaluation_missing, self.has_new_best = is_due(config.trainer, step), False
         if self.evaluation_missing and not stop:
-            stop = self.timer.exclude(self.evaluate)
+            stop = self.timer.exclude(self.evaluate, "evaluation_s")
         if is_last or stop or self.has_new_best or step % config.snapshot.every == 0:
-            is_end = is_last or bool(stop)
-            self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_end))
+            self.save_to_disk(is_last=is_last or bool(stop))
         elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
-            self.timer.exclude(self.saving.save_to_memory)
+            self.timer.exclude(self.saving.save_to_memory, "snapshot_wait_s")
         return stop
+
+    def save_to_disk(self, is_last: bool = False) -> None:
+        self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_last), "snapshot_wait_s")
 
     def begin_run(self) -> bool:
         """Whether there is anything to train; if so, everything is ready for the first step."""
@@ -207,11 +211,9 @@ class Trainer:
             self.saving.remove_memory_snapshots()
             raise NonRetryableError(failure)
         if self.run_logger:
-            parameters = sum(map(math.prod, self.strategy.shapes.values()))
             assignment = self.sampler.micro_batches_by_rank()
             self.run_logger.plan(
                 state.step,
-                parameters,
                 self.sampler.windows_per_epoch,
                 self.compile_choice,
                 assignment,
@@ -224,14 +226,14 @@ class Trainer:
     def end_run(self, stopped_by: str | None) -> None:
         """Return when the last snapshot is on disk, on all ranks."""
         if self.saving.is_missing():
-            self.saving.save_to_disk(self.run_logger, is_last=True)
-        self.saving.finish(self.run_logger)
+            self.save_to_disk(is_last=True)
+        self.timer.exclude(lambda: self.saving.finish(self.run_logger), "snapshot_wait_s")
         events.emit("run_end", state=self.state)
 
         def report() -> None:
             if self.run_logger:
                 self.context.stop_signal.remove_stop_file()
-                self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url)
+                self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url, self.timer.phases)
 
         self.context.run_with_heartbeat(report)
         self.saving.remove_memory_snapshots()
@@ -284,7 +286,7 @@ class Trainer:
                 world_size=self.context.world_size,
                 device_name=self.environment.device,
             )
-            self.run_logger.log_training(stats)
+            self.run_logger.log_training(stats, self.timer.phases)
         self.timer.reset(self.state.step)
 
     def evaluate(self) -> str | None:

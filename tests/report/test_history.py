@@ -1,4 +1,5 @@
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mingpt.report import (
     read_durable_step,
     read_job_start,
 )
+from mingpt.report.history import plural
 
 RUN_ID = "abc123"
 FAILURE = {"why": "failed (ValueError: twice two)"}
@@ -49,12 +51,13 @@ def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     history = open_history(tmp_path)
     assert begin(history, 2, 0, None, False, []) is None
     assert (read(tmp_path)["status"], read(tmp_path)["id"]) == ("running", RUN_ID)
-    history.note_step(10, 0.25)
-    history.end("finished", 30, "finished")
+    history.note_step(10, 0.25, {"evaluation_s": 1.5})
+    history.end("finished", 30, "finished", {"evaluation_s": 3.5})
     content = read(tmp_path)
     (generation,) = content["generations"]
     assert (content["id"], content["status"], content["steps_lost"]) == (RUN_ID, "finished", 0)
     assert (content["seconds_lost"], content["goodput"]) == (0.0, 1.0)
+    assert generation["phases"] == {"start_s": 0.0, "evaluation_s": 3.5, "snapshot_wait_s": 0.0}
     assert (generation["workers"], generation["from_step"], generation["to_step"]) == (2, 0, 30)
     assert (generation["exact"], generation["end"]) == (True, "finished")
     assert {"torch", "python"} <= content["versions"].keys()
@@ -100,6 +103,44 @@ def test_steps_that_an_orderly_end_has_saved_and_a_user_has_deleted_are_done_twi
     assert later.summary().startswith("2 generations, 30 steps done twice, 15.0 s lost")
 
 
+@pytest.mark.parametrize("set_back_in_generation", [1, 2])
+def test_a_clock_that_is_set_back_loses_no_time(
+    set_back_in_generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"time": 10_000.0, "monotonic": 0.0}
+    for name in clock:
+        monkeypatch.setattr(time, name, lambda name=name: clock[name])
+    for number in (1, 2):
+        history = open_history(tmp_path)
+        begin(history, 1, 8 * (number - 1), None, number > 1, [])
+        clock["monotonic"] += 100
+        clock["time"] += 100 - 3600 * (number == set_back_in_generation)
+        history.note_step(10 * number, 1.0)
+        history.file.retry()
+    content = read(tmp_path)
+    assert [entry["seconds"] for entry in content["generations"]] == [100, 100]
+    assert (content["seconds_lost"], content["goodput"]) == (2.0, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "end"),
+    [
+        (("a", "b", "c"), "c joined"),
+        (("a", "b", "b"), "b joined"),
+        (("a",), "stopped by SIGTERM"),
+        (("a", "b"), "stopped by SIGTERM"),
+    ],
+)
+def test_a_generation_that_ends_for_a_node_says_so(hosts: tuple[str, ...], end: str, tmp_path: Path) -> None:
+    history = open_history(tmp_path)
+    begin(history, 2, 0, None, False, [], hosts=("a", "b"))
+    history.end("stopped", 12, "stopped by SIGTERM")
+    sentence = begin(open_history(tmp_path), len(hosts), 12, None, True, [], hosts=hosts)
+    said = f"{end} at step 12; resumed from 12 with {plural(len(hosts), 'worker')}"
+    assert sentence == (None if end == "stopped by SIGTERM" else said)
+    assert read(tmp_path)["generations"][0]["end"] == end
+
+
 def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
     """Generations that fail after these steps (None: without a report), and one that has begun after them."""
     history = open_history(run_dir)
@@ -126,7 +167,16 @@ def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int | None
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "3", '{"id": "abc123", "generations": 3}', '{"id": "../elsewhere", "generations": []}']
+    "content",
+    [
+        "{",
+        "3",
+        '{"id": "abc123", "generations": 3}',
+        '{"id": "abc123", "generations": []}',
+        '{"id": "../elsewhere", "generations": []}',
+        '{"id":' + "[" * 100_000,
+    ],
+    ids=range(6),
 )
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(content)

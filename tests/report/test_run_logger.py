@@ -56,7 +56,7 @@ def make_logger(
     config = build(SMALL | {"run_dir": str(run_dir)} | settings)
     corpus = make_corpus(TEXT, config.data)
     start = GenerationStart("abc123", step, 1, is_restart, changes=changes or [], logged_step=logged_step)
-    return RunLogger(config, corpus, start, ENVIRONMENT, is_main=is_main)
+    return RunLogger(config, corpus, start, ENVIRONMENT, is_main=is_main, parameters=12_345)
 
 
 def status(run_dir: Path) -> str:
@@ -146,7 +146,7 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
     monkeypatch.setattr("mingpt.report.run_logger.usable_cores", lambda: 4)
     logger = make_logger(tmp_path, step=5, changes=["model.dropout: 0.0 -> 0.1"])
     assignment = [range(5), range(5, 8), range(0), range(1, 8, 2)]
-    logger.plan(5, 12_345, 48, "not compiled", assignment, "the folder")
+    logger.plan(5, 48, "not compiled", assignment, "the folder")
     reads = "5 on worker 0, 3 on worker 1, 0 on worker 2, 4 on worker 3"
     tokens = f"{len(TEXT):,} tokens, vocabulary of {len(set(TEXT))}; 256 tokens per step"
     assert caplog.messages == [

@@ -23,4 +23,7 @@ STATS = StepStats(
 def make_run(
     run_dir: Path, *, is_fresh: bool = True, restarts: list[int] | None = None, floor: float | None = None
 ) -> RunInfo:
-    return RunInfo(run_dir, 30, 0, is_fresh, restarts or [], floor)
+    model = {"arch": "gpt2", "n_layer": 2, "n_embd": 32}
+    return RunInfo(
+        run_dir, 30, 0, is_fresh, restarts or [], floor, settings={"model": model}, parameters=1_234
+    )
