@@ -6,16 +6,18 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from support.prepared import END, digests, mixed, prepared, read_meta, run_apart, tokens_of, write_documents
 from tokenizers import Tokenizer as PackageTokenizer
-from tokenizers import models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mingpt.data import CharTokenizer, JsonTokenizer
 from mingpt.tools.prepare import documents
+from mingpt.tools.prepare.job import train_bpe
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +158,28 @@ def test_long_lines_without_whitespace_are_read_in_time(bpe: Path, tmp_path: Pat
     out = tmp_path / "out"
     prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", bpe / "tokenizer.json", "--val_fraction", 1e-7)
     assert tokens_of(out, "val") == expected(bpe / "tokenizer.json", ["d"])
+
+
+@pytest.mark.parametrize("text", ["abcdefgh", " "])
+def test_a_bpe_of_a_text_without_words_is_trained_in_time(text: str) -> None:
+    """A merge takes time in proportion to the longest word, and here the whole text is one."""
+    letters = random.Random(0).choices(text, k=500_000)
+    began = time.monotonic()
+    train_bpe(400, [documents.Piece("".join(letters), True)])
+    assert time.monotonic() - began < 60
+
+
+def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
+    """And the file says that pattern, whatever it was trained with."""
+    text = mixed(100_000, 3) + "x" * 256 + " " * 256 + "1" * 256 + "." * 256 + "\n" * 256
+    package = PackageTokenizer(models.BPE())
+    package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    package.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=399, initial_alphabet=alphabet, show_progress=False)
+    package.train_from_iterator([text], trainer)
+    package.add_special_tokens([END])
+    assert train_bpe(400, [documents.Piece(text, True)]).decode() == package.to_str(pretty=True)
 
 
 @pytest.mark.slow
