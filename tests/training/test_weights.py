@@ -1,19 +1,23 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.shards import write_nanogpt
 from support.single_process import SingleProcess
 from support.snapshots import snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
+from support.vocabularies import words_of
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
-from mingpt.data import CharTokenizer
+from mingpt.data import CharTokenizer, Corpus
+from mingpt.report.run_logger import describe_part
 from mingpt.snapshot.reading import TensorEntry
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights, open_weights
-from mingpt.training.run_data import initial_rows
+from mingpt.training.run_data import initial_rows, load_corpus, load_data
 from mingpt.training.state import check_model, manifest_tokenizer, snapshot_tokenizer
 
 VOCABULARY = "abcdefghijk"
@@ -106,6 +110,13 @@ def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokeni
     assert fields["tokenizer"]["vocab_size"] == 12
 
 
+def test_a_tokenizer_of_another_sha256_than_the_manifests_is_refused() -> None:
+    manifest, entries = make_snapshot("adamw", "gpt2")
+    manifest["tokenizer"] = {"kind": "char", "vocab_size": 11, "sha256": "0" * 64}
+    with pytest.raises(CorruptSnapshot, match="its vocabulary is damaged: its SHA-256 is not"):
+        check_model(manifest, entries)
+
+
 def test_rows_of_an_embedding_follow_their_tokens() -> None:
     """As they are for the same tokenizer; a name without a row there is left out."""
     here, there = torch.zeros(4, 2), torch.arange(8.0).view(4, 2)
@@ -145,6 +156,44 @@ def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
     del given["ln_f.bias"]
     with pytest.raises(UserError, match=r"init_from=there holds .* another model \(ln_f\.bias: missing"):
         match_weights(initial, config, shapes, draw_zeros, None)
+    given["wpe.weight"] = torch.randn(5, 16)
+    with pytest.raises(UserError, match=r"=there holds 5 positions .* 8: set data\.block_size=5, or less"):
+        match_weights(initial, config, shapes, draw_zeros, None)
+
+
+def load(path: Path, initial: InitialWeights | None = None, **settings: str) -> Corpus:
+    """The data as a fresh run gets it."""
+    config = Config(data=DataConfig(path=str(path), block_size=4, **settings))  # type: ignore[arg-type]
+    data = load_data(config, SingleProcess())
+    return load_corpus(config, SingleProcess(), data, None, False, initial)
+
+
+def test_weights_without_a_tokenizer_begin_with_characters_only_if_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the sea " * 50)
+    initial = InitialWeights({"wte.weight": torch.zeros(9, 2)}, None, None, "there")
+    with pytest.raises(UserError, match=r"=there has no tokenizer that can be read: name it by data\."):
+        load(tmp_path / "text.txt", initial)
+    assert isinstance(load(tmp_path / "text.txt", initial, tokenizer="char").tokenizer, CharTokenizer)
+
+
+@pytest.mark.parametrize(("words", "loses_text"), [("the sea", False), ("the ships", True)])
+def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(
+    words: str, loses_text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(["the sea"] * 50))
+    (tmp_path / "tokenizer.json").write_bytes(words_of(words))
+    assert (load(tmp_path / "text.txt").val_bytes is None) == loses_text
+    assert [line[:16] for line in caplog.messages] == ["no bits per byte"] * loses_text
+
+
+def test_a_pickle_beside_the_shards_is_said_to_be_unread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("train.bin", "val.bin"):
+        write_nanogpt(tmp_path / name, range(50))
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    assert describe_part(load(tmp_path).train) == "50 tokens in 1 file"
+    assert "meta.pkl is not read" in caplog.text and "data.vocab_size" in caplog.text
 
 
 @pytest.mark.parametrize(

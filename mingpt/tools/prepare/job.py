@@ -5,6 +5,7 @@ elsewhere. A bar on stderr shows the progress; where that is no terminal, every 
 """
 
 import hashlib
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,6 +57,7 @@ WORD = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}{1,256}| ?\p{N}{1,256}| ?[^\s\p{L}\p{N}]{1,256}"
     r"|\s{1,256}(?!\S)|\s{1,256}"
 )
+log = logging.getLogger(__name__)
 TOKENIZER_WORDS = ("char", "bpe", "gpt2")  # others are files
 
 
@@ -268,6 +270,7 @@ def write_shards(
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
     first_token_bytes: int | None = None  # of validation
+    loses_text = False
     with (
         progress("encoding", stats.bytes) as shown,
         ShardWriter(out, record, encoder.dtype, options.shard_tokens) as writer,
@@ -278,6 +281,7 @@ def write_shards(
             part.bytes += batch.bytes
             if batch.is_val and first_token_bytes is None:
                 first_token_bytes = encoder.first_token_bytes(batch)
+                loses_text = encoder.tokenizer.loses("".join(batch.texts))
             if tokens is not None:
                 writer.write(tokens, batch.is_val)
             shown.update(batch.bytes)
@@ -286,6 +290,8 @@ def write_shards(
         writer.finish_shard()
     if first_token_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
         raise UserError("the training or the validation part has no token: more text is needed")
+    if loses_text:
+        log.warning("the tokenizer loses some of the text: there will be no bits per byte")
     return {
         "format": 1,
         "complete": True,
@@ -294,7 +300,7 @@ def write_shards(
             "vocab_size": len(encoder.tokenizer),
             "end_of_text": encoder.end_of_text,
         },
-        "val_bytes": val.bytes - first_token_bytes,
+        "val_bytes": None if loses_text else val.bytes - first_token_bytes,
         "documents": {"train": max(1, train.documents), "val": val.documents},
         "files": [shard.model_dump(exclude={"batch", "skip"}) for shard in record.shards],
     }
