@@ -142,9 +142,8 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
     assert open_snapshot(str(tmp_path / "other")).manifest["step"] == 7
     with pytest.raises(UserError, match="there is no snapshot in"):
         open_snapshot(str(tmp_path / "nowhere"))
-    for name in ("out/ckpt.pt", "pytorch_model.bin", "s3://bucket/model.PTH"):
-        with pytest.raises(UserError, match=f"^{name} is a pickle, .* docs/data.md"):
-            open_snapshot(name)
+    with pytest.raises(UserError, match=r"^out/ckpt\.PT is a pickle, .* docs/data\.md"):
+        open_snapshot("out/ckpt.PT")
 
 
 def test_a_tensor_file_without_a_manifest_is_no_completed_snapshot(store: SnapshotStore) -> None:

@@ -93,7 +93,7 @@ def verify(content: bytes) -> None:
 
 
 def test_an_optimizer_that_has_counted_more_updates_than_steps_is_corrupt() -> None:
-    """Fewer are right: a run may change its optimizer."""
+    # Fewer are right: a run may change its optimizer.
     verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(5.0)}))
     with pytest.raises(CorruptSnapshot, match=r"wte\.weight\.step'.* 6 updates at step 5"):
         verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(6.0)}))

@@ -57,7 +57,7 @@ def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|e
 
 
 def words_of(text: str) -> bytes:
-    """A token per word, and [UNK] for all others."""
+    # A token per word, and [UNK] for all others.
     vocab = {word: token for token, word in enumerate(["[UNK]", *sorted(set(text.split()))])}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
     split = {"type": "WhitespaceSplit"}

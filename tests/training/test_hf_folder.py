@@ -79,17 +79,15 @@ def test_weights_of_half_precision_become_float32(arch: Arch, tmp_path: Path) ->
 
 
 def test_the_documented_command_turns_nanogpts_file_into_such_a_folder(tmp_path: Path) -> None:
-    """Without biases, as its option says, and from a model that was compiled."""
+    # Without biases, as its option says, and from a model that was compiled.
     expected = save("gpt2", tmp_path)
     zeros = {name: torch.zeros_like(one) for name, one in expected.items() if name.endswith(".bias")}
     theirs = {f"_orig_mod.transformer.{name}": expected[name] for name in expected.keys() - zeros.keys()}
     sizes = {"n_layer": 2, "n_head": 3, "n_embd": 24, "block_size": 24, "vocab_size": 31, "bias": False}
     checkpoint = {"model": theirs, "model_args": sizes, "iter_num": 7, "best_val_loss": torch.tensor(1.5)}
     torch.save(checkpoint, tmp_path / "ckpt.pt")
-    page = blocks(ROOT / "docs" / "data.md")
-    program = next(content for _, names, content in page if names == {"file": "from_nanogpt.py"})
-    words = [sys.executable, "-c", program, tmp_path / "ckpt.pt", tmp_path / "nano"]
-    subprocess.run(words, check=True, capture_output=True)
+    program = next(block[2] for block in blocks(ROOT / "docs" / "data.md") if "file" in block[1])
+    subprocess.run([sys.executable, "-c", program, "ckpt.pt", "nano"], check=True, cwd=tmp_path)
     check_same(open_weights(str(tmp_path / "nano")).tensors, expected | zeros)
 
 

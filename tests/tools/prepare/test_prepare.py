@@ -113,8 +113,10 @@ def test_a_text_of_one_piece_is_encoded_as_a_whole_by_any_tokenizer(loses_text: 
     package = PackageTokenizer(models.BPE(unk_token="?"))
     package.normalizer = normalizers.NFKC() if loses_text else normalizers.NFC()
     package.pre_tokenizer, package.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], initial_alphabet=[*END])
-    package.train_from_iterator([text.replace(END, "")], trainer)
+    package.train_from_iterator(
+        [text.replace(END, "")],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], initial_alphabet=[*END]),
+    )
     package.add_special_tokens([END])
     package.save(str(tmp_path / "tokenizer.json"))
     out = tmp_path / "out"
@@ -162,19 +164,20 @@ def test_long_lines_without_whitespace_are_read_in_time(bpe: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("alphabet", ["abcdefgh", " "])
 def test_a_bpe_of_a_text_without_words_is_trained_in_time(alphabet: str) -> None:
-    """A merge takes time in proportion to the longest word, and here the whole text is one."""
+    # A merge takes time in proportion to the longest word, and here the whole text is one.
     letters = random.Random(0).choices(alphabet, k=1_000_000)
     train_bpe(400, [documents.Piece("".join(letters), True)])
 
 
 def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
-    """And the file says that pattern, whatever it was trained with."""
+    # And the file says that pattern, whatever it was trained with.
     text = mixed(100_000, 3) + "x" * 256 + " " * 256 + "1" * 256 + "." * 256 + "\n" * 256
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     package = PackageTokenizer(models.BPE())
     package.pre_tokenizer, package.decoder = byte_level, decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=399, initial_alphabet=byte_level.alphabet(), show_progress=False)
-    package.train_from_iterator([text], trainer)
+    package.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=399, initial_alphabet=byte_level.alphabet())
+    )
     package.add_special_tokens([END])
     assert train_bpe(400, [documents.Piece(text, True)]).decode() == package.to_str(pretty=True)
 
