@@ -21,7 +21,7 @@ from mingpt.training.run_data import initial_rows, load_corpus, load_data
 from mingpt.training.state import check_model, manifest_tokenizer, snapshot_tokenizer
 
 VOCABULARY = "abcdefghijk"
-ABC = CharTokenizer("abc")
+ABC, ONE = CharTokenizer("abc"), SingleProcess()
 
 
 def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
@@ -164,9 +164,8 @@ def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
 
 
 def load(path: Path, initial: InitialWeights | None = None, tokenizer: str = "auto") -> Corpus:
-    settings = DataConfig(path=str(path), block_size=4, tokenizer=tokenizer)
-    config, context = Config(data=settings), SingleProcess()
-    return load_corpus(config, context, load_data(config, context), None, False, initial)
+    config = Config(data=DataConfig(path=str(path), block_size=4, tokenizer=tokenizer))
+    return load_corpus(config, ONE, load_data(config, ONE), None, False, initial)
 
 
 def test_weights_without_a_tokenizer_begin_with_characters_only_if_asked_for(tmp_path: Path) -> None:
