@@ -53,7 +53,8 @@ class DataConfig:
     )
     val_fraction: float = Field(
         0.1,
-        "share of the data, its tail, kept for validation; shards named *val* take its place",
+        "share of the data, its tail, kept for validation; shards with the word val in their names take its "
+        "place",
         gt=0,
         lt=1,
         affects_result=True,

@@ -28,6 +28,7 @@ KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous") 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 PIECE_CHARACTERS = 1 << 16
 PIECES_AT_ONCE = 16  # the package needs about 100 bytes for a token while it encodes
+LOSS_CHARACTERS = 1 << 18  # of a text, which are looked at for what a tokenizer loses
 MAX_TOKENS = 1 << 24  # memory is taken for each number up to the highest
 
 
@@ -211,6 +212,14 @@ class JsonTokenizer(Tokenizer):
             sizes[token] = len(string) if is_of_bytes else len(string.encode())
         sizes[[token for token, is_special in self._is_special.items() if is_special]] = 0
         return sizes
+
+    def loses(self, text: str) -> bool:
+        """As far as the beginning of the text shows. A decoder may add a blank, or leave one out."""
+        if self.token_bytes() is not None:
+            return False
+        beginning = text[:LOSS_CHARACTERS]
+        decoded: str = self._tokenizer.decode(self.encode(beginning).tolist())
+        return decoded.strip() != beginning.strip()
 
     def _is_in_texts(self, token: int) -> bool:
         """Whether a special token, which has no bytes, may be a token of plain text."""

@@ -28,6 +28,7 @@ UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # the first, the last and two between are part of a fingerprint
+VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not medieval, nor eval
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
@@ -104,7 +105,8 @@ def has_pattern(path: str) -> bool:
 
 
 def is_validation(name: str) -> bool:
-    return "val" in name
+    """Whether `val`, `valid` or `validation` is a word of the name: it stands between no letters."""
+    return VALIDATION.search(name) is not None
 
 
 def in_order(folder: Path, names: Iterable[str]) -> list[str]:

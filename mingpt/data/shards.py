@@ -111,6 +111,10 @@ class TokenShards:
         token = position + self._first - self._borders[number]
         return f"token {token:,} of {self._files[number].path}"
 
+    def file_count(self) -> int:
+        """Files that hold some of the tokens."""
+        return self._file_at(self._stop - 1) - self._file_at(self._first) + 1
+
     def _file_at(self, position: int) -> int:
         return bisect.bisect_right(self._borders, position) - 1
 
@@ -151,7 +155,7 @@ class ShardData:
 
 
 def open_shards(path: str, val_fraction: float) -> ShardData:
-    """Find, order and check the files; split them by name, or by `val_fraction` if none is named *val*.
+    """Find, order and check the files; split them by name, or by `val_fraction` if no name has the word val.
 
     Raises UserError, naming the file, unless all are token shards and each part has at least 2 tokens.
     """
@@ -169,8 +173,8 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
     n_train_files = sum(not is_validation(name) for name in names)
     if not n_train_files:
         raise UserError(
-            f"data.path {path} has only files named *val*, such as {folder / names[0]}: files with other "
-            "names are needed for training"
+            f"data.path {path} has only validation files, such as {folder / names[0]}: files whose names "
+            "lack the word val are needed for training"
         )
     files = [inspect(str(folder / name), entries.get(name)) for name in names]
     total = sum(file.tokens for file in files)

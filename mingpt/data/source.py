@@ -15,7 +15,7 @@ from pathlib import Path
 import fsspec
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import DriverError, parse_json, write_atomic
+from mingpt.base.files import DriverError, parse_json, reason_of, write_atomic
 from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
 from mingpt.data.json_tokenizer import END_OF_TEXT, JsonTokenizer
@@ -111,8 +111,7 @@ def readable(path: str, begin: str = "") -> Iterator[None]:
         reason = failed_request(error) or error
         if isinstance(reason, (FileNotFoundError, NotADirectoryError)):
             raise AbsentFile(f"{begin}{path} does not exist{relative_to(path)}") from None
-        line = str(reason).splitlines()[0] if str(reason) else ""
-        raise UserError(f"{begin}{path} cannot be read: {type(reason).__name__}: {line}") from None
+        raise UserError(f"{begin}{path} cannot be read: {reason_of(reason)}") from None
 
 
 def relative_to(path: str) -> str:

@@ -67,6 +67,10 @@ class Tokenizer(ABC):
         """
         return None
 
+    def loses(self, text: str) -> bool:
+        """Whether the tokens of `text` do not have all of it, but for blanks at its ends."""
+        return False
+
     @property
     def end_of_text(self) -> int | None:
         """The token that ends a document, if there is one."""

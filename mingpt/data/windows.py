@@ -260,7 +260,7 @@ class Corpus:
     vocab_size: int  # rows of the embedding; at least the tokenizer's size
     fingerprint: str  # of the data, 64 hexadecimal digits
     files: Mapping[str, str] = field(default_factory=dict)  # token shards and their fingerprints
-    val_bytes: int | None = None  # of UTF-8 in the validation text after its first token
+    val_bytes: int | None = None  # of UTF-8 in the validation text after its first token, if tokens have all
     entropy_floor: float | None = None  # nats per token of the validation part, where they are known
 
 
@@ -311,6 +311,8 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
         val_text = data.text[n_train:]
         tokens = [tokenizer.encode(text) for text in (data.text[:n_train], val_text)]
         val_bytes = len(val_text.encode()) - len(tokenizer.decode(tokens[1][:1].tolist()).encode())
+        if tokenizer.loses(val_text):
+            val_bytes = None
         parts = [CharDataset(part, config.block_size) for part in tokens]
     for part, dataset in zip(("training", "validation"), parts, strict=True):
         if len(dataset.tokens) < config.block_size + 1:

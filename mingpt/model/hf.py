@@ -21,6 +21,7 @@ from mingpt.model.layers import ROTARY_BASE
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files of GPT-2 hold
 TIED = ("lm_head.weight", "wte.weight", "transformer.wte.weight")  # in a file of GPT-2, one matrix
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")  # of GPT-2, where one number is used here
 CONFIGS = {"gpt2": "GPT2Config", "modern": "NanoChatConfig"}
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
 # Ours: theirs, between model.layers.N. and .weight
@@ -61,9 +62,7 @@ def hf_fields(
         "pad_token_id": None,
         "dtype": "float32",
     }
-    dropouts = (
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop") if config.arch == "gpt2" else ("attention_dropout",)
-    )
+    dropouts = DROPOUTS if config.arch == "gpt2" else ("attention_dropout",)
     fields |= dict.fromkeys(dropouts, config.dropout)
     return fields | {name: allowed[0] for name, allowed in fixed_fields(config).items()}
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from mingpt.base.files import reason_of
 from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
-from mingpt.data import Corpus
+from mingpt.data import CharDataset, Corpus
+from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, usable_cores
 from mingpt.report.files import JsonlSink, MayWrite, SmallFile, always, read_records
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
@@ -159,9 +160,11 @@ class RunLogger:
             plural(threads, "CPU thread"),
         )
         log.info(
-            "%s: %s tokens, vocabulary of %d; %s tokens per step, %.1f steps per epoch, %d steps",
+            "%s: %s for training, %s for validation, vocabulary of %d; %s tokens per step, "
+            "%.1f steps per epoch, %d steps",
             config.data.path,
-            f"{len(self.corpus.train.tokens) + len(self.corpus.val.tokens):,}",
+            describe_part(self.corpus.train),
+            describe_part(self.corpus.val),
             self.corpus.vocab_size,
             f"{config.trainer.batch_size * config.data.block_size:,}",
             windows_per_epoch / config.trainer.batch_size,
@@ -260,3 +263,9 @@ def describe_strategy(trainer: TrainerConfig) -> str:
     if trainer.parallel == "fsdp":
         return " (fsdp)"
     return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""
+
+
+def describe_part(part: CharDataset) -> str:
+    """Its tokens, and the files that hold them."""
+    files = f" in {plural(part.tokens.file_count(), 'file')}" if isinstance(part.tokens, TokenShards) else ""
+    return f"{len(part.tokens):,} tokens{files}"

@@ -184,7 +184,7 @@ class Tracker(Destination):
             "config": self.run.settings,
         }
         if self.package == "wandb":
-            arguments |= {"id": self.run.run_id, "dir": str(self.run.run_dir)}
+            arguments |= {"id": self.run.run_id, "dir": os.environ.get("WANDB_DIR") or str(self.run.run_dir)}
         return arguments
 
     def log(self, step: int, values: Values) -> None:

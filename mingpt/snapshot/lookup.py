@@ -18,6 +18,7 @@ from mingpt.snapshot.reading import Check, SourceFile, TensorFile, accept_all, c
 from mingpt.snapshot.saver import validation_loss
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
+PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +40,12 @@ def open_snapshot(
             return SnapshotStore(folder or ".").read(named, check, weights_only)
         except (CorruptSnapshot, UnreadableSnapshot) as error:
             raise UserError(f"the snapshot {where} cannot be used: {error}") from None
+    if name.lower().endswith(PICKLES) and not os.path.isdir(where):
+        raise UserError(
+            f"{where} is a pickle, which could run any code, and is not read: load it by torch.load(..., "
+            "weights_only=True) and save it as safetensors or as a folder in Hugging Face's format, which "
+            "snapshot.init_from takes; docs/data.md has the command for nanoGPT's ckpt.pt"
+        )
     problems: list[str] = []
     for place in possible_places(where):
         store = SnapshotStore(place)

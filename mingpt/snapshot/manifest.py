@@ -208,7 +208,7 @@ def check_schema(manifest: dict[str, Any]) -> None:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
     if schema > SCHEMA:
         raise UserError(
-            f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema}, "
+            f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema!r:.20}, "
             f"and this program reads versions {OLDEST_SCHEMA} to {SCHEMA}"
         )
 

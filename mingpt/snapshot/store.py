@@ -14,6 +14,7 @@ import bisect
 import contextlib
 import errno
 import hashlib
+import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,6 +54,7 @@ from mingpt.snapshot.reading import (
     TensorFile,
     accept_all,
     check_finite,
+    wrong,
 )
 
 MAX_FILES_AT_ONCE = 4
@@ -60,11 +62,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger(__name__)
 
 
-def verify_file(file: TensorFile, sha256: str) -> None:
+def verify_file(file: TensorFile, sha256: str, step: int) -> None:
     """Read a file once, in two pieces of at most 16 MiB.
 
     A thread hashes a piece while the next one is read and its numbers are looked at. Raises CorruptSnapshot
-    unless the file has this SHA-256 and all numbers are finite, or UnreadableSnapshot.
+    unless the file has this SHA-256 and all numbers are finite, or UnreadableSnapshot. The optimizer may have
+    counted fewer updates than the run has steps, since a run can change its optimizer, but never more.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -79,7 +82,7 @@ def verify_file(file: TensorFile, sha256: str) -> None:
             hashing.result()
             hashing = pool.submit(digest.update, content)
             for name, entry in entries:
-                check_piece(name, entry, piece, begin)
+                check_piece(name, entry, piece, begin, step)
         hashing.result()
     if digest.hexdigest() != sha256:
         raise CorruptSnapshot(f"{file.file.what} has another SHA-256 than its manifest says")
@@ -99,7 +102,7 @@ def pieces(
         begin = end
 
 
-def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int) -> None:
+def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, step: int) -> None:
     """Look at the numbers of a tensor that lie in a piece of its file, which begins at `begin`."""
     low, high = max(entry.begin, begin) - begin, min(entry.end, begin + len(piece)) - begin
     dtype = DTYPES[entry.dtype]
@@ -108,7 +111,10 @@ def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int) 
     numbers = piece[low:high]
     if numbers.storage_offset() % dtype.itemsize:  # other programs do not align them
         numbers = numbers.clone()
-    check_finite(name, numbers.view(dtype))
+    numbers = numbers.view(dtype)
+    check_finite(name, numbers)
+    if name.startswith(OPTIMIZER) and name.endswith(".step") and numbers.max() > step:
+        raise wrong(name, f"it has counted {float(numbers.max()):g} updates at step {step}")
 
 
 class Snapshot:
@@ -277,14 +283,14 @@ class SnapshotStore(FileStore):
 
         Several at a time, see `verify_file`. Takes 32 MiB of memory a file.
         """
-        files, digests = [], []
+        files, digests, step = [], [], snapshot.manifest["step"]
         for file, record in zip(snapshot.files, file_records(snapshot.manifest), strict=True):
             holds_weights = any(not name.startswith(OPTIMIZER) for name in file.entries)
             if holds_weights or not weights_only:
                 files.append(file)
                 digests.append(record.sha256)
         with ThreadPoolExecutor(max_workers=min(MAX_FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(verify_file, files, digests):
+            for _ in pool.map(verify_file, files, digests, itertools.repeat(step)):
                 pass  # it raises what a file's check raises
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:

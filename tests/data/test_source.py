@@ -95,6 +95,12 @@ def test_a_server_that_gives_no_file_is_told_from_a_file_that_is_not_there(name:
     assert "\n" not in str(error.value)
 
 
+def test_a_link_to_itself_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"/loop cannot be read: Too many levels of symbolic links$"):
+        read_bytes(DataConfig(path=str(tmp_path / "loop")))
+
+
 def test_another_checksum_is_refused() -> None:
     with pytest.raises(UserError, match=r"data\.sha256 asks for 000"):
         read_bytes(DataConfig(path=str(ROOT / "data" / "input.txt"), sha256="0" * 64))

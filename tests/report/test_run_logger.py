@@ -148,7 +148,7 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
     assignment = [range(5), range(5, 8), range(0), range(1, 8, 2)]
     logger.plan(5, 48, "not compiled", assignment, "the folder")
     reads = "5 on worker 0, 3 on worker 1, 0 on worker 2, 4 on worker 3"
-    tokens = f"{len(TEXT):,} tokens, vocabulary of {len(set(TEXT))}; 256 tokens per step"
+    tokens = "1,548 tokens for training, 172 tokens for validation, vocabulary of 17; 256 tokens per step"
     assert caplog.messages == [
         "modern with 12,345 parameters, float32; 1 worker on cpu AVX512, 1 CPU thread each",
         f"{logger.config.data.path}: {tokens}, 6.0 steps per epoch, 30 steps",

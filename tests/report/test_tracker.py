@@ -196,8 +196,9 @@ def test_a_run_is_told_of_with_its_name_and_settings(
         call.finish(),
     ]
     monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_DIR", "/scratch")
     follow(make_run(tmp_path)).close()
-    assert wandb.init.call_args.kwargs["project"] == "mine"
+    assert [wandb.init.call_args.kwargs[name] for name in ("project", "dir")] == ["mine", "/scratch"]
 
 
 @pytest.mark.parametrize(("known", "sent"), [(8, [8, 9, 10, 11, 12]), (12, [12])])

@@ -174,8 +174,8 @@ def test_a_record_that_json_cannot_hold_is_left_out() -> None:
 
 def test_a_format_of_the_future_is_named() -> None:
     """Its fields may be others; it is not called corrupt, so nothing renames it."""
-    for schema in (3, 99):
-        expected = rf"the snapshot of step 4 has schema version {schema}, .* reads versions 1 to 2"
+    for schema in (3, 99, 10**400):
+        expected = rf"the snapshot of step 4 has schema version {str(schema)[:20]}, .* reads versions 1 to 2"
         with pytest.raises(UserError, match=expected):
             decode_manifest(add_checksum({"schema": schema, "step": 4}))
 

@@ -142,6 +142,8 @@ def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -
     assert open_snapshot(str(tmp_path / "other")).manifest["step"] == 7
     with pytest.raises(UserError, match="there is no snapshot in"):
         open_snapshot(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"^out/ckpt\.PT is a pickle, .* docs/data\.md"):
+        open_snapshot("out/ckpt.PT")
 
 
 def test_the_best_snapshot_has_the_lowest_validation_loss_of_its_own_step(

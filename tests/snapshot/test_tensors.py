@@ -89,7 +89,14 @@ def test_a_tensor_in_two_files_is_corrupt() -> None:
 
 
 def verify(content: bytes) -> None:
-    verify_file(open_content(content), hashlib.sha256(content).hexdigest())
+    verify_file(open_content(content), hashlib.sha256(content).hexdigest(), 5)
+
+
+def test_an_optimizer_that_has_counted_more_updates_than_steps_is_corrupt() -> None:
+    # Fewer are right: a run may change its optimizer.
+    verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(5.0)}))
+    with pytest.raises(CorruptSnapshot, match=r"wte\.weight\.step'.* 6 updates at step 5"):
+        verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(6.0)}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -18,7 +18,7 @@ from mingpt.snapshot.saver import Transfer
 
 TENSORS = {
     "model.wte": torch.arange(12.0).view(3, 4),
-    "optimizer.wte.step": torch.tensor(3.0),
+    "optimizer.wte.step": torch.tensor(1.0),
     "model.half": torch.ones(5, dtype=torch.bfloat16),
 }
 PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer") for letter in "abcde"}

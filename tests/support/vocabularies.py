@@ -56,6 +56,16 @@ def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|e
     return tokenizer.to_str().encode()
 
 
+def words_of(text: str) -> bytes:
+    # A token per word, and [UNK] for all others.
+    vocab = {word: token for token, word in enumerate(["[UNK]", *sorted(set(text.split()))])}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    split = {"type": "WhitespaceSplit"}
+    return edited(
+        llama_like(), model=model, pre_tokenizer=split, normalizer=None, decoder=None, added_tokens=[]
+    )
+
+
 def llama_like() -> bytes:
     """Spaces become U+2581, one of them in front; unknown characters become tokens of a byte each."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import load_file, save_file
 from support.hf_models import their_model
 from support.models import ARCHITECTURES, Arch
+from support.pages import blocks
 
 from mingpt.base.errors import UserError
 from mingpt.config import ModelConfig
@@ -74,6 +76,19 @@ def test_weights_of_half_precision_become_float32(arch: Arch, tmp_path: Path) ->
     check_same(
         open_weights(str(tmp_path)).tensors, {name: one.bfloat16().float() for name, one in expected.items()}
     )
+
+
+def test_the_documented_command_turns_nanogpts_file_into_such_a_folder(tmp_path: Path) -> None:
+    # Without biases, as its option says, and from a model that was compiled.
+    expected = save("gpt2", tmp_path)
+    zeros = {name: torch.zeros_like(one) for name, one in expected.items() if name.endswith(".bias")}
+    theirs = {f"_orig_mod.transformer.{name}": expected[name] for name in expected.keys() - zeros.keys()}
+    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 24, "block_size": 24, "vocab_size": 31, "bias": False}
+    checkpoint = {"model": theirs, "model_args": sizes, "iter_num": 7, "best_val_loss": torch.tensor(1.5)}
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    program = next(block[2] for block in blocks(ROOT / "docs" / "data.md") if "file" in block[1])
+    subprocess.run([sys.executable, "-c", program, "ckpt.pt", "nano"], check=True, cwd=tmp_path)
+    check_same(open_weights(str(tmp_path / "nano")).tensors, expected | zeros)
 
 
 def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused_by_name(tmp_path: Path) -> None:

@@ -172,6 +172,6 @@ def test_a_new_best_is_one_below_all_that_are_kept(tmp_path: Path) -> None:
     kept = SnapshotSaver(make_store(tmp_path), keep_last=9, keep_best=False)
     for step, loss in ((5, 3.0), (10, 4.0), (15, 1.0)):
         save(kept, make_manifest(step, loss))
-    saving = make_saving(tmp_path, {})
+    saving = make_saving(tmp_path, {"snapshot.keep_best": True})
     assert [saving.is_new_best(loss) for loss in (3.0, 2.5, 2.75, 2.0)] == [False, True, False, True]
-    assert not make_saving(tmp_path, {"snapshot.keep_best": False}).is_new_best(0.5)
+    assert not make_saving(tmp_path, {}).is_new_best(0.5)

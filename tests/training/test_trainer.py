@@ -23,11 +23,12 @@ def test_no_rank_fails_before_the_snapshot_under_way_is_written(has_run_logger: 
     trainer.sampler = SimpleNamespace(window_starts=lambda first, count: [0] * count)
     trainer.context, trainer.batches = SingleProcess(), SimpleNamespace(error=None)
     trainer.saving = SimpleNamespace(
+        last_save_step=0,
         saver=SimpleNamespace(wait=lambda: order.append("written")),
         remove_memory_snapshots=lambda: order.append("removed"),
     )
     logger = SimpleNamespace(failed=lambda step, why: order.append("recorded"))
     trainer.run_logger = logger if has_run_logger else None
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match=r"its update is dropped and there is no snapshot yet$"):
         trainer.raise_if_not_finite(0.0)
     assert order == ["written", *(["recorded"] if has_run_logger else []), "removed"]

@@ -1,23 +1,27 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.shards import write_nanogpt
 from support.single_process import SingleProcess
 from support.snapshots import snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
+from support.vocabularies import words_of
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
-from mingpt.data import CharTokenizer
+from mingpt.data import CharTokenizer, Corpus
+from mingpt.report.run_logger import describe_part
 from mingpt.snapshot.reading import TensorEntry
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights, open_weights
-from mingpt.training.run_data import initial_rows
+from mingpt.training.run_data import initial_rows, load_corpus, load_data
 from mingpt.training.state import check_model, manifest_tokenizer, snapshot_tokenizer
 
 VOCABULARY = "abcdefghijk"
-ABC = CharTokenizer("abc")
+ABC, ONE = CharTokenizer("abc"), SingleProcess()
 
 
 def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
@@ -91,10 +95,19 @@ def test_a_gpt2_file_that_is_none_is_one_sentence(content: bytes, tmp_path: Any)
             open_weights(str(where))
 
 
-def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_is_one_sentence() -> None:
-    manifest = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11}}
-    tensors = {"tokenizer": torch.arange(7, dtype=torch.uint8)}
-    with pytest.raises(UserError, match="the tokenizer of the snapshot cannot be used"):
+@pytest.mark.parametrize(
+    ("content", "more", "reason"),
+    [
+        (bytes(range(7)), {}, r"this is no tokenizer\.json"),
+        (words_of("a b"), {"sha256": "0" * 64}, "its SHA-256 is not the one that the manifest says"),
+    ],
+)
+def test_a_tokenizer_that_a_snapshot_carries_and_that_is_none_or_another_is_one_sentence(
+    content: bytes, more: dict[str, str], reason: str
+) -> None:
+    manifest = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11, **more}}
+    tensors = {"tokenizer": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+    with pytest.raises(UserError, match=f"the tokenizer of the snapshot cannot be used: {reason}"):
         snapshot_tokenizer(snapshot_of(manifest, tensors))
 
 
@@ -145,6 +158,42 @@ def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
     del given["ln_f.bias"]
     with pytest.raises(UserError, match=r"init_from=there holds .* another model \(ln_f\.bias: missing"):
         match_weights(initial, config, shapes, draw_zeros, None)
+    given["wpe.weight"] = torch.randn(5, 16)
+    with pytest.raises(UserError, match=r"=there holds 5 positions .* 8: set data\.block_size=5, or less"):
+        match_weights(initial, config, shapes, draw_zeros, None)
+
+
+def load(path: Path, initial: InitialWeights | None = None, tokenizer: str = "auto") -> Corpus:
+    config = Config(data=DataConfig(path=str(path), block_size=4, tokenizer=tokenizer))
+    return load_corpus(config, ONE, load_data(config, ONE), None, False, initial)
+
+
+def test_weights_without_a_tokenizer_begin_with_characters_only_if_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the sea " * 50)
+    initial = InitialWeights({"wte.weight": torch.zeros(9, 2)}, None, None, "there")
+    with pytest.raises(UserError, match=r"=there has no tokenizer that can be read: name it by data\."):
+        load(tmp_path / "text.txt", initial)
+    assert isinstance(load(tmp_path / "text.txt", initial, tokenizer="char").tokenizer, CharTokenizer)
+
+
+@pytest.mark.parametrize(("words", "loses_text"), [("the sea", False), ("the ships", True)])
+def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(
+    words: str, loses_text: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(["the sea"] * 50))
+    (tmp_path / "tokenizer.json").write_bytes(words_of(words))
+    assert (load(tmp_path / "text.txt").val_bytes is None) == loses_text
+    assert [line[:16] for line in caplog.messages] == ["no bits per byte"] * loses_text
+
+
+def test_a_pickle_beside_the_shards_is_said_to_be_unread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("train.bin", "val.bin"):
+        write_nanogpt(tmp_path / name, range(50))
+    (tmp_path / "meta.pkl").touch()
+    assert describe_part(load(tmp_path).train) == "50 tokens in 1 file"
+    assert "meta.pkl is not read" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ elsewhere. A bar on stderr shows the progress; where that is no terminal, every 
 """
 
 import hashlib
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mingpt.base.errors import UserError
+from mingpt.base.system import start
 from mingpt.data.json_tokenizer import parse_tokenizer_json
 from mingpt.data.source import read_named_tokenizer
 from mingpt.data.tokenizers import CharTokenizer, Tokenizer
@@ -43,26 +45,37 @@ from mingpt.tools.prepare.folder import (
 )
 
 LINE_EVERY_S = 30.0
+POLL_S = 0.1  # a signal that another thread takes does not wake the main one
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
 ENCODING_THREADS = 2  # one takes the tokens out of the package while the other encodes on all cores
 MAX_PENDING = 3  # batches
 BPE_TOKENS = 4096
+# GPT-2's pattern with words of at most 256 characters: the time of a merge grows with the longest word.
+WORD = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}{1,256}| ?\p{N}{1,256}| ?[^\s\p{L}\p{N}]{1,256}"
+    r"|\s{1,256}(?!\S)|\s{1,256}"
+)
+log = logging.getLogger(__name__)
 TOKENIZER_WORDS = ("char", "bpe", "gpt2")  # others are files
+
+
+def pause_s() -> float:
+    """Seconds between two updates of what shows the progress."""
+    return POLL_S if sys.stderr.isatty() else LINE_EVERY_S
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
     """A count of bytes of text."""
-    pause_s = 0.1 if sys.stderr.isatty() else LINE_EVERY_S
     return tqdm(
         total=total,
         desc=what,
         unit="B",
         unit_scale=True,
         dynamic_ncols=True,
-        mininterval=pause_s,
-        delay=pause_s,
+        mininterval=pause_s(),
+        delay=pause_s(),
     )
 
 
@@ -86,31 +99,45 @@ def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
     """A tokenizer.json of a byte-level BPE as GPT-2's, trained on the beginning of the training part.
 
     `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has not
-    that many pairs. The same text gives the same content, whatever the number of cores.
+    that many pairs. The same text gives the same content, whatever the number of cores. Words that are longer
+    than those of WORD are trained on in pieces. Raises KeyboardInterrupt at once: the package, which obeys no
+    signal, trains in a thread, and only the end of the process ends that.
     """
     try:
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as PackageTokenizer
-        from tokenizers import decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise UserError(
             f"--tokenizer bpe needs the package tokenizers, which cannot be imported ({error}): "
             "pip install tokenizers"
         ) from None
     package = PackageTokenizer(models.BPE())
-    package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(Regex(WORD), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    package.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     package.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    package.train_from_iterator(sample(pieces), trainer)
+    with progress("training a BPE") as shown:
+        texts = sample(pieces, shown)
+        outcome, thread = start(lambda: package.train_from_iterator(texts, trainer))
+        polls = 0
+        while thread.is_alive():
+            thread.join(POLL_S)
+            polls += 1
+            if polls % int(pause_s() / POLL_S) == 0:
+                shown.refresh()  # the seconds go on
+    outcome.result()
+    package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     package.add_special_tokens([END_OF_TEXT])
     content: str = package.to_str(pretty=True)
     return content.encode()
 
 
-def sample(pieces: Iterable[Piece]) -> Iterator[str]:
+def sample(pieces: Iterable[Piece], shown: "tqdm[Never]") -> Iterator[str]:
     """Texts of the training part, until there are enough of them, or of distinct words."""
     words: set[str] = set()
     size = word_bytes = 0
@@ -121,6 +148,7 @@ def sample(pieces: Iterable[Piece]) -> Iterator[str]:
         word_bytes += sum(len(word.encode()) for word in new)
         words |= new
         size += piece.bytes
+        shown.update(piece.bytes)
         yield piece.text
 
 
@@ -242,6 +270,7 @@ def write_shards(
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
     first_token_bytes: int | None = None  # of validation
+    loses_text = False
     with (
         progress("encoding", stats.bytes) as shown,
         ShardWriter(out, record, encoder.dtype, options.shard_tokens) as writer,
@@ -252,6 +281,7 @@ def write_shards(
             part.bytes += batch.bytes
             if batch.is_val and first_token_bytes is None:
                 first_token_bytes = encoder.first_token_bytes(batch)
+                loses_text = encoder.tokenizer.loses("".join(batch.texts))
             if tokens is not None:
                 writer.write(tokens, batch.is_val)
             shown.update(batch.bytes)
@@ -260,6 +290,8 @@ def write_shards(
         writer.finish_shard()
     if first_token_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
         raise UserError("the training or the validation part has no token: more text is needed")
+    if loses_text:
+        log.warning("the tokenizer loses some of the text: there will be no bits per byte")
     return {
         "format": 1,
         "complete": True,
@@ -268,7 +300,7 @@ def write_shards(
             "vocab_size": len(encoder.tokenizer),
             "end_of_text": encoder.end_of_text,
         },
-        "val_bytes": val.bytes - first_token_bytes,
+        "val_bytes": None if loses_text else val.bytes - first_token_bytes,
         "documents": {"train": max(1, train.documents), "val": val.documents},
         "files": [shard.model_dump(exclude={"batch", "skip"}) for shard in record.shards],
     }

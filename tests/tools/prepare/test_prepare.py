@@ -12,10 +12,11 @@ import pytest
 from conftest import ROOT
 from support.prepared import END, digests, mixed, prepared, read_meta, run_apart, tokens_of, write_documents
 from tokenizers import Tokenizer as PackageTokenizer
-from tokenizers import models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from mingpt.data import CharTokenizer, JsonTokenizer
 from mingpt.tools.prepare import documents
+from mingpt.tools.prepare.job import train_bpe
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +105,19 @@ def test_documents_end_with_end_of_text_and_are_never_cut(
     assert tokens_of(out, "val") == expected(out / "tokenizer.json", documents[border:])
 
 
-def test_a_text_of_one_piece_is_encoded_as_a_whole_by_any_tokenizer(tmp_path: Path) -> None:
-    """With a normalizer the bytes of validation are counted in the source."""
+@pytest.mark.parametrize("loses_text", [False, True])
+def test_a_text_of_one_piece_is_encoded_as_a_whole_by_any_tokenizer(loses_text: bool, tmp_path: Path) -> None:
+    """With a normalizer the bytes of validation are counted in the source, unless some of it is lost."""
     text = mixed(40_000, 6)
     (tmp_path / "a.txt").write_bytes(text.encode())
     package = PackageTokenizer(models.BPE(unk_token="?"))
-    package.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    package.pre_tokenizer = pre_tokenizers.Metaspace()
+    package.normalizer = normalizers.NFKC() if loses_text else normalizers.NFC()
+    package.pre_tokenizer, package.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     package.train_from_iterator(
-        [text[:20_000]], trainers.BpeTrainer(vocab_size=300, special_tokens=["?", END])
+        [text.replace(END, "")],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], initial_alphabet=[*END]),
     )
+    package.add_special_tokens([END])
     package.save(str(tmp_path / "tokenizer.json"))
     out = tmp_path / "out"
     prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", tmp_path / "tokenizer.json")
@@ -121,7 +125,7 @@ def test_a_text_of_one_piece_is_encoded_as_a_whole_by_any_tokenizer(tmp_path: Pa
     assert tokens_of(out, "train") == expected(tmp_path / "tokenizer.json", [parts[0]])[:-1]
     assert tokens_of(out, "val") == expected(tmp_path / "tokenizer.json", [parts[1]])
     end = package.encode(parts[1]).offsets[0][1]
-    assert read_meta(out)["val_bytes"] == len(parts[1][end:].encode())
+    assert read_meta(out)["val_bytes"] == (None if loses_text else len(parts[1][end:].encode()))
 
 
 @pytest.mark.slow
@@ -156,6 +160,26 @@ def test_long_lines_without_whitespace_are_read_in_time(bpe: Path, tmp_path: Pat
     out = tmp_path / "out"
     prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", bpe / "tokenizer.json", "--val_fraction", 1e-7)
     assert tokens_of(out, "val") == expected(bpe / "tokenizer.json", ["d"])
+
+
+@pytest.mark.parametrize("alphabet", ["abcdefgh", " "])
+def test_a_bpe_of_a_text_without_words_is_trained_in_time(alphabet: str) -> None:
+    # A merge takes time in proportion to the longest word, and here the whole text is one.
+    letters = random.Random(0).choices(alphabet, k=1_000_000)
+    train_bpe(400, [documents.Piece("".join(letters), True)])
+
+
+def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
+    # And the file says that pattern, whatever it was trained with.
+    text = mixed(100_000, 3) + "x" * 256 + " " * 256 + "1" * 256 + "." * 256 + "\n" * 256
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    package = PackageTokenizer(models.BPE())
+    package.pre_tokenizer, package.decoder = byte_level, decoders.ByteLevel()
+    package.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=399, initial_alphabet=byte_level.alphabet())
+    )
+    package.add_special_tokens([END])
+    assert train_bpe(400, [documents.Piece(text, True)]).decode() == package.to_str(pretty=True)
 
 
 @pytest.mark.slow

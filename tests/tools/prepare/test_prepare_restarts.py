@@ -42,6 +42,33 @@ from mingpt.tools.prepare import folder
 folder.write_all = count(folder.write_all)
 """
 
+# A shell that starts the tests in the background has the signal ignored, which children inherit.
+HEARD = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+# In place of the package: its training never ends, and is told to after a moment.
+DEAF = """
+import ctypes, os, threading, tokenizers
+class Deaf:
+    def __init__(self, model):
+        pass
+    def train_from_iterator(self, texts, trainer):
+        list(texts)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(30, os._exit, (1,)).start()
+        lock = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
+tokenizers.Tokenizer = Deaf
+"""
+ENDLESS = """
+import os
+from mingpt.tools.prepare import job
+def endless(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    while True:
+        yield "some words"
+job.sample = endless
+"""
+
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -110,14 +137,21 @@ def test_finished_shards_stay_and_damaged_ones_are_written_again(
 def test_ctrl_c_is_one_line_and_the_command_goes_on(
     words: list[object], undisturbed: Path, tmp_path: Path
 ) -> None:
-    # A shell that starts the tests in the background has the signal ignored, which children inherit.
-    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    done = run_apart(*words, before=heard + AT_CALL.format(call=20, signal="SIGINT"))
+    done = run_apart(*words, before=HEARD + AT_CALL.format(call=20, signal="SIGINT"))
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "interrupted: the same command goes on from the last finished shard\n"
     assert list((tmp_path / "out").glob("*.partial")) == []
     prepared(*words)
     assert digests(tmp_path / "out") == digests(undisturbed)
+
+
+@pytest.mark.parametrize("training", [DEAF, ENDLESS], ids=["merges", "reading"])
+def test_the_first_ctrl_c_ends_the_training_of_a_bpe(training: str, tmp_path: Path) -> None:
+    # In the package's code, which obeys no signal, and where it asks for more text.
+    (tmp_path / "a.txt").write_text(mixed(3000, 1))
+    done = run_apart(tmp_path / "a.txt", "--out", tmp_path / "out", *OPTIONS, before=HEARD + training)
+    line = "interrupted: the same command goes on from the last finished shard\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", line)
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
