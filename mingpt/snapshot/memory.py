@@ -8,6 +8,7 @@ next node follow in the background. An orderly end removes the snapshots. If the
 small, one line says so, and the run goes on with its snapshots on disk alone.
 """
 
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -114,6 +115,15 @@ def is_leftover(root: Path) -> bool:
         return False  # another start removes it, or its job is writing there
     is_in_use = any(owner is not None and owner.is_alive() is not False for owner in owners)
     return not is_in_use and newest_change < time.time() - LEFTOVER_S
+
+
+def remove_folders_of(owner: Process, path: Path) -> None:
+    """Remove what the workers of the agent `owner`, whose job is finished, have left in `path`."""
+    for folder in path.glob("mingpt-*/node-*"):
+        if read_owner(folder) == owner:
+            remove_folder(folder)
+            with contextlib.suppress(OSError):  # another node on this machine has a folder there
+                folder.parent.rmdir()
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
