@@ -30,6 +30,7 @@ POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
 RELEASE_S = 5.0
+JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; an agent passes any other one on to its workers
 LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
@@ -50,7 +51,7 @@ class ProcessExit:
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
         self.note_failure: Callable[[str], None] | None = None  # on rank 0: for run.json
         self.noting = threading.Lock()
-        self.exiting = threading.Lock()  # never released
+        self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
             launch.status_file.unlink(missing_ok=True)  # an earlier generation's
 
@@ -95,7 +96,7 @@ class ProcessExit:
         """
         self.exiting.acquire()
         code = 0
-        if stopped_by and is_from_agent(stopped_by) and self.launch.agent_pid:
+        if stopped_by and stopped_by not in JOB_ENDS and self.launch.agent_pid:
             code = 128 + signal.Signals[stopped_by]
             why = f"{TOLD} by {stopped_by}"
         else:
@@ -120,15 +121,17 @@ class ProcessExit:
             write_stderr(sentence)
         os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
 
-    def exit_without_agent(self) -> NoReturn:
-        """For the thread that listens: the agent was killed. Nothing starts a next generation."""
-        if self.launch.rank == 0:
-            write_stderr(
-                f"error: the agent (process {self.launch.agent_pid}) was lost after step {self.step}\n"
-            )
-        if self.launch.status_file:  # in the agent's folder, which it can no longer remove
-            shutil.rmtree(self.launch.status_file.parent, ignore_errors=True)
-        os._exit(1)
+    def exit_if_orphaned(self) -> None:
+        """Exit if the agent was killed, with one sentence: nothing starts a next generation."""
+        if self.launch.agent_pid not in (None, os.getppid()):
+            self.orphaned.acquire()
+            if self.launch.rank == 0:
+                write_stderr(
+                    f"error: the agent (process {self.launch.agent_pid}) was lost after step {self.step}\n"
+                )
+            if self.launch.status_file:  # in the agent's folder, which it can no longer remove
+                shutil.rmtree(self.launch.status_file.parent, ignore_errors=True)
+            os._exit(1)
 
     def exit_stopped(self, number: signal.Signals) -> None:
         """For the thread that listens: the stop that a signal has asked for cannot be agreed on any more.
@@ -167,6 +170,7 @@ class ProcessExit:
 
     def exit_with_error(self, error: BaseException) -> NoReturn:
         """Exit code 1. Where a peer was lost, without the backend's traceback, which says nothing else."""
+        self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
         self.exiting.acquire()
         if is_lost_peer(error) and is_timeout(error):
             self.leave_peers(f"{TIMED_OUT} after {self.timeout_s:g} s", are_frozen=True)
@@ -264,11 +268,6 @@ def write_stderr(text: str) -> None:
 def before_first_step(reason: str) -> str:
     """What is said of a stop when there is nothing to save."""
     return f"stopped by {reason} before the first step\n"
-
-
-def is_from_agent(reason: str | None) -> bool:
-    """Whether an agent passes this request on to its workers: any signal but SIGUSR1, which ends the job."""
-    return reason not in (None, "SIGUSR1", "STOP")
 
 
 def first_line(error: BaseException) -> str:

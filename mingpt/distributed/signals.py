@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mingpt.distributed.exit import ProcessExit, before_first_step, is_from_agent, write_stderr
+from mingpt.distributed.exit import JOB_ENDS, ProcessExit, before_first_step, write_stderr
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import PeerEnd, wait_readable
 
@@ -111,14 +111,13 @@ class StopSignal:
             self.read_signals()  # also what came just before `close`
             if self.closed.is_set():
                 return
-            if self.launch.agent_pid and os.getppid() != self.launch.agent_pid:
-                self.exit.exit_without_agent()
+            self.exit.exit_if_orphaned()
             # False also where a network folder is unreachable for a moment; it is asked again.
             is_there = self.stop_file is not None and os.path.exists(self.stop_file)
             if is_there and not self.reason:
                 self.request("STOP")
             self.check_peers()
-            if self.deferred and self.launch.world_size > 1 and is_from_agent(self.reason):
+            if self.deferred and self.launch.world_size > 1 and self.reason not in (None, *JOB_ENDS):
                 since = max(self.received_at, self.progress_at)
                 if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved
                     self.exit.exit_stopped(signal.Signals[self.reason])
@@ -161,7 +160,7 @@ class StopSignal:
 
         After a signal from the agent also if that one was told to stop alone: nobody is left to agree with.
         """
-        is_told = self.deferred and is_from_agent(self.reason)
+        is_told = self.deferred and self.reason not in (None, *JOB_ENDS)
         for rank, exited_at in self.exited_at.items():
             waited = time.monotonic() - exited_at
             if rank not in self.ends and waited > PEER_GRACE_S:

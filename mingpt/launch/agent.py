@@ -25,7 +25,6 @@ from mingpt.distributed.launch import AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.signals import SIGNALS, StopSignal
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 MAX_WORKERS = 8
@@ -70,19 +69,18 @@ class StopRequest:
         if self.is_obeyed:
             self.obey()
 
-    def obey(self) -> None:
-        """Raise SignalException, which ends the agent and its workers, if the job was told to stop."""
+    def obey(self, before_start: bool = False) -> None:
+        """Raise SignalException, which ends the agent and its workers, if the job was told to stop.
+
+        `before_start`: no worker runs, which could write the status.
+        """
         from torch.distributed.elastic.multiprocessing import SignalException
 
         if self.first:
+            if before_start and not self.status_file.exists():
+                self.status_file.write_text(f"0 {before_first_step(self.first.name)}")
             self.is_obeyed = True
             raise SignalException(f"got {self.first.name}", sigval=self.first)
-
-    def obey_before_start(self) -> None:
-        """Obey while no worker runs, which could write the status."""
-        if self.first and not self.status_file.exists():
-            self.status_file.write_text(f"0 {before_first_step(self.first.name)}")
-        self.obey()
 
     def exit_code(self) -> int:
         """The code of a job that was told to stop, after a sentence if that is not in the log."""
@@ -116,7 +114,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         # Another thread of this process, which does not block them, receives the agent's own.
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        failures: Mapping[int, ProcessFailure] = {}  # by rank
+        failures: Mapping[int, Any] = {}  # torch's ProcessFailure, by rank
         try:
             agent(*command)
         except ChildFailedError as error:
@@ -132,18 +130,14 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
             code = stop.exit_code()
         else:
             code = 1 if failures else 0
-            report_kill({rank: failure.exitcode for rank, failure in failures.items()})
+            killed = [rank for rank in sorted(failures) if failures[rank].exitcode < 0]
+            if killed:  # that worker could not report it itself
+                name = signal.Signals(-failures[killed[0]].exitcode).name
+                write_stderr(
+                    f"error: worker {killed[0]} was killed by {name} and no restart is left "
+                    "(trainer.max_restarts)\n"
+                )
     os._exit(code)
-
-
-def report_kill(exit_codes: Mapping[int, int]) -> None:
-    """Say which worker was killed, which it could not report itself."""
-    killed = [rank for rank in sorted(exit_codes) if exit_codes[rank] < 0]
-    if killed:
-        name = signal.Signals(-exit_codes[killed[0]]).name
-        write_stderr(
-            f"error: worker {killed[0]} was killed by {name} and no restart is left (trainer.max_restarts)\n"
-        )
 
 
 def register_rendezvous(stop: StopRequest) -> None:
@@ -163,7 +157,7 @@ def register_rendezvous(stop: StopRequest) -> None:
         def next_rendezvous(self) -> RendezvousInfo:
             """The agent calls it before it starts workers."""
             info = super().next_rendezvous()
-            stop.obey_before_start()
+            stop.obey(before_start=True)
             return info
 
         def num_nodes_waiting(self) -> int:

@@ -8,7 +8,6 @@ next node follow in the background. An orderly end removes the snapshots. If the
 small, one line says so, and the run goes on with its snapshots on disk alone.
 """
 
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -117,13 +116,11 @@ def is_leftover(root: Path) -> bool:
     return not is_in_use and newest_change < time.time() - LEFTOVER_S
 
 
-def remove_folders_of(owner: Process, path: Path) -> None:
-    """Remove what the workers of the agent `owner`, whose job is finished, have left in `path`."""
+def remove_after_end(path: Path) -> None:
+    """Remove the snapshots in `path` of the job whose agent this process is; the job is finished."""
     for folder in path.glob("mingpt-*/node-*"):
-        if read_owner(folder) == owner:
-            remove_folder(folder)
-            with contextlib.suppress(OSError):  # another node on this machine has a folder there
-                folder.parent.rmdir()
+        if read_owner(folder) == this_process():
+            shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:

@@ -26,6 +26,7 @@ listener = StopSignal(launch, Exit(launch))
 listener.exit.timeout_s = 0.5
 {code}
 print("ready", flush=True)
+{then}
 reason = None
 for _ in range(2000):
     if listener.reason != reason:
@@ -39,10 +40,10 @@ WATCH = "listener.watch_stop_file(Path(sys.argv[1]))"
 
 
 def listen(
-    code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None"
+    code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None", then: str = ""
 ) -> subprocess.Popen[str]:
     """The process, once it listens."""
-    program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent)
+    program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent, then=then)
     words = [sys.executable, "-c", program, *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
@@ -134,16 +135,20 @@ def test_sigterm_is_obeyed_at_once_if_the_peer_was_told_to_stop_alone() -> None:
     assert code_of(process) == 143
 
 
-def test_the_end_of_the_agent_ends_the_process_and_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "notices_it",
+    [
+        "listener.exit.launch = launch",
+        "listener.exit.launch = launch\nlistener.exit.exit_with_error(RuntimeError('Connection closed'))",
+    ],
+)
+def test_the_end_of_the_agent_ends_the_process_and_its_folder(notices_it: str, tmp_path: Path) -> None:
     status_file = tmp_path / "agent" / "status"
     status_file.parent.mkdir()
     orphaned = (
         "Launch(world_size=2, agent_pid=os.getppid() + 1, master_addr='localhost', "
         f"status_file=Path({str(status_file)!r}))"
     )
-    process = listen(
-        f"launch = listener.exit.launch = {orphaned}\n"
-        "threading.Timer(0.5, lambda: setattr(listener, 'launch', launch)).start()"
-    )
+    process = listen(f"launch = {orphaned}", then=notices_it)
     assert code_of(process) == 1 and not status_file.parent.exists()
     assert process.stderr is not None and len(process.stderr.readlines()) == 1

@@ -52,8 +52,7 @@ from mingpt.launch.elastic.boards import (
 )
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
-from mingpt.snapshot.memory import remove_folders_of
-from mingpt.snapshot.slots import this_process
+from mingpt.snapshot.memory import remove_after_end
 
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
@@ -186,7 +185,7 @@ class ElasticRendezvous(RendezvousHandler):
             view, now = self._node.view(), time.monotonic()
             if view.finished:
                 self._say("the job is finished")
-                remove_folders_of(this_process(), Path(SnapshotConfig().memory_path))
+                remove_after_end(Path(SnapshotConfig().memory_path))
                 raise SystemExit(0)
             group = meeting.group_to_propose(view, now)
             if group is not None:
