@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
 RELEASE_S = 5.0
+JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; an agent passes any other one on to its workers
 LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
@@ -49,7 +51,7 @@ class ProcessExit:
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
         self.note_failure: Callable[[str], None] | None = None  # on rank 0: for run.json
         self.noting = threading.Lock()
-        self.exiting = threading.Lock()  # never released
+        self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
             launch.status_file.unlink(missing_ok=True)  # an earlier generation's
 
@@ -75,23 +77,26 @@ class ProcessExit:
         if self.rendezvous is not None:
             self.rendezvous.has_begun = True
 
-    def write_status(self, code: int, is_final: bool = False) -> None:
-        """Tell `python train.py`, whose agent started us, the exit code of the job; a final one stays."""
+    def write_status(self, code: int, is_final: bool = False, sentence: str = "") -> None:
+        """Tell `python train.py`, whose agent started us, the exit code of the job; a final one stays.
+
+        The agent prints the sentence if the job was told to stop, and not this generation alone.
+        """
         if self.launch.status_file and (is_final or self.launch.rank == 0):
             mode = "w" if is_final else "x"
             # Where it cannot be written it is 1, or another worker has ended the job.
             with contextlib.suppress(OSError), self.launch.status_file.open(mode) as file:
-                file.write(str(code))
+                file.write(f"{code} {sentence}")
 
     def exit_process(self, stopped_by: str | None) -> NoReturn:
         """Exit at once, since a peer that dies during a clean-up would wait for this process.
 
-        Exit code 0; under torchrun 128 + signal after SIGTERM and SIGINT, so that the agent decides whether a
-        next generation starts.
+        Exit code 0; under torchrun 128 + signal after one that an agent passes on, so that the agent decides
+        whether a next generation starts.
         """
         self.exiting.acquire()
         code = 0
-        if stopped_by in ("SIGTERM", "SIGINT") and self.launch.agent_pid:
+        if stopped_by and stopped_by not in JOB_ENDS and self.launch.agent_pid:
             code = 128 + signal.Signals[stopped_by]
             why = f"{TOLD} by {stopped_by}"
         else:
@@ -109,9 +114,24 @@ class ProcessExit:
     def exit_on_signal(self, number: signal.Signals, is_first: bool) -> NoReturn:
         """Exit for a request to stop that cannot wait; see StopSignal."""
         self.record_exit_reason(f"{TOLD} by {number.name}")
+        sentence = before_first_step(number.name)
         if is_first:
-            self.write_status(0)
+            self.write_status(0, sentence=sentence)
+        if is_first and self.launch.agent_pid is None and self.launch.rank == 0:
+            write_stderr(sentence)
         os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
+
+    def exit_if_orphaned(self) -> None:
+        """Exit if the agent was killed, with one sentence: nothing starts a next generation."""
+        if self.launch.agent_pid not in (None, os.getppid()):
+            self.orphaned.acquire()
+            if self.launch.rank == 0:
+                write_stderr(
+                    f"error: the agent (process {self.launch.agent_pid}) was lost after step {self.step}\n"
+                )
+            if self.launch.status_file:  # in the agent's folder, which it can no longer remove
+                shutil.rmtree(self.launch.status_file.parent, ignore_errors=True)
+            os._exit(1)
 
     def exit_stopped(self, number: signal.Signals) -> None:
         """For the thread that listens: the stop that a signal has asked for cannot be agreed on any more.
@@ -150,6 +170,7 @@ class ProcessExit:
 
     def exit_with_error(self, error: BaseException) -> NoReturn:
         """Exit code 1. Where a peer was lost, without the backend's traceback, which says nothing else."""
+        self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
         self.exiting.acquire()
         if is_lost_peer(error) and is_timeout(error):
             self.leave_peers(f"{TIMED_OUT} after {self.timeout_s:g} s", are_frozen=True)
@@ -242,6 +263,11 @@ def write_stderr(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()
+
+
+def before_first_step(reason: str) -> str:
+    """What is said of a stop when there is nothing to save."""
+    return f"stopped by {reason} before the first step\n"
 
 
 def first_line(error: BaseException) -> str:

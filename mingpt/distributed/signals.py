@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR1, or a file STOP in run_dir.
+"""Requests to stop: SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, or a file STOP in run_dir.
 
 A thread receives them: Python runs signal handlers in the main thread only, and not while that waits inside a
 collective. torch is not imported here, so that a worker listens before it does anything that takes time.
@@ -7,24 +7,26 @@ collective. torch is not imported here, so that a worker listens before it does 
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import FrameType
+from typing import NoReturn
 
+from mingpt.distributed.exit import JOB_ENDS, ProcessExit, before_first_step, write_stderr
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import PeerEnd, wait_readable
-
-if TYPE_CHECKING:
-    from mingpt.distributed.exit import ProcessExit
 
 log = logging.getLogger(__name__)
 
 # In order of precedence where ranks got different ones.
-REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "STOP")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REASONS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "STOP")
+SIGNALS = [
+    signal.Signals[name]
+    for name in REASONS[:-1]
+    if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
+]
 POLL_S = 0.2
 # Signals this close together are one request: an agent that gets one passes it on to its workers.
 REPEAT_S = 1.0
@@ -38,13 +40,13 @@ READ_END = -1  # of the pipe, among the ranks whose pidfds are polled
 class StopSignal:
     """Keeps the first request to stop in `reason`. Its thread works while the main thread is stuck.
 
-    While `deferred`, the first request waits until all ranks have agreed on it. Before that, SIGTERM and
-    SIGINT end this process at once; SIGUSR1 and STOP do in a world of one, and wait for an agreement in a
-    larger one. A second request ends the process at once. So do the end of its agent; of a worker of the
-    same agent that left no orderly reason; and `timeout_s` without progress after SIGTERM or SIGINT.
+    While `deferred`, the first request waits until all ranks have agreed on it. Before that, SIGUSR1 and STOP
+    end a world of one at once, and wait for an agreement in a larger one; another signal ends this process at
+    once. A second request ends the process at once. So do the end of its agent; of a worker of the same agent
+    that left no orderly reason; and `timeout_s` without progress, unless the request was SIGUSR1 or STOP.
     """
 
-    def __init__(self, launch: Launch, process_exit: "ProcessExit") -> None:
+    def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
         self.launch, self.exit = launch, process_exit
         self.reason: str | None = None
         self.deferred = False
@@ -91,14 +93,14 @@ class StopSignal:
             self.remove_stop_file()
             if self.note_stop is not None:
                 self.note_stop()
-            sys.stderr.write(f"stopped by {reason} before the first step\n")
+            write_stderr(before_first_step(reason))
         self.exit.exit_process(reason)
 
-    def close(self) -> None:
-        """Stop listening; further signals have their default effect."""
-        signal.set_wakeup_fd(-1)
+    def close(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        """Stop listening; `handler` receives further signals. None is lost in between."""
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
         self.closed.set()
         os.write(self.write_end, b"\0")  # wakes the thread
         self.thread.join()
@@ -109,14 +111,13 @@ class StopSignal:
             self.read_signals()  # also what came just before `close`
             if self.closed.is_set():
                 return
-            if self.launch.agent_pid and os.getppid() != self.launch.agent_pid:
-                os._exit(1)
+            self.exit.exit_if_orphaned()
             # False also where a network folder is unreachable for a moment; it is asked again.
             is_there = self.stop_file is not None and os.path.exists(self.stop_file)
             if is_there and not self.reason:
                 self.request("STOP")
             self.check_peers()
-            if self.deferred and self.launch.world_size > 1 and self.reason in ("SIGTERM", "SIGINT"):
+            if self.deferred and self.launch.world_size > 1 and self.reason not in (None, *JOB_ENDS):
                 since = max(self.received_at, self.progress_at)
                 if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved
                     self.exit.exit_stopped(signal.Signals[self.reason])
@@ -157,9 +158,9 @@ class StopSignal:
     def check_peers(self) -> None:
         """End this process if a worker of the same agent is gone and left no orderly reason.
 
-        After SIGTERM also if that one was told to stop alone: nobody is left to agree with.
+        After a signal from the agent also if that one was told to stop alone: nobody is left to agree with.
         """
-        is_told = self.deferred and self.reason == "SIGTERM"
+        is_told = self.deferred and self.reason not in (None, *JOB_ENDS)
         for rank, exited_at in self.exited_at.items():
             waited = time.monotonic() - exited_at
             if rank not in self.ends and waited > PEER_GRACE_S:

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
+from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.signals import SIGNALS, StopSignal
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 8
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+BACKEND = "mingpt-one-node"
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
@@ -50,9 +51,49 @@ def choose_workers(config: Config, launch: Launch) -> int:
     return max(1, min(available, MAX_WORKERS, trainer.batch_size // trainer.micro_batch_size))
 
 
+class StopRequest:
+    """The first signal that told this job to stop, which torch's agent obeys where it asks.
+
+    The handler raises nothing: SignalException is an Exception, which torch's rendezvous may swallow, and one
+    that is raised while workers are started leaves them running.
+    """
+
+    def __init__(self, status_file: Path) -> None:
+        self.status_file = status_file
+        self.first: signal.Signals | None = None
+        self.is_obeyed = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler. After a further signal the workers get theirs again, too, and exit at once."""
+        self.first = self.first or signal.Signals(number)
+        if self.is_obeyed:
+            self.obey()
+
+    def obey(self, before_start: bool = False) -> None:
+        """Raise SignalException, which ends the agent and its workers, if the job was told to stop.
+
+        `before_start`: no worker runs, which could write the status.
+        """
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        if self.first:
+            if before_start and not self.status_file.exists():
+                self.status_file.write_text(f"0 {before_first_step(self.first.name)}")
+            self.is_obeyed = True
+            raise SignalException(f"got {self.first.name}", sigval=self.first)
+
+    def exit_code(self) -> int:
+        """The code of a job that was told to stop, after a sentence if that is not in the log."""
+        try:
+            code, sentence = self.status_file.read_text().split(" ", 1)
+        except (OSError, ValueError):  # rank 0 was killed before it could write it, or the disk is full
+            code, sentence = "1", "error: the job was told to stop, but worker 0 could not end in order\n"
+        write_stderr(sentence)
+        return int(code)
+
+
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
     """Run `python *command` in so many workers, restarted up to `max_restarts` times; exit as they did."""
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -60,43 +101,75 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
-    def stop_agent(number: int, frame: FrameType | None) -> None:
-        raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
-
     with tempfile.TemporaryDirectory(prefix="mingpt-") as folder:
-        status_file = Path(folder) / "status"
-        os.environ[STATUS_FILE] = str(status_file)
+        stop = StopRequest(Path(folder) / "status")
+        stop_signal.close(stop.note)
+        register_rendezvous(stop)
+        os.environ[STATUS_FILE] = str(stop.status_file)
         os.environ[AGENT_PID] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
-        stop_signal.close()
         # The workers inherit this thread's mask: these signals wait until their StopSignal unblocks them.
         # Another thread of this process, which does not block them, receives the agent's own.
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        handle_signals(stop_agent)  # until the agent installs handlers that do the same
+        failures: Mapping[int, Any] = {}  # torch's ProcessFailure, by rank
         try:
-            try:
-                agent(*command)
-                code = 0
-            except ChildFailedError as error:
-                code = 1
-                killed = [rank for rank in sorted(error.failures) if error.failures[rank].exitcode < 0]
-                if killed:  # that worker could not report it itself
-                    name = signal.Signals(-error.failures[killed[0]].exitcode).name
-                    sys.stderr.write(
-                        f"error: worker {killed[0]} was killed by {name} and no restart is left "
-                        "(trainer.max_restarts)\n"
-                    )
-            handle_signals(signal.SIG_IGN)  # nothing is left to stop
-        except SignalException:  # from a user, or from rank 0 to end the job
-            handle_signals(signal.SIG_IGN)
-            try:
-                code = int(status_file.read_text())
-            except (OSError, ValueError):  # rank 0 was killed before it could write it
-                code = 1
+            agent(*command)
+        except ChildFailedError as error:
+            failures = error.failures
+        except Exception as error:
+            stop.first = stop.first or getattr(error, "sigval", None)  # of a handler that torch has set
+            if stop.first is None:
+                raise
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
+        # A failure after which rank 0 ends the job by a signal may be seen before that signal.
+        if stop.first and (stop.status_file.exists() or not failures):
+            code = stop.exit_code()
+        else:
+            code = 1 if failures else 0
+            killed = [rank for rank in sorted(failures) if failures[rank].exitcode < 0]
+            if killed:  # that worker could not report it itself
+                name = signal.Signals(-failures[killed[0]].exitcode).name
+                write_stderr(
+                    f"error: worker {killed[0]} was killed by {name} and no restart is left "
+                    "(trainer.max_restarts)\n"
+                )
     os._exit(code)
+
+
+def register_rendezvous(stop: StopRequest) -> None:
+    """Register, as BACKEND, the rendezvous of `torchrun --standalone`, where the agent looks at `stop`."""
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousInfo,
+        RendezvousParameters,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    class Rendezvous(DynamicRendezvousHandler):
+        def get_backend(self) -> str:
+            return BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            """The agent calls it before it starts workers."""
+            info = super().next_rendezvous()
+            stop.obey(before_start=True)
+            return info
+
+        def num_nodes_waiting(self) -> int:
+            """The agent calls it every 0.1 s while all workers run."""
+            stop.obey()
+            return super().num_nodes_waiting()
+
+    def create(params: RendezvousParameters) -> Rendezvous:
+        backend, store = create_backend(params)
+        return Rendezvous.from_backend(params.run_id, store, backend, params.min_nodes, params.max_nodes)
+
+    rendezvous_handler_registry.register(BACKEND, create)
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
@@ -106,7 +179,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
 
     newer: dict[str, Any] = {
         "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
-        "signals_to_handle": ",".join(handled_signals()),
+        "signals_to_handle": "",  # `StopRequest.note` stays the handler
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}  # not every version of torch has them
     return LaunchConfig(
@@ -114,20 +187,9 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         max_nodes=1,
         nproc_per_node=workers,
         run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND,
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         **{name: value for name, value in newer.items() if name in known},
     )
-
-
-def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    for name in handled_signals():
-        signal.signal(signal.Signals[name], handler)
-
-
-def handled_signals() -> list[str]:
-    """Signals that stop the job; SIGHUP is left alone under nohup, which ignores it."""
-    is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [name for name in STOP_SIGNALS if name != "SIGHUP" or not is_under_nohup]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Worker:
     """This process. As a context manager it exits with the code that says how its block ended:
 
-    0 finished, or told to stop; 128 + signal if told to stop by SIGTERM or SIGINT under torchrun; 2 after a
-    UserError; 1 after any other error.
+    0 finished, or told to stop; 128 + signal if told to stop by one other than SIGUSR1 under torchrun; 2
+    after a UserError; 1 after any other error.
     """
 
     def __init__(self) -> None:

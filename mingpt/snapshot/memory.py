@@ -116,6 +116,13 @@ def is_leftover(root: Path) -> bool:
     return not is_in_use and newest_change < time.time() - LEFTOVER_S
 
 
+def remove_after_end(path: Path) -> None:
+    """Remove the snapshots in `path` of the job whose agent this process is; the job is finished."""
+    for folder in path.glob("mingpt-*/node-*"):
+        if read_owner(folder) == this_process():
+            shutil.rmtree(folder.parent, ignore_errors=True)
+
+
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
     """Return who keeps a copy of each rank's part: ranks of the next node, in turn. With one node, nobody.
 

@@ -26,6 +26,7 @@ listener = StopSignal(launch, Exit(launch))
 listener.exit.timeout_s = 0.5
 {code}
 print("ready", flush=True)
+{then}
 reason = None
 for _ in range(2000):
     if listener.reason != reason:
@@ -39,10 +40,10 @@ WATCH = "listener.watch_stop_file(Path(sys.argv[1]))"
 
 
 def listen(
-    code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None"
+    code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None", then: str = ""
 ) -> subprocess.Popen[str]:
     """The process, once it listens."""
-    program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent)
+    program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent, then=then)
     words = [sys.executable, "-c", program, *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
@@ -70,7 +71,9 @@ def test_alone_a_stop_file_ends_a_process_that_has_not_begun(tmp_path: Path) -> 
         ("SIGUSR1", 1, "None", 0),
         ("SIGUSR1", 1, "os.getppid()", 0),
         ("SIGTERM", 1, "None", 0),
+        ("SIGHUP", 1, "None", 0),
         ("SIGTERM", 2, "os.getppid()", 143),
+        ("SIGQUIT", 2, "os.getppid()", 131),
     ],
 )
 def test_before_the_run_a_signal_ends_the_process_at_once(
@@ -79,9 +82,12 @@ def test_before_the_run_a_signal_ends_the_process_at_once(
     process = listen(workers=workers, agent=agent)
     process.send_signal(getattr(signal, kind))
     assert code_of(process) == code
+    assert process.stderr is not None
+    # Under an agent its workers do not know whether the job was told to stop, or this generation only.
+    assert process.stderr.read() == ("" if code else f"stopped by {kind} before the first step\n")
 
 
-@pytest.mark.parametrize(("kind", "code"), [("SIGUSR1", ""), ("SIGTERM", "listener.defer()")])
+@pytest.mark.parametrize(("kind", "code"), [("SIGUSR1", ""), ("SIGHUP", "listener.defer()")])
 def test_a_request_waits_for_an_agreement_and_a_second_one_does_not(kind: str, code: str) -> None:
     process = listen(code + "\nlistener.exit.timeout_s = 60")
     process.send_signal(getattr(signal, kind))
@@ -129,7 +135,20 @@ def test_sigterm_is_obeyed_at_once_if_the_peer_was_told_to_stop_alone() -> None:
     assert code_of(process) == 143
 
 
-def test_the_end_of_the_agent_ends_the_process() -> None:
-    orphaned = "Launch(world_size=2, agent_pid=os.getppid() + 1, master_addr='localhost')"
-    process = listen(f"threading.Timer(0.5, lambda: setattr(listener, 'launch', {orphaned})).start()")
-    assert code_of(process) == 1
+@pytest.mark.parametrize(
+    "notices_it",
+    [
+        "listener.exit.launch = launch",
+        "listener.exit.launch = launch\nlistener.exit.exit_with_error(RuntimeError('Connection closed'))",
+    ],
+)
+def test_the_end_of_the_agent_ends_the_process_and_its_folder(notices_it: str, tmp_path: Path) -> None:
+    status_file = tmp_path / "agent" / "status"
+    status_file.parent.mkdir()
+    orphaned = (
+        "Launch(world_size=2, agent_pid=os.getppid() + 1, master_addr='localhost', "
+        f"status_file=Path({str(status_file)!r}))"
+    )
+    process = listen(f"launch = {orphaned}", then=notices_it)
+    assert code_of(process) == 1 and not status_file.parent.exists()
+    assert process.stderr is not None and len(process.stderr.readlines()) == 1

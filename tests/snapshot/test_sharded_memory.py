@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,14 @@ def test_a_generation_of_another_size_keeps_what_it_started_from_until_it_has_wr
     assert sorted(path.name for path in root.glob("node-*")) == ["node-0-worker-0", "node-0-worker-1"]
 
 
-def save_with_copies(context: DistributedContext, node_of: list[int], folder: Path) -> None:
-    """What each of the ranks does: it saves three times."""
+def save_with_copies(
+    context: DistributedContext,
+    node_of: list[int],
+    folder: Path,
+    first_machine: int = 0,
+    steps: Sequence[int] = (5, 10, 15),
+) -> None:
+    """What each of the ranks does: it saves. Node 0 is the machine `first_machine`."""
     rank, node = context.rank, node_of[context.rank]
     context.launch = Launch(
         rank=rank, world_size=len(node_of), node_rank=node, local_rank=node_of[:rank].count(node)
@@ -146,8 +153,8 @@ def save_with_copies(context: DistributedContext, node_of: list[int], folder: Pa
     specs = {name: TensorSpec(torch.float32, shape) for name, shape in SHAPES.items() if shape}
     rows = {name: split_rows(spec.shape[0], len(node_of)) for name, spec in specs.items()}
     sharding = Sharding(context, specs, rows.get, weights_are_sharded=True)
-    memory = MemorySaver(memory_of(folder, node), sharding)
-    for step in (5, 10, 15):
+    memory = MemorySaver(memory_of(folder, node, node + first_machine), sharding)
+    for step in steps:
         part = {}
         for name, tensor in make_state(step).items():
             if tensor.ndim:
@@ -160,8 +167,8 @@ def save_with_copies(context: DistributedContext, node_of: list[int], folder: Pa
         context.all_gather_object(None)
 
 
-def memory_of(folder: Path, node: int) -> MemorySnapshots:
-    path = folder / f"memory-{node}"
+def memory_of(folder: Path, node: int, machine: int | None = None) -> MemorySnapshots:
+    path = folder / f"memory-{node if machine is None else machine}"
     path.mkdir(exist_ok=True)
     return MemorySnapshots(str(path), "id", folder, node)
 
@@ -181,6 +188,17 @@ def test_each_of_two_nodes_has_the_whole_state(tmp_path: Path, monkeypatch: pyte
         assert run_ranks(1, functools.partial(newest, node=node)) == [15]
     names = {path.name for path in memory_of(tmp_path, 1).root.glob("node-*")}
     assert names == {"node-1-worker-0", "node-1-worker-1", "node-1-copy-0", "node-1-copy-1", "node-1-copy-2"}
+
+
+def test_a_node_that_was_renumbered_keeps_no_folder_of_its_old_number(tmp_path: Path) -> None:
+    """Another machine has that number now, and writes to a folder of the same name."""
+    save = functools.partial(save_with_copies, folder=tmp_path)
+    assert fork_ranks(3, functools.partial(save, node_of=[0, 1, 2])) == [None] * 3
+    survivors = functools.partial(save, node_of=[0, 1], first_machine=1, steps=(20, 25))
+    assert fork_ranks(2, survivors) == [None] * 2
+    names = {machine: set(memory_of(tmp_path, 0, machine).folders()) for machine in (1, 2)}
+    assert {path.name for path in names[1]} == {"node-0-worker-0", "node-0-copy-1"}
+    assert {path.name for path in names[2]} == {"node-1-worker-0", "node-1-copy-0"}
 
 
 def test_where_there_is_no_room_for_copies_each_worker_writes_its_own_and_one_line_says_so(

@@ -169,8 +169,9 @@ def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -
 def parse_endpoints(text: str) -> list[Endpoint]:
     """The hosts and ports of HOST:PORT[,HOST:PORT...]; empty if the text is anything else."""
     endpoints = []
+    name = r"[^/:.\s\[\]]{1,63}(?:\.[^/:.\s\[\]]{1,63})*\.?"  # socket raises UnicodeError for others
     for part in text.split(","):
-        match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s\[\]]+)):(\d{1,5})", part.strip())
+        match = re.fullmatch(rf"(?:\[([0-9a-fA-F:.]+)\]|({name})):(\d{{1,5}})", part.strip())
         if not match or not 0 < int(match[3]) < 65536:
             return []
         endpoints.append((match[1] or match[2], int(match[3])))

@@ -45,7 +45,7 @@ def check_local_addr(text: str) -> tuple[str, str]:
     known = ", ".join(f"{address} ({name})" for address, name in interfaces.items())
     try:
         address = str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
+    except (OSError, UnicodeError):
         raise UserError(f"--local_addr {text} does not resolve; this host has {known}") from None
     # All of 127.0.0.0/8 belongs to the loopback interface.
     is_loopback = ipaddress.ip_address(address).is_loopback

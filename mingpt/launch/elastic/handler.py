@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from mingpt.base.errors import UserError
+from mingpt.config import SnapshotConfig
 from mingpt.distributed.exit import write_stderr
 from mingpt.distributed.launch import JOB, ROUND
 from mingpt.launch.elastic import decisions
@@ -51,6 +52,7 @@ from mingpt.launch.elastic.boards import (
 )
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
+from mingpt.snapshot.memory import remove_after_end
 
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
@@ -183,6 +185,7 @@ class ElasticRendezvous(RendezvousHandler):
             view, now = self._node.view(), time.monotonic()
             if view.finished:
                 self._say("the job is finished")
+                remove_after_end(Path(SnapshotConfig().memory_path))
                 raise SystemExit(0)
             group = meeting.group_to_propose(view, now)
             if group is not None:
@@ -301,7 +304,7 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
     for host, port in endpoints:
         try:
             found = {info[4][0] for info in socket.getaddrinfo(host, port)}
-        except OSError:
+        except (OSError, UnicodeError):
             continue  # the name of a node that has not started
         if address in found:
             return port

@@ -1,6 +1,8 @@
 """How an agent proposes a round: in this process, to a peer that a test plays."""
 
 import atexit
+import os
+import shutil
 import socket
 import threading
 import time
@@ -17,9 +19,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.utils.store import barrier
 
 from mingpt.base.errors import UserError
+from mingpt.config import SnapshotConfig
 from mingpt.launch.elastic.boards import FolderBoard, Message, Server, request
 from mingpt.launch.elastic.handler import ElasticRendezvous, RoundStore, assigned_ranks
 from mingpt.launch.elastic.node import Node
+from mingpt.snapshot import MemorySnapshots
+from mingpt.snapshot.slots import this_process
 
 HERE, PEER = "127.0.0.1", "127.0.0.2"
 
@@ -128,6 +133,23 @@ def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
         assert [worker.role_rank for worker in workers] == [worker.global_rank for worker in workers]
         assert {worker.role_world_size for worker in workers} == {6}
     assert ranks == list(range(6))
+
+
+def test_an_agent_that_comes_after_the_end_of_its_job_frees_the_memory_of_its_node(
+    new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what another agent on the same machine has there."""
+    monkeypatch.setattr(Node, "view", lambda self: SimpleNamespace(finished=True))
+    slots = []
+    for run_id, owner in (("ended", this_process()), ("other", this_process(os.getppid()))):
+        memory = MemorySnapshots(SnapshotConfig().memory_path, f"test-{run_id}", tmp_path, 0, owner)
+        slots.append(memory.make_slots("-worker-0"))
+        slots[-1].open({})
+    with pytest.raises(SystemExit, match="0"):
+        new_handler().next_rendezvous()
+    left = [one.folder.parent.exists() for one in slots]
+    shutil.rmtree(slots[1].folder.parent)
+    assert left == [False, True]
 
 
 def test_torchrun_without_the_script_is_told_to_use_it(tmp_path: Path) -> None:

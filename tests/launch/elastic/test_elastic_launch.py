@@ -47,6 +47,7 @@ def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
         ({"--rdzv": "/dev/null"}, "cannot be created as a folder: File exists"),
         ({"--local_addr": "203.0.113.9"}, "this host, which has 127.0.0.1 (lo)"),
         ({"--local_addr": "no.such.host.invalid"}, "does not resolve"),
+        ({"--local_addr": "a..b"}, "does not resolve"),
         ({"--local_addr": None}, "--local_addr"),
         ({"--rdzv_id": ""}, "--rdzv_id is a name"),
         ({"--more": "1"}, "--more"),

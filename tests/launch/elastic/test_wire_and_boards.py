@@ -117,7 +117,18 @@ def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
     ]
     assert parse_rdzv("./meet") == Path.cwd() / "meet"
     assert parse_rdzv("/shared/a,b") == Path("/shared/a,b")
-    for wrong in ("", "node1", "node1:", "node1:0", "node1:70000", "a:1,b", "::1"):
+    for wrong in (
+        "",
+        "node1",
+        "node1:",
+        "node1:0",
+        "node1:70000",
+        "a:1,b",
+        "::1",
+        "a..b:1",
+        ".a:1",
+        "x" * 64 + ":1",
+    ):
         with pytest.raises(ValueError, match="HOST:PORT"):
             parse_rdzv(wrong)
 
