@@ -32,5 +32,6 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_split(block_size: int) -> N
     context: Any = SingleProcess()
     context.dtype = torch.float32
     losses = Evaluator(config, context, state, corpus).evaluate(0)
+    assert isinstance(corpus.val.tokens, Tensor)
     targets = corpus.val.tokens[1:].double()
     assert losses is not None and losses["val/loss"] == pytest.approx(float(targets.mean()), rel=1e-6)
