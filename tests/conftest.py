@@ -49,7 +49,6 @@ def pytest_configure() -> None:
 LONG_FILES = (
     "test_nodes.py",
     "test_nodes_without_a_shared_disk.py",
-    "test_cluster.py",
     "test_slurm.py",
     "test_docs.py",
     "test_readme.py",

@@ -1,18 +1,12 @@
-"""Jobs that a tracker follows: one that blocks, and a killed job that trackio follows."""
+"""Jobs that a tracker follows, one that blocks, and jobs that nobody follows."""
 
-import json
-import os
-import signal
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import Start, changed_program, command, final_hash, reached
-from support.jobs import read_metric
 
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import read_history
 
 # A package with wandb's interface whose `log` never returns.
 STAND_IN = """
@@ -47,28 +41,6 @@ def test_a_tracker_that_blocks_is_one_line(
     assert tracker_lines(job.err()) == [f"report.tracker=wandb {sentence}"]
     assert "Traceback" not in job.err() and job.out() == ""
     assert read_history(tmp_path / "run")["status"] == "finished"
-
-
-@pytest.mark.slow
-def test_trackio_shows_a_killed_run_as_one_with_each_step_once(
-    start: Start, text: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("trackio", reason="the package trackio is not installed")
-    run_dir = tmp_path / "tests" / "run"
-    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "report__tracker": "trackio"}
-    launcher = torchrun(2, restarts=3)
-    job = start(command(launcher=launcher, **settings), TRACKIO_DIR=str(tmp_path / "trackio"))
-    job.wait_until(reached(run_dir, 12))
-    os.kill(job.workers()[0], signal.SIGKILL)
-    assert job.wait() == 0, job.err()
-    assert final_hash(run_dir) == final_hash(undisturbed)
-    assert "skipped metric" not in job.err()
-    with sqlite3.connect(tmp_path / "trackio" / "tests.db") as database:
-        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
-    assert len({name for name, _, _ in rows}) == 1
-    values = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    losses = [(step, known["train/loss"]) for step, known in values if "train/loss" in known]
-    assert losses == list(read_metric(run_dir).items())
 
 
 NAME_IMPORTS = """
