@@ -2,7 +2,7 @@
 
     python benchmarks/default_run.py OUT          # a minute on two cores
 
-Copies log.txt, run.json, metrics.jsonl and loss.png to the folder OUT and prints a row as JSON. Exit code 1
+Copies log.txt, run.json, metrics.jsonl, loss.png and timeline.png to the folder OUT and prints a row as JSON. Exit code 1
 unless the run finishes in two generations.
 """
 
@@ -19,7 +19,7 @@ from support.jobs import last_step
 from mingpt.tools.jobs import read_history
 
 KILL_AT_STEP = 170
-KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png")
+KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png", "timeline.png")
 
 
 def main() -> int:
