@@ -2,8 +2,8 @@
 
     python benchmarks/default_run.py OUT          # a minute on two cores
 
-Copies log.txt, run.json, metrics.jsonl, loss.png and timeline.png to the folder OUT and prints a row as JSON. Exit code 1
-unless the run finishes in two generations.
+Copies log.txt, run.json, metrics.jsonl, loss.png and timeline.png to the folder OUT and prints a row as JSON.
+Exit code 1 unless the run finishes in two generations.
 """
 
 import os
