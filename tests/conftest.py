@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ SMALL: dict[str, Any] = {
 def pytest_configure() -> None:
     """One thread each: the processes of `pytest -n` share the cores, and waiting threads of torch spin."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores, and jobs would inherit that
 
 
 # Files that take a minute or more with their slow tests, the longest first.
