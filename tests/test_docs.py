@@ -32,7 +32,7 @@ def test_the_commands_of_pages_that_are_marked_run(text: Path, tmp_path: Path) -
     run_all(lines, text, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, tmp_path: Path) -> None:
     """Applied to a copy: new files, one import line each, and the page of settings."""
     for name in ("train.py", "sample.py", "gpt2_train_cfg.yaml"):

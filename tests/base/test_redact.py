@@ -59,7 +59,7 @@ def files_with(word: str, *folders: Path) -> list[str]:
     return named + [str(path) for path in paths if path.is_file() and word.encode() in path.read_bytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_no_secret_reaches_the_terminal_or_any_file(start: Start, server: str, tmp_path: Path) -> None:
     """The secrets are in the environment and in data.path; among the files is the cache."""
     env = {**SECRETS, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}

@@ -98,7 +98,7 @@ def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
     assert job.wait(60) == 2 and job.err().startswith("error: seed must be a whole number")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
 def test_a_blocked_port_and_a_read_only_folder_are_found_on_three_nodes() -> None:
     """The benchmark has all kinds."""

@@ -53,7 +53,7 @@ def test_a_last_snapshot_that_cannot_be_written_is_one_sentence_and_no_restart(
     assert read_metric(run_dir) == read_metric(undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", ">&- 2>&- <&-"])
 def test_output_that_goes_nowhere_ends_no_run(
     redirection: str, start: Start, text: Path, tmp_path: Path, undisturbed: Path

@@ -49,8 +49,8 @@ def quiet(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.weekly)])
+@pytest.mark.weekly
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
     parallel: str, start: Start, text: Path, quiet: Path, tmp_path: Path
 ) -> None:

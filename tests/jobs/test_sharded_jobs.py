@@ -131,7 +131,7 @@ def sample_of(run_dir: Path) -> list[str]:
     return [line for line in lines if line.startswith("    ")]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_weights_of_another_run_and_the_text_that_they_write_are_those_of_ddp(
     finish: Finish, undisturbed: Path, tmp_path: Path
 ) -> None:

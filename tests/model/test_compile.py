@@ -58,7 +58,7 @@ def test_without_a_working_compiler_the_model_itself_is_used(
     assert [record.getMessage() for record in caplog.records] == [sentence]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile for a CPU needs a C++ compiler")
 def test_training_uses_what_was_compiled_and_compiles_nothing_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
