@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from conftest import Finish, manifest
 from support.jobs import read_metric
@@ -12,6 +13,7 @@ from mingpt.snapshot import SnapshotStore
 from mingpt.tools.export import export
 
 
+@pytest.mark.slow
 def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(
     finish: Finish, text: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ def failing_program(folder: Path, marker: Path) -> Path:
     return changed_program(folder, FAIL.format(marker=str(marker)))
 
 
+@pytest.mark.slow
 def test_a_last_snapshot_that_cannot_be_written_is_one_sentence_and_no_restart(
     start: Start, text: Path, tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -21,7 +21,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Ou
     ("sabotage", "sentence"),
     [
         ("", ""),
-        ("sum", "the final tensors differ"),
+        pytest.param("sum", "the final tensors differ", marks=pytest.mark.slow),
         pytest.param("window", "were fed other tokens", marks=pytest.mark.slow),
         pytest.param("byte", "its manifest says", marks=pytest.mark.slow),
     ],
