@@ -71,7 +71,7 @@ class DataConfig:
     )
 
     @property
-    def place(self) -> str:
+    def resolved_path(self) -> str:
         """Where the data lies: `path`, but the default text is also found beside train.py."""
         is_missing = self.path == "data/input.txt" and not os.path.lexists(self.path)
         return str(PROJECT / self.path) if is_missing else self.path

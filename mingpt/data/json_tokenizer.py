@@ -214,7 +214,7 @@ class JsonTokenizer(Tokenizer):
         return sizes
 
     def loses(self, text: str) -> bool:
-        """As far as the beginning of the text shows. A decoder may add a blank, or leave one out."""
+        """Whether decoding changes the beginning of the text, but for blanks at its ends."""
         if self.token_bytes() is not None:
             return False
         beginning = text[:LOSS_CHARACTERS]

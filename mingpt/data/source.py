@@ -38,7 +38,7 @@ class AbsentFile(UserError):
 
 def read_bytes(config: DataConfig) -> bytes:
     """The text's bytes. Raises UserError if they cannot be read or have another sha256 than `data.sha256`."""
-    return read_cached(config.place, config.sha256, "data.path", "data.sha256")
+    return read_cached(config.resolved_path, config.sha256, "data.path", "data.sha256")
 
 
 def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: str) -> bytes:

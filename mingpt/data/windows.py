@@ -345,7 +345,7 @@ def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
     """Nats per character from the .json beside the text, if it describes this text and this split."""
-    beside = Path(config.place.removeprefix("file://")).with_suffix(".json")
+    beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:
         about = read_json(beside)
         matches = about["sha256"] == fingerprint and about["val_fraction"] == config.val_fraction

@@ -14,7 +14,7 @@ from typing import NoReturn
 from mingpt.base.errors import ClaimLost, ExpectedError, NodeRefused, UserError
 from mingpt.base.system import try_within
 from mingpt.base.urls import redact
-from mingpt.distributed.launch import Launch
+from mingpt.distributed.launch import AGENT_FOLDER, Launch
 from mingpt.distributed.rendezvous import (
     FAILED,
     LOST_PEER,
@@ -129,8 +129,9 @@ class ProcessExit:
                 write_stderr(
                     f"error: the agent (process {self.launch.agent_pid}) was lost after step {self.step}\n"
                 )
-            if self.launch.status_file:  # in the agent's folder, which it can no longer remove
-                shutil.rmtree(self.launch.status_file.parent, ignore_errors=True)
+            folder = self.launch.status_file.parent if self.launch.status_file else None
+            if folder and folder.name.startswith(AGENT_FOLDER):  # the agent can no longer remove it
+                shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
     def exit_stopped(self, number: signal.Signals) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # importing pydantic would delay the moment from which signal
 # Set by mingpt.launch.agent for its workers.
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before a worker asks
 STATUS_FILE = "MINGPT_STATUS_FILE"
+AGENT_FOLDER = "mingpt-"  # how the name of the folder begins that the agent has made for that file
 # Set by launch/elastic/handler.py for its workers; the same on all nodes, whatever happens to any of them.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 

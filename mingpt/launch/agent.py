@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
-from mingpt.distributed.launch import AGENT_PID, STATUS_FILE, Launch
+from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.signals import SIGNALS, StopSignal
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
-    with tempfile.TemporaryDirectory(prefix="mingpt-") as folder:
+    with tempfile.TemporaryDirectory(prefix=AGENT_FOLDER) as folder:
         stop = StopRequest(Path(folder) / "status")
         stop_signal.close(stop.note)
         register_rendezvous(stop)

@@ -202,7 +202,7 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
 
 def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
     """The tokenizer.json in the folder of the data, if there is one on this node."""
-    text = local_path(config.place)
+    text = local_path(config.resolved_path)
     if text is None:
         return None
     folder = data.folder if isinstance(data, ShardData) else Path(text).parent

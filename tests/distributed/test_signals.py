@@ -142,13 +142,16 @@ def test_sigterm_is_obeyed_at_once_if_the_peer_was_told_to_stop_alone() -> None:
         "listener.exit.launch = launch\nlistener.exit.exit_with_error(RuntimeError('Connection closed'))",
     ],
 )
-def test_the_end_of_the_agent_ends_the_process_and_its_folder(notices_it: str, tmp_path: Path) -> None:
-    status_file = tmp_path / "agent" / "status"
+@pytest.mark.parametrize("folder", ["mingpt-agent", "of_somebody_else"])
+def test_the_end_of_the_agent_ends_the_process_and_its_folder(
+    folder: str, notices_it: str, tmp_path: Path
+) -> None:
+    status_file = tmp_path / folder / "status"
     status_file.parent.mkdir()
     orphaned = (
         "Launch(world_size=2, agent_pid=os.getppid() + 1, master_addr='localhost', "
         f"status_file=Path({str(status_file)!r}))"
     )
     process = listen(f"launch = {orphaned}", then=notices_it)
-    assert code_of(process) == 1 and not status_file.parent.exists()
+    assert code_of(process) == 1 and status_file.parent.exists() == (folder == "of_somebody_else")
     assert process.stderr is not None and len(process.stderr.readlines()) == 1
