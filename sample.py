@@ -40,7 +40,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         if name in NANOGPT_OPTIONS:
             parser.error(f"here nanoGPT's {name} is {NANOGPT_OPTIONS[name]}")
     where = (
-        "run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or URL "
+        "run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or URL; "
+        "or a model of Hugging Face's: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
         "(default: %(default)s)"
     )
     parser.add_argument("run", nargs="?", default="out/default", help=where)
@@ -72,7 +73,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
         default="float32",
-        help="of weights and products; auto: bfloat16 where it is native, which pays for several samples "
+        help="of weights and products; auto: bfloat16 where it is fast, which pays for several samples "
         "(default: %(default)s)",
     )
     parser.add_argument("--stop", metavar="TEXT", help="end a sample before this text")
@@ -118,13 +119,15 @@ def main(words: Sequence[str]) -> int:
 def sample(arguments: argparse.Namespace) -> None:
     from mingpt.distributed.device import resolve_dtype
     from mingpt.model import GPT
-    from mingpt.snapshot import open_snapshot
-    from mingpt.training.state import check_model, load_weights, snapshot_tokenizer, snapshot_vocab_size
+    from mingpt.training.initial_weights import open_weights
+    from mingpt.training.state import load_weights
 
     device = find_device(arguments.device)
-    snapshot = open_snapshot(arguments.run, check_model, weights_only=True, best=arguments.best)
-    config, vocab_size = snapshot.config, snapshot_vocab_size(snapshot.manifest)
-    tokenizer = None if arguments.prompt_tokens is not None else snapshot_tokenizer(snapshot)
+    weights = open_weights(arguments.run, arguments.best, asked="")
+    if weights.model is None or weights.block_size is None:
+        raise UserError(f"{arguments.run} does not say which model it is of: give the folder that it is from")
+    vocab_size = weights.vocab_size
+    tokenizer = None if arguments.prompt_tokens is not None else weights.tokenizer
     has_prompt = arguments.prompt is not None or arguments.prompt_file is not None
     # Not sys.stdin, which is None where it is closed.
     is_interactive = not has_prompt and os.isatty(0) and sys.stdout.isatty()
@@ -135,9 +138,9 @@ def sample(arguments: argparse.Namespace) -> None:
     else:
         text, prompt = read_prompt(arguments, tokenizer)
     # Tables grow with the context's length, so there is no more of it than these tokens can fill.
-    block_size = min(config.data.block_size, (len(prompt) or TERMINAL_LINE) + arguments.tokens)
-    model = GPT(config.model, vocab_size=vocab_size, block_size=block_size)
-    load_weights(model, snapshot.tensors("model."), arguments.run)
+    block_size = min(weights.block_size, (len(prompt) or TERMINAL_LINE) + arguments.tokens)
+    model = GPT(weights.model, vocab_size=vocab_size, block_size=block_size)
+    load_weights(model, weights.tensors, arguments.run)
     model.to(device, resolve_dtype(arguments.dtype, device)).eval()
     if tokenizer is None:
         for tokens in samples(model, prompt, arguments, vocab_size, None):

@@ -70,7 +70,8 @@ def open_snapshot(
         raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): give another")
     raise UserError(
         f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors; a "
-        "folder in Hugging Face's format is for transformers, or, on a local disk, for snapshot.init_from"
+        "folder in Hugging Face's format is for transformers, or, on a local disk, for sample.py and "
+        "snapshot.init_from"
     )
 
 

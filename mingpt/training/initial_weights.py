@@ -56,6 +56,7 @@ class InitialWeights:
     tokenizer: Tokenizer | None
     model: ModelConfig | None  # None: not known
     where: str
+    block_size: int | None = None  # positions that they were trained with; None: not known
 
     @property
     def vocab_size(self) -> int:
@@ -63,8 +64,11 @@ class InitialWeights:
         return len(self.tensors["wte.weight"])
 
 
-def open_weights(where: str) -> InitialWeights:
-    """Those at a path or URL, or of gpt2, gpt2-medium, gpt2-large or gpt2-xl. Raises UserError."""
+def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
+    """Those at a path or URL, or of gpt2, gpt2-medium, gpt2-large or gpt2-xl. Raises UserError.
+
+    Of a run's snapshots it is the newest one, or the `best`. Messages name `where` behind `asked`.
+    """
     is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
     try:
         if is_on_hub or os.path.isfile(os.path.join(where, CONFIG)):
@@ -73,10 +77,11 @@ def open_weights(where: str) -> InitialWeights:
             return InitialWeights(from_gpt2(read_safetensors(where)), None, None, where)
     except Exception as error:  # transformers raises those of many packages
         reason = " ".join(str(error).split())[:500]
-        raise UserError(f"snapshot.init_from={where} cannot be used: {reason or repr(error)}") from None
-    snapshot = open_snapshot(where, check_model, weights_only=True)
+        raise UserError(f"{asked}{where} cannot be used: {reason or repr(error)}") from None
+    snapshot = open_snapshot(where, check_model, weights_only=True, best=best)
     tensors, tokenizer = snapshot.tensors("model."), snapshot_tokenizer(snapshot)
-    return InitialWeights(tensors, tokenizer, snapshot.config.model, where)
+    config = snapshot.config
+    return InitialWeights(tensors, tokenizer, config.model, where, config.data.block_size)
 
 
 def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
@@ -105,7 +110,7 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
     tensors = from_hf(weights, config, parameter_shapes(config, **sizes))
     for name, tensor in tensors.items():
         check_finite(name, tensor)
-    return InitialWeights(tensors, folder_tokenizer(folder), config, where)
+    return InitialWeights(tensors, folder_tokenizer(folder), config, where, sizes["block_size"])
 
 
 def download(name: str) -> str:

@@ -79,11 +79,15 @@ def test_without_a_snapshot_it_says_so_in_one_sentence(tmp_path: Path) -> None:
     assert "there is no snapshot in" in error_of(sample(tmp_path))
 
 
-def test_a_folder_in_the_format_of_hugging_face_is_told_from_an_empty_one(run: Path, tmp_path: Path) -> None:
-    out = str(tmp_path / "hf")
-    export(str(run), out)
-    error = error_of(sample(out, "--prompt", "The "))
-    assert f"there is no snapshot in {out}" in error and "a folder in Hugging Face's format is for" in error
+def test_a_folder_in_hugging_faces_format_gives_the_text_of_the_run_it_is_from(
+    run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "hf"
+    export(str(run), str(out))
+    words = ["--prompt", "The ", "--tokens", "60"]
+    assert sample(out, *words).stdout == sample(run, *words).stdout
+    sentence = f"{out / 'model.safetensors'} does not say which model it is of"
+    assert sentence in error_of(sample(out / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
