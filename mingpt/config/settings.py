@@ -153,7 +153,7 @@ class TrainerConfig:
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        "autocast type of the matrix products; auto takes bfloat16 where it is native",
+        "autocast type of the matrix products; auto takes bfloat16 where it is fast",
         affects_result=True,
     )
     compile: Literal["auto"] | bool = Field(

@@ -80,18 +80,23 @@ def test_apples_gpu_is_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "native", "dtype"),
+    ("wanted", "flags", "dtype"),
     [
-        ("auto", True, torch.bfloat16),
-        ("auto", False, torch.float32),
-        ("bfloat16", False, torch.bfloat16),
-        ("float32", True, torch.float32),
+        ("auto", "avx512_bf16", torch.bfloat16),
+        ("auto", "avx512_bf16 avx512_fp16", torch.float32),  # Intel's, whose AMX is hidden
+        ("auto", "avx512_bf16 avx512_fp16 amx", torch.bfloat16),
+        ("auto", "", torch.float32),
+        ("bfloat16", "", torch.bfloat16),
+        ("float32", "amx", torch.float32),
     ],
 )
-def test_auto_takes_bfloat16_where_it_is_native(
-    wanted: str, native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_auto_takes_bfloat16_where_it_is_fast(
+    wanted: str, flags: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    has = flags.split()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "avx512_bf16" in has)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx" in has)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_fp16": "avx512_fp16" in has})
     assert resolve_dtype(wanted, CPU) == dtype
 
 
