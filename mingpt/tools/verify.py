@@ -123,7 +123,7 @@ def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
     """Write a line on stderr for each kill since the first `told`; returns how many were done by now."""
     while told < len(kills) and marker(folder, told).exists():
         kill, told = kills[told], told + 1
-        after = f"{kill.workers} workers, {kill.strategy}"
+        after = f"{plural(kill.workers, 'worker')}, {kill.strategy}"
         sys.stderr.write(f"kill {told} of {len(kills)}: {kill.phase}, step {kill.step}; then {after}\n")
     return told
 
@@ -149,7 +149,7 @@ def describe_generations(folder: Path, kills: list[Kill]) -> Iterator[str]:
     """A line on each generation that came as far as training, and one on the kills."""
     for number, entry in enumerate(read_history(folder / "run")["generations"]):
         steps = f"steps {entry['from_step']} to {entry['to_step']}"
-        yield f"  generation {number}: {entry['workers']} workers, {steps}, {entry['end']}"
+        yield f"  generation {number}: {plural(entry['workers'], 'worker')}, {steps}, {entry['end']}"
     hit = [
         f"{kill.phase} ({kill.step}, then {kill.strategy})"
         for number, kill in enumerate(kills)
