@@ -146,6 +146,9 @@ class TrainerConfig:
     )
     eval_at_start: bool = Field(True, "also evaluate before the first step")
     log_every: int = Field(10, "steps between records of the training loss", ge=1)
+    replay_every: int = Field(
+        100, "steps between comparisons of what the workers compute and hold; 0 for none", ge=0
+    )
     sample_tokens: int = Field(200, "tokens of sample text generated at each evaluation; 0 for none", ge=0)
     eval_only: bool = Field(False, "evaluate the newest snapshot and train nothing")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(

@@ -6,9 +6,17 @@ The trainer calls `loss.backward()` inside a strategy's `micro_batch` context an
 from mingpt.parallel.ddp import DDPReduction
 from mingpt.parallel.exact import ExactReduction
 from mingpt.parallel.fsdp import ExactFSDPReduction, FSDPReduction
-from mingpt.parallel.strategy import STRATEGIES, Strategy, StrategySetup, split_rows
+from mingpt.parallel.strategy import STRATEGIES, Strategy, StrategySetup, digest, split_rows
 
-__all__ = ["STRATEGIES", "DDPReduction", "ExactReduction", "Strategy", "StrategySetup", "split_rows"]
+__all__ = [
+    "STRATEGIES",
+    "DDPReduction",
+    "ExactReduction",
+    "Strategy",
+    "StrategySetup",
+    "digest",
+    "split_rows",
+]
 
 STRATEGIES["ddp", "exact"] = ExactReduction
 STRATEGIES["ddp", "fast"] = DDPReduction

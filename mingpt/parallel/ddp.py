@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mingpt.base import events
 from mingpt.distributed.shared_memory import SharedMemory
-from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, numel_by_rank
+from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, digest, numel_by_rank
 
 # As DistributedDataParallel's: a collective of less waits for its start more than for its bytes.
 BUCKET_BYTES = 25 << 20
@@ -87,6 +87,15 @@ class WholeWeights(Strategy):
             return tensors
         return {name: tensor[self.my_rows(name)] for name, tensor in tensors.items()}
 
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[dict[str, str]]:
+        found: dict[str, str] = {}
+        yield found
+        for name, weight in self.weights.items():
+            assert weight.grad is not None, "every parameter takes part in every micro-batch"
+            found[name] = digest(weight.grad)
+            weight.grad = None
+
     def gradients(self) -> dict[str, Tensor]:
         whole = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
         assert whole.keys() == self.weights.keys(), "every parameter takes part in every micro-batch"
@@ -144,6 +153,14 @@ class DDPReduction(WholeWeights):
             events.emit("reduction_start")
         with contextlib.nullcontext() if is_last or self.ddp is None else self.ddp.no_sync():
             yield
+
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[dict[str, str]]:
+        with (
+            contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync(),
+            super().unreduced() as found,
+        ):
+            yield found
 
     def finish_step(self) -> None:
         if not self.my_micro_batches and self.ddp is not None:

@@ -206,7 +206,7 @@ class ExactReduction(WholeWeights):
         self.forward, self.grads_are_static = forward, grads_are_static
 
     def start_step(self) -> None:
-        self.partial_sums, self.sent = [], []
+        self.partial_sums, self.sent, self.is_last = [], [], False
         self.missing = [set(bucket) for bucket in self.buckets]
 
     @contextlib.contextmanager

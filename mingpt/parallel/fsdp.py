@@ -22,10 +22,12 @@ from mingpt.base import events
 from mingpt.distributed.shared_memory import SharedMemory
 from mingpt.parallel.ddp import allocate
 from mingpt.parallel.exact import add_lists
-from mingpt.parallel.strategy import Forward, Strategy, StrategySetup
+from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, digest
 from mingpt.parallel.tree import PartialSums, push
 
 PAGE = 4096
+# reduce_scatter_tensor is the name before torch 2.13.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class FSDPReduction(Strategy):
@@ -47,6 +49,13 @@ class FSDPReduction(Strategy):
             unit.reshard()
         self.weights = dict(setup.model.named_parameters())
         self.rounds = max(map(len, setup.micro_batches_by_rank))
+        self.found: dict[str, str] | None = None  # digests of gradients that count for nothing
+        self.scatters = self.make_scatters()
+        for unit, scatter in zip(self.units, self.scatters, strict=True):
+            unit.set_custom_reduce_scatter(scatter)
+
+    def make_scatters(self) -> Sequence["ReduceScatter"]:
+        return [ReduceScatter(self, number) for number in range(len(self.units))]
 
     def shard(self) -> None:
         # Importing it takes 0.6 s, of which only runs with fsdp should know.
@@ -91,6 +100,21 @@ class FSDPReduction(Strategy):
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         return bool(flags.item())
 
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[dict[str, str]]:
+        self.found = found = {}
+        yield found
+        self.found = None
+        if self.world_size == 1:  # FSDP2 exchanges nothing then
+            found |= {name: digest(gradient) for name, gradient in self.gradients().items()}
+        self.finish_update()
+
+    def note_digest(self, number: int, gradients: Tensor) -> None:
+        """Of all gradients of unit `number` that this rank has computed, if that is asked for."""
+        if self.found is not None:
+            is_last = number == len(self.units) - 1
+            self.found["the tensors of no block" if is_last else f"block {number}"] = digest(gradients)
+
     def gradients(self) -> dict[str, Tensor]:
         gradients = {
             name: local(weight.grad) for name, weight in self.weights.items() if weight.grad is not None
@@ -107,18 +131,19 @@ class ExactFSDPReduction(FSDPReduction):
     """FSDP2 with a sum along the tree. FSDP2 adds nothing: it is given the sum in the last round only."""
 
     def __init__(self, setup: StrategySetup) -> None:
-        super().__init__(setup)
-        memory = self.context.connect_memory(setup.timeout_s)
+        memory = setup.context.connect_memory(setup.timeout_s)
         self.areas = Areas(memory) if memory else None
-        self.scatters = [TreeReduceScatter(self) for _ in self.units]
+        super().__init__(setup)
         self.first = 0  # the number of rank 0's micro-batch in the round under way
         self.partial_sums: PartialSums[list[Tensor]] = []  # of a rank that is alone
-        for unit, scatter in zip(self.units, self.scatters, strict=True):
-            unit.set_custom_reduce_scatter(scatter)
+        for unit in self.units:
             if self.areas:
                 unit.set_custom_all_gather(SharedAllGather(self.areas))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
+
+    def make_scatters(self) -> Sequence["ReduceScatter"]:
+        return [TreeReduceScatter(self, number) for number in range(len(self.units))]
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         self.forward = forward
@@ -205,11 +230,35 @@ class SharedAllGather:
         self.areas.memory.barrier()
 
 
-class TreeReduceScatter:
-    """What FSDP2 calls with a block's gradients after its backward pass."""
+class ReduceScatter:
+    """What FSDP2 calls with the gradients of a unit, a block most often, after its backward pass."""
 
-    def __init__(self, strategy: ExactFSDPReduction) -> None:
-        self.strategy = strategy
+    def __init__(self, strategy: FSDPReduction, number: int) -> None:
+        self.strategy, self.number = strategy, number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """The input is (workers * n,), the ranks' rows of this rank's micro-batch; the output is (n,)."""
+        self.strategy.note_digest(self.number, input_tensor)
+        reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
+
+
+class TreeReduceScatter(ReduceScatter):
+    """With a sum along the tree."""
+
+    strategy: "ExactFSDPReduction"
+
+    def __init__(self, strategy: "ExactFSDPReduction", number: int) -> None:
+        super().__init__(strategy, number)
         self.partial_sums: PartialSums[Tensor] = []
         self.first_byte: int | None = None  # of the input, if it is in shared memory
 
@@ -229,11 +278,22 @@ class TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """The input is (workers * n,), the ranks' rows of this rank's micro-batch; the output is (n,)."""
         strategy = self.strategy
-        if strategy.is_last_round:
+        strategy.note_digest(self.number, input_tensor)
+        counts = strategy.found is None
+        if counts and strategy.is_last_round:
             events.emit("reduction_start")
         chunks = self.exchange(input_tensor, group)
+        if counts:
+            self.add(chunks, output_tensor)
+        else:
+            output_tensor.zero_()
+        if strategy.areas is not None:
+            strategy.areas.memory.end()
+
+    def add(self, chunks: Sequence[Tensor], output_tensor: Tensor) -> None:
+        """The chunks of a round to those before; in the last round, the sum is the output."""
+        strategy = self.strategy
         count = strategy.setup.micro_batches
         for rank, chunk in enumerate(chunks):
             number = strategy.first + rank
@@ -250,8 +310,6 @@ class TreeReduceScatter:
                 (level, index, part.clone() if any(part is chunk for chunk in chunks) else part)
                 for level, index, part in self.partial_sums
             ]
-        if strategy.areas is not None:
-            strategy.areas.memory.end()
 
     def exchange(self, input_tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
         """(n,) of each rank's micro-batch, which this rank may change."""

@@ -6,6 +6,7 @@ torch.nn.utils.clip_grad_norm_ takes it of sharded gradients, depends on the num
 """
 
 import contextlib
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,12 @@ def numel_by_rank(shape: Sequence[int], workers: int) -> list[int]:
     """Elements of each rank's rows of a tensor of this shape, which has at least one dimension."""
     columns = math.prod(shape[1:])
     return [len(rows) * columns for rows in split_rows(shape[0], workers)]
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of its elements, as hex digits."""
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(content.numpy()).hexdigest()
 
 
 def row_norms(gradient: Tensor) -> Tensor:
@@ -162,6 +169,21 @@ class Strategy(ABC):
     @abstractmethod
     def finish_step(self) -> None:
         """After the last micro-batch. Raises what kept ranks from exchanging gradients, often a lost peer."""
+
+    @abstractmethod
+    def unreduced(self) -> AbstractContextManager[dict[str, str]]:
+        """Around a backward pass that counts for nothing, after `start_step`, before the first micro-batch.
+
+        Afterwards the value has a `digest` of each gradient as it would enter the reduction.
+        """
+
+    def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, str]:
+        """Those of the gradients of (B, T) tokens, see `unreduced`. Collective where weights are sharded."""
+        with self.unreduced() as found:
+            with self.setup.autocasts():
+                loss = self.forward(inputs, targets)
+            loss.mul(self.loss_scale).backward()  # type: ignore[no-untyped-call]
+        return found
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from mingpt.report.history import (
     mark_ended,
     read_durable_step,
     read_job_start,
+    read_suspects,
 )
 from mingpt.report.log import open_log
 from mingpt.report.metrics import METRICS, RunInfo, Sink, StepStats
@@ -35,4 +36,5 @@ __all__ = [
     "read_durable_step",
     "read_job_start",
     "read_records",
+    "read_suspects",
 ]

@@ -39,6 +39,13 @@ class Generation(pydantic.BaseModel):
     phases: dict[str, Seconds] = {}
 
 
+class Suspects(pydantic.BaseModel):
+    """What later generations read of workers that have computed differently."""
+
+    after: Count
+    workers: list[str]
+
+
 class History(pydantic.BaseModel):
     """What is read of run.json; other fields may be there."""
 
@@ -49,12 +56,19 @@ class History(pydantic.BaseModel):
     status: str = ""
     steps_lost: Count = 0
     goodput: Seconds = 1.0
+    suspects: list[Suspects] = []
 
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
     """Of the newest snapshot on disk that a run has completed, as far as its run.json tells; 0 for none."""
     history = load_history(run_dir)
     return history.get("durable_step", 0) if history and history["id"] == run_id else 0
+
+
+def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
+    """Where workers have computed differently, as far as run.json tells, and who of them may be wrong."""
+    history = load_history(run_dir)
+    return history.get("suspects", []) if history and history["id"] == run_id else []
 
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
@@ -237,6 +251,12 @@ class RunHistory:
         """The snapshot of this step is on disk."""
         self.content["durable_step"] = step
         self.file.write_in_background(self.encode())
+
+    def note_suspects(self, step: int, after: int, workers: list[str], durable_step: int) -> None:
+        """At `step` these workers differed from others; nothing saved past the step `after` is used."""
+        entry = {"step": step, "after": after, "workers": workers}
+        self.content["suspects"] = [*self.content.get("suspects", []), entry]
+        self.content["durable_step"] = durable_step
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
         """The current generation has completed `step`, at so many seconds per step, and has these PHASES."""

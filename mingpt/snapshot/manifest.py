@@ -8,7 +8,7 @@ before it is used.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -114,12 +114,24 @@ class Fields(pydantic.BaseModel):
     bytes: Count
     after: Count = 0  # of a snapshot in memory: the newest step on disk at its time
     shard: ShardFields | None = None  # of a part in memory
+    replayed_step: Count | None = None  # the last one where all workers computed alike
+    discarded_after: list[Count] = []  # see is_suspect
 
 
 class PartedFields(Fields):
     """Those of schema 2."""
 
     files: list[FileRecord]
+
+
+def is_suspect(manifest: Mapping[str, Any], discarded_after: Sequence[int]) -> bool:
+    """Whether a snapshot may hold what a worker has computed wrongly.
+
+    `discarded_after` are the steps after which nothing was trusted, each time that workers differed in the
+    run; a manifest lists those that were known when it was written.
+    """
+    later = discarded_after[len(manifest.get("discarded_after", [])) :]
+    return any(manifest["step"] > step for step in later)
 
 
 def file_records(manifest: dict[str, Any]) -> list[FileRecord]:

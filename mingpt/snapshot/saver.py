@@ -201,6 +201,7 @@ class SnapshotSaver:
         part_bytes: int = PART_BYTES,
     ) -> None:
         self.store, self.keep_last, self.keep_best, self.sharding = store, keep_last, keep_best, sharding
+        self.replayed_step = 0  # the newest snapshot up to this step is kept
         self.part_bytes = part_bytes  # of the largest file, unless a tensor is larger
         self.group = BackgroundGroup(sharding.rank, sharding.world_size)
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
@@ -343,11 +344,15 @@ class SnapshotSaver:
         return math.inf if loss is None else loss
 
     def prune(self) -> None:
-        """Delete all but the newest `keep_last` and the best; those that could not be read do not count."""
+        """Delete all but the newest `keep_last`, the best, and the newest one up to `replayed_step`.
+
+        Those that could not be read do not count.
+        """
         best = self.find_best(self.store.steps())
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
+        replayed = next((step for step in steps if step <= self.replayed_step), None)
         for step in steps[self.keep_last :]:
-            if step != best:
+            if step not in (best, replayed):
                 self.store.remove(step)
         # Removals that were cut short have left something.
         complete = self.store.steps()

@@ -299,12 +299,12 @@ class SnapshotStore(FileStore):
         self.verify(snapshot, weights_only)
         return snapshot
 
-    def quarantine(self, step: int, reason: str) -> None:
+    def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
         """Rename the files of a snapshot, so that it is not used again and can still be looked at."""
         names, number = self.names(), 1
-        while any(name.startswith(f"damaged-{number}-step_{step:08d}") for name in names):
+        while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):
             number += 1
-        target = f"damaged-{number}-"
+        target = f"{kind}-{number}-"
         for name in files_of(names, step):
             with contextlib.suppress(FileNotFoundError):  # another node, on the same folder, was faster
                 self.files.mv(self.path(name), self.path(target + name))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.config import Config
 from mingpt.config.cli import build
+from mingpt.report.history import plural
 from mingpt.tools.fault_injection import STEPS, Kill, marker
 from mingpt.tools.jobs import ROOT, Job, children, is_alive, read_history, tensor_hash, torchrun
 

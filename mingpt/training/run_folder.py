@@ -244,8 +244,8 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
         log.warning("%s cannot be written (%s): its records have a gap", folder.path, error.strerror)
 
 
-def measure_history(path: Path, step: int) -> tuple[int, int] | None:
-    """(records up to `step`, generations) in a run folder; None if there is no history."""
+def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
+    """(times that workers differed, records up to `step`, generations) in a run folder; None without them."""
     history = load_history(path)
     if history is None:
         return None
@@ -253,7 +253,8 @@ def measure_history(path: Path, step: int) -> tuple[int, int] | None:
         records = {(record["step"], "val/loss" in record) for record in read_records(path / "metrics.jsonl")}
     except OSError:
         return None
-    return sum(at <= step for at, _ in records), len(history["generations"])
+    suspects = history.get("suspects", [])
+    return len(suspects), sum(at <= step for at, _ in records), len(history["generations"])
 
 
 def read_if_there(path: Path) -> bytes:

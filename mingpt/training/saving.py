@@ -20,6 +20,7 @@ from mingpt.distributed.device import Environment
 from mingpt.report import RunLogger
 from mingpt.snapshot import MemorySaver, Sharding, SnapshotSaver, TensorSpec, specs_of
 from mingpt.training.audit import Audit
+from mingpt.training.search import SUSPECT
 from mingpt.training.start import StartPoint
 from mingpt.training.state import TrainState, manifest_tokenizer
 
@@ -74,6 +75,9 @@ class Saving:
             self.best_loss = context.broadcast_object(best_loss, self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
+        # A snapshot of before says nothing, or one without replays: it is trusted.
+        self.replayed_step = int(start.manifest.get("replayed_step", start.step))  # where all computed alike
+        self.discarded_after = start.discarded_after
 
     def describe_sharding(self, start: StartPoint) -> Sharding:
         """Return who saves together: all ranks what is sharded, else each rank by itself."""
@@ -156,6 +160,7 @@ class Saving:
                 return late_fields(chain)
 
             self.own_step = self.state.step
+            self.saver.replayed_step = self.replayed_step
             self.saver.save(manifest, tensors, fields)
         events.emit("save_end", kind="disk", step=self.state.step)
 
@@ -194,6 +199,8 @@ class Saving:
                 **({"files": files} if 0 < len(files) <= MAX_FILES else {}),
             },
             "software": asdict(self.environment),
+            **({"replayed_step": self.replayed_step} if self.config.trainer.replay_every else {}),
+            "discarded_after": self.discarded_after,
         }
 
     def wait(self) -> None:
@@ -250,6 +257,20 @@ class Saving:
             f"({reason_of(error)}) and {stands}: make room or repair it, "
             f"and start the same command again{goes_on}"
         )
+
+    def discard_after(self, step: int) -> int:
+        """Set aside what was saved on disk after `step`, and forget what is in memory.
+
+        Returns the step of the newest snapshot on disk that is left; 0 for none.
+        """
+        self.wait()
+        if self.writes_to_disk:
+            for newer in self.store.steps():
+                if newer > step:
+                    self.store.quarantine(newer, SUSPECT, "suspect")
+        self.remove_memory_snapshots()
+        left = max(0, *self.store.steps()) if self.is_main else 0
+        return int(self.context.broadcast_object(left, self.main_rank))
 
     def remove_memory_snapshots(self) -> None:
         """The run ends here. Not collective."""

@@ -33,6 +33,7 @@ from mingpt.training.state import (
     snapshot_vocab_size,
 )
 
+SUSPECT = "workers have computed differently since"
 AGREEING = ("step", "windows", "vocabulary", "tokenizer", "audit", "after")  # fields of the manifest
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def prepare_store(
     def prepare() -> None:
         for step, reason in latest.corrupt.items():
             try:
-                store.quarantine(step, reason)
+                store.quarantine(step, reason, "suspect" if reason == SUSPECT else "damaged")
             except DriverError as error:
                 raise UserError(
                     f"the corrupt snapshot of step {step} in {store.url} ({reason}) cannot be renamed: "

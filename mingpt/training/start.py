@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mingpt.base.errors import NonRetryableError, UnreadableSnapshot, UserError
+from mingpt.base.errors import CorruptSnapshot, NonRetryableError, UnreadableSnapshot, UserError
 from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
-from mingpt.report import mark_ended, open_log, read_durable_step, read_job_start
+from mingpt.report import mark_ended, open_log, read_durable_step, read_job_start, read_suspects
 from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, read_config, this_process
+from mingpt.snapshot.manifest import is_suspect
 from mingpt.training.audit import START
 from mingpt.training.claim import Claims, claim_places
 from mingpt.training.initial_weights import InitialWeights, open_weights
@@ -28,7 +29,13 @@ from mingpt.training.run_folder import (
     open_run_folder,
     share_history,
 )
-from mingpt.training.search import check_nothing_is_lost, find_latest, prepare_store, report_skipped
+from mingpt.training.search import (
+    SUSPECT,
+    check_nothing_is_lost,
+    find_latest,
+    prepare_store,
+    report_skipped,
+)
 from mingpt.training.state import (
     StoredState,
     check_shapes,
@@ -55,6 +62,7 @@ class FoundSnapshot:
     durable_step: int
     own_step: int  # of the newest snapshot on a disk that this rank reads; -1 for none
     changes: list[str]  # settings that differ from the snapshot's on purpose
+    discarded_after: list[int]  # see is_suspect
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -153,7 +161,10 @@ def find_snapshot(
         config.snapshot.memory_path, run_id, folder.path, context.launch.node_rank, agent
     )
     starts = context.all_gather_object(read_job_start(folder.path, run_id) if is_restart else None)
-    check = make_check(config, data, max((step for step in starts if step is not None), default=None))
+    suspects = max(context.all_gather_object(read_suspects(folder.path, run_id)), key=len)
+    discarded_after = [entry["after"] for entry in suspects]
+    job_start = max((step for step in starts if step is not None), default=None)
+    check = make_check(config, data, job_start, discarded_after)
     latest = find_latest(store, memory, context, is_restart, check)
     if latest.snapshot is None or latest.snapshot.manifest["step"] == 0:
         durable_steps = context.all_gather_object(read_durable_step(folder.path, run_id))
@@ -163,8 +174,19 @@ def find_snapshot(
     changes = check_snapshot(latest.snapshot, config, latest.where, data, is_restart)
     own_step = latest.views[context.rank].step
     found = FoundSnapshot(
-        run_id, is_restart, store, memory, latest.snapshot, latest.durable_step, own_step, changes
+        run_id,
+        is_restart,
+        store,
+        memory,
+        latest.snapshot,
+        latest.durable_step,
+        own_step,
+        changes,
+        discarded_after,
     )
+    if context.rank == 0 and len(suspects) > len(found.manifest.get("discarded_after", [])):
+        workers, after = " or ".join(suspects[-1]["workers"]), suspects[-1]["after"]
+        log.warning("%s computed wrongly: nothing that was saved after step %d is used", workers, after)
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, latest, is_restart, folder)
         share_history(context, folder, found.step)
@@ -183,7 +205,7 @@ def open_store(config: Config, context: DistributedContext, claims: Claims) -> S
     return store
 
 
-def make_check(config: Config, data: Data, job_start: int | None) -> Check:
+def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """What a snapshot must fulfil to be looked at. `job_start`: the step from which this job began.
 
     In a restart, a node that joins may have newer ones of another run, or of an earlier job of this one.
@@ -191,6 +213,8 @@ def make_check(config: Config, data: Data, job_start: int | None) -> Check:
 
     def check(manifest: dict[str, Any], entries: Entries) -> None:
         check_shard(manifest, entries)
+        if is_suspect(manifest, discarded_after):
+            raise CorruptSnapshot(SUSPECT)
         if job_start is None or manifest["step"] <= job_start:
             return
         changes = changed_settings(manifest, config)

@@ -28,6 +28,7 @@ from mingpt.report import GenerationStart, RunLogger, StepStats, StepTimer, is_r
 from mingpt.training.audit import Audit
 from mingpt.training.build import build_run
 from mingpt.training.evaluate import Evaluator, is_due, is_missing
+from mingpt.training.replay import Replay
 from mingpt.training.saving import Saving
 from mingpt.training.start import StartPoint, find_start
 
@@ -53,6 +54,7 @@ class Trainer:
         self.evaluator = Evaluator(config, context, self.state, start.corpus)
         self.batches = Batches(config, context, start.corpus, self.sampler, self.audit, self.timer)
         self.saving = Saving(config, context, self.state, start, self.environment, self.audit)
+        self.replay = Replay(config, context, self.state, self.sampler, start.corpus, self.saving)
         is_over = self.is_over(start)
         self.evaluation_missing = is_missing(config, context, start)
         self.nothing_left = is_over and not start.is_restart and not self.evaluation_missing
@@ -134,6 +136,7 @@ class Trainer:
         events.emit("step_start", step=step)
         strategy.start_step()
         with out_of_memory_explained():
+            self.replay.check(self.run_logger)
             for micro_batch in strategy.my_micro_batches:
                 inputs, targets = self.batches.next(step, micro_batch)
                 with strategy.micro_batch(micro_batch):

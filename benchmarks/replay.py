@@ -1,0 +1,137 @@
+"""A worker that computes wrongly without an error: is it found at the next replay, and named?
+
+    python benchmarks/replay.py                      # 26 lies and 20 honest jobs, an hour on two cores
+    python benchmarks/replay.py --kinds once --honest 0
+
+Kinds of lies, of the last worker: `bit`, from step 57 on one bit of each gradient of a block's output is
+wrong; `once`, a single time, in the first micro-batch that it replays at step 60; `copy`, one bit of its
+weights changes at step 57. Each in a job of 100 steps that replays every 20. Then the same command again,
+honest. `--honest` jobs of 500 steps, in turns compiled, run beside two busy processes.
+
+A row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, the liar (of two
+workers both) named alone, the same command ended with the hash of an undisturbed run, and no honest job ended
+otherwise. Needs Linux.
+"""
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    SMALL,
+    Tally,
+    argument_parser,
+    arguments_of,
+    busy_processes,
+    row,
+    short_hash,
+    start,
+    train_undisturbed,
+    work_folder,
+)
+
+from mingpt.base import events
+from mingpt.tools.jobs import ROOT, Job, torchrun
+
+SETTINGS = SMALL | {
+    "trainer.max_steps": 100, "trainer.replay_every": 20, "trainer.eval_every": 50, "snapshot.every": 10,
+    "snapshot.memory_every": 5, "model.dropout": 0.1,
+}  # fmt: skip
+STRATEGIES = {"ddp": [], "fsdp": ["trainer.parallel=fsdp"], "sharded": ["trainer.shard_optimizer=true"]}
+KINDS = {  # (workers, strategy, reduction) of each job
+    "bit": [(workers, name, how) for name in STRATEGIES for how in ("exact", "fast") for workers in (3, 4)],
+    "two": [(2, "ddp", "exact"), (2, "fsdp", "exact"), (2, "sharded", "exact"), (2, "fsdp", "fast")],
+    "once": [(workers, name, "exact") for name in STRATEGIES for workers in (3, 4)],
+    "copy": [(workers, name, "exact") for name in ("ddp", "sharded") for workers in (2, 3)],
+}
+PROGRAM = (
+    "import sys\nsys.path[:0] = [{root!r}, {here!r}]\nimport replay, train\nreplay.lie()\ntrain.main()\n"
+)
+
+
+def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """One bit of the first element, a low one, in place."""
+    tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
+    return tensor
+
+
+def lie() -> None:
+    """In the last worker, as LIE in the environment says."""
+    kind, told = os.environ["LIE"], []
+
+    def on_run_start(state: Any, strategy: Any) -> None:
+        if strategy.rank < strategy.world_size - 1:
+            return
+
+        def on_output(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            is_time = state.step == 60 and not told if kind == "once" else state.step >= 57
+            if kind != "copy" and is_time and output.requires_grad:
+                told.append(state.step)
+                output.register_hook(lambda gradient: flip_bit(gradient.clone()))
+
+        def on_step_start(step: int) -> None:
+            if kind == "copy" and step == 57:
+                flip_bit(state.model.wte.weight.data)
+
+        state.model.h[0].register_forward_hook(on_output)
+        events.subscribe("step_start", on_step_start)
+
+    events.subscribe("run_start", on_run_start)
+
+
+def try_lie(
+    folder: Path, kind: str, case: tuple[int, str, str], expected: dict[str, str], tally: Tally
+) -> None:
+    """One job that lies, and the same command again, honest."""
+    workers, strategy, reduction = case
+    words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
+    name = "-".join(map(str, (kind, *case)))
+    run_dir, program = folder / name, folder / "lying_train.py"
+    program.write_text(PROGRAM.format(root=str(ROOT), here=str(Path(__file__).parent)))
+    settings = [f"run_dir={run_dir}", *arguments_of(SETTINGS, words)]
+    liar = Job(
+        [*torchrun(workers, 2), str(program), *settings], run_dir, LIE="bit" if kind == "two" else kind
+    )
+    code = liar.wait(600)
+    sentence = next((line for line in liar.err().splitlines() if " is not made" in line), "")
+    named = [int(rank) for rank in re.findall(r"worker (\d+) on", sentence)]
+    again = start(run_dir, SETTINGS, *words, workers=workers)
+    honest_code = again.wait(600)
+    suspects = sorted({path.name.split(".")[0] for path in (run_dir / "snapshots").glob("suspect-*")})
+    is_bit_exact = reduction == "fast" or short_hash(run_dir) == expected["exact"]
+    is_named = named == ([0, 1] if workers == 2 else [workers - 1])
+    good = (code, honest_code) == (1, 0) and is_named and is_bit_exact and "step 61:" in sentence
+    tally.add(good, liar, again)
+    row(
+        lie=name, ok=good, named=named, codes=[code, honest_code], set_aside=suspects, sentence=sentence[:300]
+    )
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of lies (default: %(default)s)")
+    parser.add_argument("--honest", type=int, default=20, help="honest jobs (default: %(default)s)")
+    options = parser.parse_args()
+    tally = Tally()
+    with work_folder() as folder:
+        expected = {"exact": train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")[0]}
+        for kind in filter(None, options.kinds.split(",")):
+            for case in KINDS[kind]:
+                try_lie(folder, kind, case, expected, tally)
+        with busy_processes(2) if options.honest else contextlib.nullcontext():
+            for number in range(options.honest):
+                strategy = list(STRATEGIES)[number % 3]
+                words = [*STRATEGIES[strategy], f"trainer.compile={str(number % 2 == 1).lower()}"]
+                job = start(folder / f"honest-{number}", SETTINGS, *words, "trainer.max_steps=500")
+                code = job.wait(1200)
+                tally.add(code == 0, job)
+                row(honest=number, ok=code == 0, words=words)
+    return tally.exit_code()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

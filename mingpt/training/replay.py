@@ -1,0 +1,154 @@
+"""Whether all workers compute alike: copies are compared, and a micro-batch of each worker is computed again.
+
+What a worker computes does not depend on which one it is, down to the bits, so two results that differ mean
+that one of them is wrong: a core, memory or GPU that fails without an error. Before the update of such a step
+each worker computes its first micro-batch and the next worker's, outside the reduction, and digests of the
+gradients are compared. Weights and optimizer state that several workers hold are compared before.
+"""
+
+import logging
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from mingpt.base.errors import NonRetryableError, UserError
+from mingpt.config import Config
+from mingpt.data import Corpus, ElasticSampler, mix
+from mingpt.distributed import DistributedContext
+from mingpt.parallel import digest
+from mingpt.report import RunLogger
+from mingpt.training.run_folder import refuse_nodes
+from mingpt.training.saving import Saving
+from mingpt.training.state import TrainState
+
+Digests = dict[str, str]  # by tensor
+log = logging.getLogger(__name__)
+
+
+def outvoted(values: Sequence[object]) -> list[int]:
+    """The ranks whose value is not that of most; all ranks, where no value has the most holders."""
+    counts = Counter(values).most_common()
+    if len(counts) == 1:
+        return []
+    has_most = counts[0][1] > counts[1][1]
+    return [rank for rank, value in enumerate(values) if not has_most or value != counts[0][0]]
+
+
+def first_difference(digests: Sequence[Digests]) -> str:
+    """The name of the first tensor that is not the same for all."""
+    return next(name for name in digests[0] if len({one[name] for one in digests}) > 1)
+
+
+class Replay:
+    """Of this generation. Construct it and call its methods on all ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: DistributedContext,
+        state: TrainState,
+        sampler: ElasticSampler,
+        corpus: Corpus,
+        saving: Saving,
+    ) -> None:
+        self.config, self.context, self.state, self.saving = config, context, state, saving
+        self.sampler, self.dataset, self.strategy = sampler, corpus.train, state.strategy
+        self.first_step = state.step
+        # A worker without a micro-batch in a step computes the first one, too.
+        self.numbers = [share.start if share else 0 for share in self.strategy.setup.micro_batches_by_rank]
+
+    def is_due(self) -> bool:
+        """At a generation's first step, every `trainer.replay_every` steps, and at the last one."""
+        every, step = self.config.trainer.replay_every, self.state.step
+        is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
+        return every > 0 and (is_end or step % every == 0)
+
+    def check(self, run_logger: RunLogger | None) -> None:
+        """Compare, if it is due, before a step. Collective.
+
+        Raises NonRetryableError where workers differ; if all that may be wrong are on some of the nodes,
+        NodeRefused on these and PeersMissing on the others, which go on.
+        """
+        if not self.is_due():
+            return
+        what = self.compare_copies() or self.compare_gradients()
+        if what:
+            self.convict(*what, run_logger)
+        self.saving.replayed_step = self.state.step
+
+    def compare_copies(self) -> tuple[list[int], str] | None:
+        """The ranks whose copy of a tensor differs, and a sentence's end on it; None where there are none."""
+        shared = [] if self.strategy.weights_are_sharded else ["model."]
+        shared += [] if self.strategy.updates_are_sharded else ["optimizer."]
+        parts = self.state.tensors().items()
+        own = {name: digest(part) for name, part in parts if name.startswith(tuple(shared))}
+        digests = self.context.all_gather_object(own)
+        named = outvoted([tuple(one.values()) for one in digests])
+        return (named, f"holds another copy of {first_difference(digests)}") if named else None
+
+    def compare_gradients(self) -> tuple[list[int], str] | None:
+        """The ranks that compute other gradients, and a sentence's end on that; None where there are none."""
+        rank, workers = self.context.rank, self.context.world_size
+        mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
+        if any(self.context.all_gather_object(not self.can_read(mine, others))):
+            return None  # the step will say why
+        results = self.context.all_gather_object((self.digests(mine), self.digests(others)))
+        named, ends = set[int](), []
+        for owner in range(workers):
+            checker = owner - 1 if owner else workers - 1
+            first = {checker: results[checker][1], owner: results[owner][0]}
+            if results[owner][0] == results[checker][1]:
+                continue
+            number = self.numbers[owner]
+            again = self.context.all_gather_object(self.digests(number))
+            named |= {one for one in (owner, checker) if again[one] not in (first[one], results[one][0])}
+            named |= {*outvoted([tuple(one.values()) for one in again])}
+            where = first_difference([results[owner][0], results[checker][1]])
+            ends.append(f"computed another gradient of micro-batch {number}, first in {where}")
+        return (sorted(named), ends[0]) if named else None
+
+    def can_read(self, *numbers: int) -> bool:
+        """Whether the windows of these micro-batches can be read here."""
+        try:
+            for number in numbers:
+                self.read(number)
+        except UserError:
+            return False
+        return True
+
+    def read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of a micro-batch of this step, (B, T) each, on the device. Raises UserError."""
+        size = self.config.trainer.micro_batch_size
+        starts = self.sampler.window_starts(self.state.windows_seen + number * size, size)
+        inputs, targets = self.dataset.__getitems__(starts.tolist())
+        return inputs.to(self.context.device), targets.to(self.context.device)
+
+    def digests(self, number: int) -> Digests:
+        """Those of the gradients of a micro-batch of this step, outside the reduction. Collective."""
+        inputs, targets = self.read(number)
+        if self.config.model.dropout:
+            torch.manual_seed(mix(self.config.seed, self.state.step, number))
+        return self.strategy.digests(inputs, targets)
+
+    def convict(self, ranks: list[int], what: str, run_logger: RunLogger | None) -> NoReturn:
+        """Trust nothing since the last replay that agreed, and end the job, or these nodes' part in it."""
+        context, trusted = self.context, self.saving.replayed_step
+        device = self.saving.environment.device
+        nodes = context.all_gather_object((context.launch.node_rank, platform.node(), device))
+        workers = [f"worker {rank} on {nodes[rank][1]} ({nodes[rank][2]})" for rank in ranks]
+        sentence = (
+            f"step {self.state.step + 1}: {' or '.join(workers)} {what}: its update is not made, and what "
+            f"was saved after step {trusted} is not used"
+        )
+        durable_step = self.saving.discard_after(trusted)
+        if run_logger:
+            run_logger.history.note_suspects(self.state.step, trusted, workers, durable_step)
+            run_logger.failed(self.state.step, sentence)
+        context.all_gather_object(None)  # all have set aside what they have
+        accused = {nodes[rank][0]: (nodes[rank][1], sentence) for rank in ranks}
+        if len(accused) < len({node for node, *_ in nodes}):
+            refuse_nodes(context, accused)
+        raise NonRetryableError(sentence)
