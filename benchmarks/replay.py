@@ -8,9 +8,9 @@ wrong; `once`, a single time, in the first micro-batch that it replays at step 6
 weights changes at step 57. Each in a job of 100 steps that replays every 20. Then the same command again,
 honest. `--honest` jobs of 500 steps, in turns compiled, run beside two busy processes.
 
-A row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, the liar (of two
-workers both) named alone, the same command ended with the hash of an undisturbed run, and no honest job ended
-otherwise. Needs Linux.
+A row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, the liar (of
+two workers both) named alone, the same command ended with the hash of an undisturbed run, and no honest job
+ended otherwise. Needs Linux.
 """
 
 import contextlib
@@ -83,32 +83,25 @@ def lie() -> None:
     events.subscribe("run_start", on_run_start)
 
 
-def try_lie(
-    folder: Path, kind: str, case: tuple[int, str, str], expected: dict[str, str], tally: Tally
-) -> None:
-    """One job that lies, and the same command again, honest."""
+def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, tally: Tally) -> None:
+    """One job that lies, and the same command again, honest. `expected`: the hash of exact jobs."""
     workers, strategy, reduction = case
     words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
     name = "-".join(map(str, (kind, *case)))
     run_dir, program = folder / name, folder / "lying_train.py"
     program.write_text(PROGRAM.format(root=str(ROOT), here=str(Path(__file__).parent)))
-    settings = [f"run_dir={run_dir}", *arguments_of(SETTINGS, words)]
-    liar = Job(
-        [*torchrun(workers, 2), str(program), *settings], run_dir, LIE="bit" if kind == "two" else kind
-    )
-    code = liar.wait(600)
+    command = [*torchrun(workers, 2), str(program), f"run_dir={run_dir}", *arguments_of(SETTINGS, words)]
+    liar = Job(command, run_dir, LIE=kind)
+    codes = [liar.wait(600)]
     sentence = next((line for line in liar.err().splitlines() if " is not made" in line), "")
     named = [int(rank) for rank in re.findall(r"worker (\d+) on", sentence)]
     again = start(run_dir, SETTINGS, *words, workers=workers)
-    honest_code = again.wait(600)
-    suspects = sorted({path.name.split(".")[0] for path in (run_dir / "snapshots").glob("suspect-*")})
-    is_bit_exact = reduction == "fast" or short_hash(run_dir) == expected["exact"]
-    is_named = named == ([0, 1] if workers == 2 else [workers - 1])
-    good = (code, honest_code) == (1, 0) and is_named and is_bit_exact and "step 61:" in sentence
+    codes.append(again.wait(600))
+    set_aside = sorted({path.name.split(".")[0] for path in (run_dir / "snapshots").glob("suspect-*")})
+    is_named = "step 61:" in sentence and named == ([0, 1] if workers == 2 else [workers - 1])
+    good = codes == [1, 0] and is_named and (reduction == "fast" or short_hash(run_dir) == expected)
     tally.add(good, liar, again)
-    row(
-        lie=name, ok=good, named=named, codes=[code, honest_code], set_aside=suspects, sentence=sentence[:300]
-    )
+    row(lie=name, ok=good, named=named, codes=codes, set_aside=set_aside, sentence=sentence)
 
 
 def main() -> int:
@@ -118,7 +111,7 @@ def main() -> int:
     options = parser.parse_args()
     tally = Tally()
     with work_folder() as folder:
-        expected = {"exact": train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")[0]}
+        expected, _ = train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")
         for kind in filter(None, options.kinds.split(",")):
             for case in KINDS[kind]:
                 try_lie(folder, kind, case, expected, tally)

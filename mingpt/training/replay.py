@@ -98,15 +98,14 @@ class Replay:
         results = self.context.all_gather_object((self.digests(mine), self.digests(others)))
         named, ends = set[int](), []
         for owner in range(workers):
-            checker = owner - 1 if owner else workers - 1
-            first = {checker: results[checker][1], owner: results[owner][0]}
-            if results[owner][0] == results[checker][1]:
+            checker, number = (owner - 1) % workers, self.numbers[owner]
+            owned, checked = results[owner][0], results[checker][1]
+            if owned == checked:
                 continue
-            number = self.numbers[owner]
             again = self.context.all_gather_object(self.digests(number))
-            named |= {one for one in (owner, checker) if again[one] not in (first[one], results[one][0])}
             named |= {*outvoted([tuple(one.values()) for one in again])}
-            where = first_difference([results[owner][0], results[checker][1]])
+            named |= {rank for rank, first in ((owner, owned), (checker, checked)) if again[rank] != first}
+            where = first_difference([owned, checked])
             ends.append(f"computed another gradient of micro-batch {number}, first in {where}")
         return (sorted(named), ends[0]) if named else None
 

@@ -1,0 +1,127 @@
+"""Who is named when workers compute differently, and what is trusted then."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
+from support.ranks import run_ranks
+
+from mingpt.config.cli import build
+from mingpt.distributed import DistributedContext
+from mingpt.snapshot.manifest import is_suspect
+from mingpt.tools.jobs import read_history, torchrun
+from mingpt.training.replay import Replay
+
+# From step 7 on, one bit of a gradient is wrong on rank 1.
+LIE = """
+import torch
+def on_run_start(state, strategy):
+    def flip(gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
+        return gradient
+    def on_output(module, inputs, output):
+        if strategy.rank == 1 and state.step >= 7 and output.requires_grad:
+            output.register_hook(flip)
+    state.model.h[0].register_forward_hook(on_output)
+events.subscribe("run_start", on_run_start)
+"""
+
+
+class Computer(Replay):
+    """`wrong` are, by rank, the calls of `digests` that give another result, or "always"."""
+
+    def __init__(self, context: DistributedContext, wrong: dict[int, Any], copies: dict[int, float]) -> None:
+        shares = [range(2 * rank, 2 * rank + 2) for rank in range(context.world_size)]
+        setup = SimpleNamespace(micro_batches_by_rank=shares)
+        strategy = SimpleNamespace(setup=setup, weights_are_sharded=False, updates_are_sharded=True)
+        weight = torch.tensor(copies.get(context.rank, 1.0))
+        state: Any = SimpleNamespace(
+            step=0,
+            strategy=strategy,
+            tensors=lambda: {"model.a": weight, "optimizer.a.step": torch.tensor(float(context.rank))},
+        )
+        anything: Any = SimpleNamespace(train=None)
+        super().__init__(build(SMALL), context, state, anything, anything, anything)
+        self.wrong, self.calls = wrong.get(context.rank, ()), 0
+
+    def can_read(self, *numbers: int) -> bool:
+        return True
+
+    def digests(self, number: int) -> dict[str, str]:
+        self.calls += 1
+        is_wrong = self.wrong == "always" or self.calls in self.wrong
+        return {"a": "same", "b": f"{number} of {self.context.rank if is_wrong else 'all'}"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "wrong", "named", "micro_batch"),
+    [
+        (3, {}, None, 0),
+        (3, {2: "always"}, [2], 0),
+        (4, {0: "always"}, [0], 0),
+        (4, {1: "always", 3: "always"}, [1, 3], 0),
+        (3, {0: "always", 1: "always"}, [0, 1, 2], 0),  # no two agree
+        (2, {1: "always"}, [0, 1], 0),
+        (3, {1: [1]}, [1], 2),  # once, its own
+        (3, {1: [2]}, [1], 2 * 2),  # once, the next worker's
+        (2, {1: [1]}, [1], 2),  # it differs from itself
+        (1, {0: [2]}, [0], 0),
+    ],
+)
+def test_who_differs_from_itself_or_from_most_is_named(
+    workers: int, wrong: dict[int, Any], named: list[int] | None, micro_batch: int
+) -> None:
+    found = run_ranks(workers, lambda context: Computer(context, wrong, {}).compare_gradients())
+    where = f"computed another gradient of micro-batch {micro_batch}, first in b"
+    assert found == [(named, where) if named else None] * workers
+
+
+@pytest.mark.parametrize(
+    ("workers", "named"), [(3, [1]), (2, [0, 1])], ids=["the one of three", "both of two"]
+)
+def test_a_copy_that_has_drifted_is_told_from_a_gradient(workers: int, named: list[int]) -> None:
+    found = run_ranks(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
+    assert found == [(named, "holds another copy of model.a")] * workers
+    assert run_ranks(workers, lambda context: Computer(context, {}, {}).compare_copies()) == [None] * workers
+
+
+@pytest.mark.parametrize(
+    ("step", "known", "expected"),
+    [
+        (20, [], False),
+        (21, [], True),
+        (99, [], True),
+        (20, [40], False),
+        (21, [40], True),
+        (99, [40, 20], False),
+    ],
+)
+def test_a_snapshot_of_before_a_difference_is_suspect_past_the_step_that_was_trusted(
+    step: int, known: list[int], expected: bool
+) -> None:
+    """Workers have differed twice: what was saved after steps 40, then 20, was not trusted."""
+    assert is_suspect({"step": step, "discarded_after": known}, [40, 20]) == expected
+
+
+@pytest.mark.slow
+def test_a_worker_that_computes_wrongly_ends_the_job_and_the_next_one_goes_on_before_it(
+    start: Start, finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir, program = tmp_path / "run", changed_program(tmp_path, LIE)
+    settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__replay_every": 5}
+    job = start(command(launcher=torchrun(2, restarts=2), program=program, **settings))
+    line = error_of(job, code=1)
+    assert line.startswith("step 11: worker 0 on ") and " or worker 1 on " in line
+    history = read_history(run_dir)
+    assert [entry["after"] for entry in history["suspects"]] == [5] and len(history["generations"]) == 1
+    assert history["status"] == "failed" and history["durable_step"] == 5
+    assert [path.name[:23] for path in (run_dir / "snapshots").glob("suspect-*.json")] == [
+        "suspect-1-step_00000010"
+    ]
+    again = finish(run_dir=run_dir, trainer__replay_every=5)
+    assert "computed wrongly: nothing that was saved after step 5 is used" in again.err()
+    assert final_hash(run_dir) == final_hash(undisturbed)
