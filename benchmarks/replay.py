@@ -5,8 +5,9 @@
 
 Kinds of lies, of the last worker: `bit`, from step 57 on one bit of each gradient of a block's output is
 wrong; `once`, a single time, in the first micro-batch that it replays at step 60; `copy`, one bit of its
-weights changes at step 57. Each in a job of 100 steps that replays every 20. Then the same command again,
-honest. `--honest` jobs of 500 steps, in turns compiled, run beside two busy processes.
+weights changes at step 57 (60 with a sharded optimizer, whose next update would repair it). Each in a job of
+100 steps that replays every 20. Then the same command again, honest. `--honest` jobs of 500 steps, in turns
+compiled, run beside two busy processes.
 
 A row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, the liar (of
 two workers both) named alone, the same command ended with the hash of an undisturbed run, and no honest job
@@ -74,7 +75,7 @@ def lie() -> None:
                 output.register_hook(lambda gradient: flip_bit(gradient.clone()))
 
         def on_step_start(step: int) -> None:
-            if kind == "copy" and step == 57:
+            if kind == "copy" and step == (60 if strategy.updates_are_sharded else 57):
                 flip_bit(state.model.wte.weight.data)
 
         state.model.h[0].register_forward_hook(on_output)

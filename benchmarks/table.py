@@ -72,11 +72,10 @@ def scaling() -> Iterator[str]:
 
 
 def ratios() -> Iterator[str]:
-    """Programs whose last row is one ratio."""
-    over_import = "start of the process to the first step over a bare `import torch`"
-    for claim, what in (("start", over_import), ("sampling", "writing with the cache over recomputing")):
-        for entry in rows(claim)[-1:]:
-            yield line(what, claim, with_range(entry, "ratio", 2))
+    """Of programs whose last row is one ratio."""
+    for entry in rows("start")[-1:]:
+        what = "start of the process to the first step over a bare `import torch`"
+        yield line(what, "start", with_range(entry, "ratio", 2))
 
 
 def time_to_loss() -> Iterator[str]:
