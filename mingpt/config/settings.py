@@ -146,6 +146,11 @@ class TrainerConfig:
     )
     eval_at_start: bool = Field(True, "also evaluate before the first step")
     log_every: int = Field(10, "steps between records of the training loss", ge=1)
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        "at a gradient that is not finite: stop ends the job, skip leaves the step's update out",
+        affects_result=True,
+    )
     replay_every: int = Field(
         100, "steps between comparisons of what the workers compute and hold; 0 for none", ge=0
     )

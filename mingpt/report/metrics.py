@@ -4,6 +4,7 @@ A metric is a function of StepStats, registered in METRICS. A `Sink` is a file, 
 TensorBoard or a tracker.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +64,9 @@ METRICS: dict[str, Callable[[StepStats], float | None]] = {
 
 
 def training_values(stats: StepStats) -> dict[str, float]:
-    """{name: value} of every metric that is known."""
+    """{name: value} of every metric that is known, and finite."""
     values = {name: metric(stats) for name, metric in METRICS.items()}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 @dataclass(frozen=True)

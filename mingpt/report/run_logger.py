@@ -126,7 +126,9 @@ class RunLogger:
             log.warning("%s cannot be read: %s", path, reason_of(error))
 
     def remember(self, record: dict[str, Any]) -> None:
-        self.last["val" if "val/loss" in record else "train"] = record
+        kinds = {"val/loss": "val", "skipped/first_window": "skipped"}
+        kind = next((kind for name, kind in kinds.items() if name in record), "train")
+        self.last[kind] = record
 
     def repeated_failure(self) -> str | None:
         """One sentence if going on would only repeat a failure; the run is then marked as failed."""
@@ -203,6 +205,11 @@ class RunLogger:
     def log_training(self, stats: StepStats, phases: dict[str, float] | None = None) -> None:
         self.log_values(stats.step, training_values(stats))
         self.history.note_step(stats.step, stats.step_s, phases)
+
+    def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
+        """The update of a step, which has read these windows, was left out, as `count` by now."""
+        self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
+        self.history.content["updates_skipped"] = count
 
     def log_evaluation(self, step: int, values: Values, sample: str) -> None:
         self.log_values(step, values)

@@ -116,6 +116,7 @@ class Fields(pydantic.BaseModel):
     shard: ShardFields | None = None  # of a part in memory
     replayed_step: Count | None = None  # the last one where all workers computed alike
     discarded_after: list[Count] = []  # see is_suspect
+    skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
 
 
 class PartedFields(Fields):

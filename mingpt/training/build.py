@@ -74,7 +74,8 @@ def build_run(
         all_gather=context.all_gather_parts,
     )
     optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
-    state = TrainState(model, optimizer, strategy, start.step, start.manifest["windows"])
+    windows, skipped = start.manifest["windows"], start.manifest.get("skipped", (0, 0))
+    state = TrainState(model, optimizer, strategy, start.step, windows, skipped)
     if start.snapshot:
         load_state(state, start.snapshot, context)
     else:

@@ -191,6 +191,7 @@ class Saving:
         return {
             "step": self.state.step,
             "windows": self.state.windows_seen,
+            "skipped": list(self.state.skipped),
             "config": to_dict(self.config),
             **self.tokenizer_fields,
             "data": {

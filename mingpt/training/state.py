@@ -196,13 +196,22 @@ def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
 
 
 class TrainState:
-    """What a snapshot holds. `step` counts completed steps, `windows_seen` windows read by all ranks."""
+    """What a snapshot holds. `step` counts completed steps, `windows_seen` windows read by all ranks.
+
+    `skipped` are the updates that were left out, in all and one after the other up to `step`.
+    """
 
     def __init__(
-        self, model: GPT, optimizer: Optimizer, strategy: Strategy, step: int = 0, windows_seen: int = 0
+        self,
+        model: GPT,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        step: int = 0,
+        windows_seen: int = 0,
+        skipped: Sequence[int] = (0, 0),
     ) -> None:
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
-        self.step, self.windows_seen = step, windows_seen
+        self.step, self.windows_seen, self.skipped = step, windows_seen, skipped
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parts, under "model.<name>" and "optimizer.<parameter>.<state>".

@@ -32,6 +32,7 @@ from mingpt.training.replay import Replay
 from mingpt.training.saving import Saving
 from mingpt.training.start import StartPoint, find_start
 
+MAX_SKIPPED = 10  # updates one after the other
 log = logging.getLogger(__name__)
 
 
@@ -151,14 +152,16 @@ class Trainer:
             status = self.context.reduce_step_status(self.losses, self.saving.newest_written)
             grad_norm_tensor = strategy.clip_grad_norm_(config.optimizer.grad_clip)
             self.lr = learning_rate(step + 1, config.optimizer, config.trainer.max_steps)
-            state.optimizer.step(self.lr, strategy.gradients())
+            # With on_nonfinite=skip a GPU is waited for here, too.
+            if config.trainer.on_nonfinite == "stop" or math.isfinite(float(grad_norm_tensor)):
+                state.optimizer.step(self.lr, strategy.gradients())
             strategy.finish_update()
             events.emit("optimizer_end", step=step)
             # A GPU is waited for only here, after it has been given all the work of the step.
             self.step_losses, newest_written, stop = status()
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written, self.run_logger)
-        self.raise_if_not_finite(grad_norm)
+        self.handle_nonfinite(grad_norm)
         self.audit.end_step()
         state.step += 1
         state.windows_seen += config.trainer.batch_size
@@ -241,28 +244,38 @@ class Trainer:
         self.context.run_with_heartbeat(report)
         self.saving.remove_memory_snapshots()
 
-    def raise_if_not_finite(self, grad_norm: float) -> None:
+    def handle_nonfinite(self, grad_norm: float) -> None:
         """Gradient and losses are the same on all ranks, so all of them raise, or none.
 
-        NonFiniteError, or UserError for data that a rank could not use.
+        NonFiniteError, unless the update was skipped, or UserError for data that a rank could not use.
         """
+        config, state = self.config.trainer, self.state
+        total, in_a_row = state.skipped
         bad = [number for number, loss in enumerate(self.step_losses) if not math.isfinite(loss)]
         if math.isfinite(grad_norm) and not bad:
+            state.skipped = total, 0
             return
-        micro_batch_size, windows_seen = self.config.trainer.micro_batch_size, self.state.windows_seen
+        micro_batch_size, windows_seen = config.micro_batch_size, state.windows_seen
         where = []
         for number in bad:
             starts = self.sampler.window_starts(windows_seen + number * micro_batch_size, micro_batch_size)
             where.append(f"micro-batch {number} (windows at {', '.join(map(str, starts))})")
-        last_window = windows_seen + self.config.trainer.batch_size - 1
+        last_window = windows_seen + config.batch_size - 1
         what = f"gradient of windows {windows_seen} to {last_window}"
         if where:
             what = f"loss of {'; '.join(where)}"
+        is_skipped = config.on_nonfinite == "skip" and not math.isfinite(grad_norm)
         kept = "the last snapshot is kept" if self.saving.last_save_step else "there is no snapshot yet"
-        sentence = f"step {self.state.step + 1}: the {what} is not finite; its update is dropped and {kept}"
+        sentence = f"step {state.step + 1}: the {what} is not finite; its update is dropped and {kept}"
         for data_error in self.context.all_gather_object(self.batches.error):
             if data_error is not None:
                 raise UserError(data_error)
+        if is_skipped and in_a_row + 1 < MAX_SKIPPED:
+            state.skipped = total + 1, in_a_row + 1
+            if self.run_logger:
+                log.warning("step %d: the %s is not finite; its update is left out", state.step + 1, what)
+                self.run_logger.log_skipped(state.step + 1, windows_seen, last_window, total + 1)
+            return
         self.saving.saver.wait()  # all ranks write what is sharded
         if self.run_logger:
             self.run_logger.failed(self.state.step, sentence)

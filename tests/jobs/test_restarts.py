@@ -15,11 +15,12 @@ from conftest import (
     changed_program,
     command,
     final_hash,
+    manifest,
     reached,
     snapshot_steps,
     wait_until,
 )
-from support.jobs import free_port
+from support.jobs import free_port, read_metric
 
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.jobs import descendants, read_history, torchrun
@@ -110,7 +111,45 @@ def on_run_start(state, strategy):
 events.subscribe("run_start", on_run_start)
 """
 BAD_GRADIENT = "next(state.model.parameters()).grad.fill_(float('nan'))"
+# The gradients of micro-batch 5 of steps 12 and 13, whoever computes it, under any strategy; where there are
+# restarts, a worker is killed in between.
+NOT_FINITE = """
+import os, signal
+def on_step_end(step):
+    if step == 13 and os.environ["TORCHELASTIC_MAX_RESTARTS"] > os.environ["TORCHELASTIC_RESTART_COUNT"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+events.subscribe("step_end", on_step_end)
+def on_run_start(state, strategy):
+    now = []
+    def on_batch(step, micro_batch, **batch):
+        now[:] = [step, micro_batch]
+    events.subscribe("batch", on_batch)
+    def on_output(module, inputs, output):
+        if now in ([12, 5], [13, 5]) and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+    state.model.h[0].register_forward_hook(on_output)
+events.subscribe("run_start", on_run_start)
+"""
 REPEATED = "3 generations failed one after the other at step 13 (worker 1 failed (OSError: planted))"
+
+
+@pytest.mark.slow
+def test_updates_that_are_skipped_are_the_same_for_any_number_of_workers_and_after_a_kill(
+    start: Start, finish: Finish, text: Path, tmp_path: Path
+) -> None:
+    program, hashes = changed_program(tmp_path, NOT_FINITE), set()
+    settings: dict[str, Any] = {"program": program, "trainer__on_nonfinite": "skip"}
+    fsdp, sharded = {"trainer__parallel": "fsdp"}, {"trainer__shard_optimizer": True}
+    cases: list[tuple[int, int, dict[str, Any]]] = [(1, 0, {}), (2, 0, fsdp), (3, 0, {}), (2, 1, sharded)]
+    for workers, restarts, more in cases:
+        run_dir = tmp_path / f"run-{workers}-{restarts}"
+        done = finish(launcher=torchrun(workers, restarts), run_dir=run_dir, **settings, **more)
+        assert "step 13: the gradient of windows 96 to 103 is not finite; its update is left" in done.err()
+        skipped = read_metric(run_dir, "skipped/first_window")
+        assert skipped == {13: 96, 14: 104}
+        assert read_history(run_dir)["updates_skipped"] == manifest(run_dir, 30)["skipped"][0] == 2
+        hashes.add(final_hash(run_dir))
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize(
