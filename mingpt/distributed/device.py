@@ -28,7 +28,7 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
         if launch.local_rank >= gpus:
             raise UserError(
                 f"trainer.device=cuda asks for GPU {launch.local_rank} and this machine has {gpus}: "
-                "start fewer workers or set trainer.device=cpu"
+                f"{'start fewer workers or ' if gpus else ''}set trainer.device=cpu"
             )
         torch.cuda.set_device(launch.local_rank)
         return torch.device("cuda", launch.local_rank)

@@ -63,13 +63,14 @@ def open_snapshot(
                 problems.append(f"step {step}: {error}")
     if best:
         raise UserError(
-            f"there is no best snapshot in {where}, since none with a validation loss of its own step can be "
-            "used: give a run folder with snapshot.keep_best=true, or take the newest snapshot"
+            f"there is no best snapshot in {where}: with snapshot.keep_best=true a run saves one at an "
+            "evaluation past step 0; take the newest one, without --best"
         )
     if problems:
         raise UserError(f"no snapshot in {where} can be used ({'; '.join(problems[:3])}): give another")
+    place = where if "://" in where else os.path.abspath(where)
     raise UserError(
-        f"there is no snapshot in {where}: give a run folder such as out/default, or a step_*.safetensors; a "
+        f"there is no snapshot in {place}: give a run folder such as out/default, or a step_*.safetensors; a "
         "folder in Hugging Face's format is for transformers, or, on a local disk, for sample.py and "
         "snapshot.init_from"
     )
