@@ -154,7 +154,7 @@ def test_the_names_of_gpt2_are_downloaded_unless_there_is_such_a_folder(
     save("gpt2", tmp_path / "cache")
     open_weights("gpt2-xl")
     for where in ("openai-community/gpt2", "gpt3"):
-        with pytest.raises(UserError, match=f"there is no snapshot in {where}"):
+        with pytest.raises(UserError, match=f"there is no snapshot in .*/{where}"):
             open_weights(where)
     save("gpt2", tmp_path / "gpt2")
     open_weights("gpt2")
