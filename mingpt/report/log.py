@@ -4,7 +4,6 @@ Training is a progress bar or a line, an evaluation a line.
 """
 
 import logging
-import os
 import math
 import sys
 from pathlib import Path
@@ -97,8 +96,7 @@ class ConsoleSink(Sink):
     def __init__(self, run: RunInfo) -> None:
         self.max_steps = run.max_steps
         self.bar = None
-        # Some containers have terminals without a width, on which a bar would be invisible.
-        if run.is_main and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
+        if sys.stderr.isatty() and run.is_main:
             self.bar = tqdm(
                 total=run.max_steps, initial=run.first_step, unit="step", file=sys.stderr, dynamic_ncols=True
             )
