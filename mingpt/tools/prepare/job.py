@@ -4,6 +4,7 @@ The tokenizer is that which --tokenizer asks for: characters, a BPE trained on t
 elsewhere. A bar on stderr shows the progress; where that is no terminal, every LINE_EVERY_S.
 """
 
+import contextlib
 import hashlib
 import logging
 import sys
@@ -74,6 +75,7 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
         unit="B",
         unit_scale=True,
         dynamic_ncols=True,
+        miniters=0,
         mininterval=pause_s(),
         delay=pause_s(),
     )
@@ -124,12 +126,9 @@ def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
     with progress("training a BPE") as shown:
         texts = sample(pieces, shown)
         outcome, thread = start(lambda: package.train_from_iterator(texts, trainer))
-        polls = 0
         while thread.is_alive():
             thread.join(POLL_S)
-            polls += 1
-            if polls % int(pause_s() / POLL_S) == 0:
-                shown.refresh()  # the seconds go on
+            shown.update(0)  # the seconds go on
     outcome.result()
     package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     package.add_special_tokens([END_OF_TEXT])
@@ -273,18 +272,19 @@ def write_shards(
     loses_text = False
     with (
         progress("encoding", stats.bytes) as shown,
-        ShardWriter(out, record, encoder.dtype, options.shard_tokens) as writer,
+        contextlib.ExitStack() as unfinished,
     ):
+        writer = ShardWriter(out, record, encoder.dtype, options.shard_tokens, unfinished)
         for batch, tokens in encode_batches(batches, encoder, writer.first_batch):
-            part = val if batch.is_val else train
-            part.documents += sum(batch.ends)
-            part.bytes += batch.bytes
-            if batch.is_val and first_token_bytes is None:
+            is_val = batch[0].is_val
+            for piece in batch:
+                (val if is_val else train).add(piece)
+                shown.update(piece.bytes)
+            if is_val and first_token_bytes is None:
                 first_token_bytes = encoder.first_token_bytes(batch)
-                loses_text = encoder.tokenizer.loses("".join(batch.texts))
+                loses_text = encoder.tokenizer.loses("".join(piece.text for piece in batch))
             if tokens is not None:
-                writer.write(tokens, batch.is_val)
-            shown.update(batch.bytes)
+                writer.write(tokens, is_val)
         if (train.documents + val.documents, train.bytes + val.bytes) != (stats.documents, stats.bytes):
             raise UserError("the input has changed while it was read: remove the folder, and start again")
         writer.finish_shard()
