@@ -41,7 +41,6 @@ from mingpt.tools.doctor.network import (
     Exchange,
     check_endpoint,
     describe_endpoint,
-    ephemeral_ports,
     find_unreachable,
     gloo_address,
     listen,
@@ -172,7 +171,7 @@ def join_facts(
 
 def try_links(exchange: Exchange) -> Facts:
     """Listen where gloo would, and connect to all others. Collective."""
-    found: Facts = {"networks": networks(), "ports": ephemeral_ports()}
+    found: Facts = {"networks": networks()}
     port = None
     try:
         found["address"] = gloo_address(found["networks"])
