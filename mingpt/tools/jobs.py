@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -141,12 +140,12 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
     """`sha256` of the manifest of a step, of the newest by default, but from the tensor files themselves.
 
-    That is the SHA-256 of their own, weights first. "none" if there are none.
+    That is the SHA-256 of their own, in the manifest's order. "none" if there is no such snapshot.
     """
-    paths = list((run_dir / "snapshots").glob("step_*.safetensors"))
-    steps = {path: int(re.split("[.-]", path.name)[0].removeprefix("step_")) for path in paths}
-    newest = max(steps.values(), default=None) if step is None else step
-    files = [path for path in paths if steps[path] == newest]
-    files.sort(key=lambda path: (".optimizer" in path.name, path.name))
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else "none"
+    folder = run_dir / "snapshots"
+    manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))
+    if not manifests:
+        return "none"
+    files = json.loads(manifests[-1].read_text())["files"]
+    digests = [hashlib.sha256((folder / file["name"]).read_bytes()).hexdigest() for file in files]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

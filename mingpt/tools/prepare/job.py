@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mingpt.base.errors import UserError
 from mingpt.base.system import start
 from mingpt.data.json_tokenizer import parse_tokenizer_json
-from mingpt.data.source import read_named_tokenizer
+from mingpt.data.source import parse_named_tokenizer, read_named_tokenizer
 from mingpt.data.tokenizers import CharTokenizer, Tokenizer
 from mingpt.tools.prepare.documents import (
     Batch,
@@ -244,12 +244,7 @@ def load_or_make_tokenizer(
         check_tokenizer(out, record.tokenizer)
         return parse_tokenizer_json(path.read_bytes())
     content = tokenizer_content(files, stats, options, given)
-    try:
-        tokenizer = parse_tokenizer_json(content)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"--tokenizer {options.tokenizer} cannot be used: {error}") from None
+    tokenizer = parse_named_tokenizer(content, options.tokenizer, "--tokenizer")
     write_file(out / META, {"format": 1, "complete": False})  # so that nobody takes a part for the whole
     write_file(path, content)
     record.tokenizer = hashlib.sha256(content).hexdigest()
