@@ -3,7 +3,6 @@
 metrics.jsonl has a line per record, written at once, each with its `step`; one curve across restarts.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -126,7 +125,6 @@ class LineFile:
         self.path, self.prepare, self.may_write = path, prepare, may_write
         self.status = WriteStatus(path)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
-        self.handle: int | None = None
         self.lock = threading.RLock()  # what `status` says comes back as a line where this is log.txt
 
     def write(self, line: bytes) -> None:
@@ -144,19 +142,15 @@ class LineFile:
                 if self.prepare is not None:
                     self.prepare()
                     self.prepare = None
-                if self.handle is None:
-                    self.handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                while self.pending:
-                    append(self.handle, self.pending[0])
-                    self.pending.popleft()
-                if sync or self.status.is_failing:  # a sync may be what has failed
-                    os.fsync(self.handle)
+                # Each time anew: a handle on NFS may become stale.
+                with open(self.path, "ab", buffering=0) as file:
+                    while self.pending:
+                        append(file.fileno(), self.pending[0])
+                        self.pending.popleft()
+                    if sync or self.status.is_failing:  # a sync may be what has failed
+                        os.fsync(file.fileno())
             except OSError as error:
                 self.status.failed(error)
-                if self.handle is not None:
-                    with contextlib.suppress(OSError):  # NFS says here again what it could not write
-                        os.close(self.handle)
-                self.handle = None  # the next line opens it again: a handle on NFS may be stale
                 return
             self.status.worked()
 

@@ -239,12 +239,6 @@ class RunLogger:
         self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()
-        files = (self.config_file, self.history.file, self.records.file)
-        behind = [file.path.name for file in files if file.status.is_failing]
-        if behind:
-            log.warning(
-                "not up to date in %s, which could not be written: %s", self.config.run_dir, ", ".join(behind)
-            )
 
 
 def is_reported(run_dir: Path) -> bool:

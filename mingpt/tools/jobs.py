@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,18 +18,8 @@ POLL_S = 0.01
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment without what a launcher or a user may have left in it."""
-    dropped = (
-        "OMP_NUM_THREADS",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MINGPT_STATUS_FILE",
-        "MINGPT_AGENT_PID",
-        "MINGPT_JOB",
-        "MINGPT_ROUND",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    return {name: value for name, value in kept.items() if name not in dropped} | more
+    dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|MINGPT)_.*")
+    return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
 
 
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:

@@ -161,7 +161,7 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
     ]
 
 
-@pytest.mark.parametrize("function", ["open", "write", "fsync", "replace", "rename"])
+@pytest.mark.parametrize("function", ["write", "fsync", "replace", "rename"])
 def test_a_run_folder_that_cannot_be_written_ends_no_run(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,8 +187,8 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
 
 
-def test_metrics_that_were_never_written_are_one_line_at_the_end_and_told_by_run_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_metrics_that_were_never_written_are_told_by_run_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = make_logger(tmp_path)
     logger.log_values(1, {"train/loss": 1.0})
@@ -197,8 +197,6 @@ def test_metrics_that_were_never_written_are_one_line_at_the_end_and_told_by_run
         for step in (2, 3):
             logger.log_values(step, {"train/loss": float(step)})
         logger.ended(3, None, "snapshots")
-    (line,) = [message for message in caplog.messages if message.startswith("not up to date")]
-    assert line.endswith("which could not be written: run.json, metrics.jsonl")
     make_logger(tmp_path, step=3, is_restart=True, logged_step=3)
     assert json.loads((tmp_path / "run.json").read_text())["generations"][-1]["metrics_missing"] == [2, 3]
 

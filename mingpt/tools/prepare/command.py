@@ -114,27 +114,21 @@ def make_parser() -> CommandParser:
     return parser
 
 
-def run(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether all is well, and what to print. Raises UserError."""
-    arguments = make_parser().parse_args(words)
-    if arguments.check is not None:
-        if arguments.texts or arguments.out is not None:
-            raise UserError("--check stands alone")
-        return check_folder(arguments.check)
-    if not arguments.texts or arguments.out is None:
-        raise UserError("name at least one text, and --out DIR; or --check DIR")
-    options = Options(
-        arguments.tokenizer, arguments.vocab_size, arguments.val_fraction, arguments.shard_tokens
-    )
-    return True, [prepare(arguments.texts, arguments.out, options)]
-
-
 def main(arguments: Sequence[str]) -> int:
+    given = make_parser().parse_args(arguments)
+    if given.check is not None:
+        if given.texts or given.out is not None:
+            raise UserError("--check stands alone")
+        is_good, lines = check_folder(given.check)
+        write_lines(lines)
+        return 0 if is_good else 1
+    if not given.texts or given.out is None:
+        raise UserError("name at least one text, and --out DIR; or --check DIR")
+    options = Options(given.tokenizer, given.vocab_size, given.val_fraction, given.shard_tokens)
     try:
-        is_good, lines = run(arguments)
+        write_lines([prepare(given.texts, given.out, options)])
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command goes on from the last finished shard\n")
         sys.stderr.flush()
         os._exit(130)  # a thread that trains a BPE would abort where the interpreter ends
-    write_lines(lines)
-    return 0 if is_good else 1
+    return 0

@@ -51,11 +51,6 @@ class InputFile:
         """Its name without credentials."""
         return redact(self.path)
 
-    @property
-    def identity(self) -> str:
-        """What tells this content from another one."""
-        return f"{self.shown} of {self.version}"
-
 
 def find_inputs(names: Sequence[str]) -> list[InputFile]:
     """The files in the order of the names, those of a pattern sorted. Raises UserError."""
@@ -70,7 +65,7 @@ def expand(name: str) -> list[str]:
     is_literal = name.startswith(("http://", "https://")) or os.path.exists(name)
     if not glob.has_magic(name) or is_literal:
         return [name]
-    if is_url(name):
+    if "://" in name:
         with readable(name):
             files, path = fsspec.core.url_to_fs(name)
             paths = [files.unstrip_protocol(found) for found in sorted(files.glob(path))]
@@ -89,15 +84,11 @@ def make_input(path: str) -> InputFile:
     if about["type"] == "directory":
         raise UserError(f"{path} is a folder: name its files by a pattern, such as '{path}/*.txt'")
     changed = next((about[key] for key in ("ETag", "etag", "mtime", "LastModified") if about.get(key)), "")
-    name = path.partition("?")[0] if is_url(path) else path
+    name = path.partition("?")[0] if "://" in path else path
     stem, suffix = os.path.splitext(name.lower())
     if suffix in COMPRESSED:
         suffix = os.path.splitext(stem)[1]
     return InputFile(path, KINDS.get(suffix, "text"), f"{about.get('size')} bytes, {changed}")
-
-
-def is_url(path: str) -> bool:
-    return "://" in path
 
 
 @contextlib.contextmanager

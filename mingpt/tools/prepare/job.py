@@ -187,7 +187,7 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
     """
     files = find_inputs(names)
     command: dict[str, Any] = {f"--{option}": value for option, value in asdict(options).items()}
-    command |= {f"text {number}": file.identity for number, file in enumerate(files, 1)}
+    command |= {f"text {number}": f"{file.shown} of {file.version}" for number, file in enumerate(files, 1)}
     given = None  # the content of the tokenizer's file
     if options.tokenizer not in TOKENIZER_WORDS:
         given = read_named_tokenizer(options.tokenizer, "--tokenizer")
