@@ -40,11 +40,13 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     for name in (word.partition("=")[0] for word in words):
         if name in NANOGPT_OPTIONS:
             parser.error(f"here nanoGPT's {name} is {NANOGPT_OPTIONS[name]}")
-    where = (
-        "run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or URL "
-        "(default: %(default)s)"
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default="out/default",
+        help="run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or "
+        "URL (default: %(default)s)",
     )
-    parser.add_argument("run", nargs="?", default="out/default", help=where)
     parser.add_argument(
         "--best",
         action="store_true",
@@ -56,10 +58,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="text to continue (default: ask in a terminal; elsewhere end-of-text if there is such a token, "
         "else a newline)",
     )
-    file = "file with the text to continue; - for stdin"
-    prompt.add_argument("--prompt_file", metavar="PATH", help=file)
-    tokens = "tokens to continue, as in 464,3290; prints tokens, not text"
-    prompt.add_argument("--prompt_tokens", metavar="IDS", help=tokens)
+    prompt.add_argument("--prompt_file", metavar="PATH", help="file with the text to continue; - for stdin")
+    prompt.add_argument(
+        "--prompt_tokens", metavar="IDS", help="tokens to continue, as in 464,3290; prints tokens, not text"
+    )
     parser.add_argument(
         "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
     )

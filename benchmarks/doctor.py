@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "torch": (other_torch, r"node3 has torch 2\.0\.1 and the others .*pip install torch=="),
     "clock": (other_clock, r"clock of node3 differs from the others' by \+5\.0 s"),
     "folder": (read_only, r"cannot be written and read on node3 \(Read-only file system\).*run_dir"),
-    "memory": (little_memory, r"memory_path /dev/shm on node3 has 0\.3 MB free.*snapshot\.memory_path"),
+    "memory": (little_memory, r"memory_path /dev/shm on node3 has [\d.]+ KB free.*snapshot\.memory_path"),
     "folder, hangs": (hanging_disk, r"node3, worker 2: writing to .*shared/snapshots: not done after 2\d s"),
 }  # fmt: skip
 

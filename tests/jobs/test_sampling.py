@@ -16,7 +16,6 @@ from support.hf_models import save_run
 from support.sampling import sample
 
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
-from mingpt.tools.export import export
 from mingpt.tools.jobs import clean_environment
 
 CHARACTERS = "\n !,.T" + "abcdefghijklmnopqrstuvwxyz"
@@ -60,11 +59,6 @@ def run_program(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, text=True, check=False, **options)
 
 
-def test_a_prompt_with_an_unknown_character_names_it(run: Path) -> None:
-    error = error_of(sample(run, "--prompt", "The king ☃"))
-    assert error.startswith("the character '☃' (U+2603) is not in the vocabulary")
-
-
 def test_it_prints_the_prompt_and_the_text_and_nothing_else(run: Path) -> None:
     """More text than fits into the context; the seed determines it."""
     options = ["--prompt", "The ", "--tokens", "100", "--top_k", "5", "--seed"]
@@ -77,13 +71,6 @@ def test_it_prints_the_prompt_and_the_text_and_nothing_else(run: Path) -> None:
 
 def test_without_a_snapshot_it_says_so_in_one_sentence(tmp_path: Path) -> None:
     assert "there is no snapshot in" in error_of(sample(tmp_path))
-
-
-def test_a_folder_in_the_format_of_hugging_face_is_told_from_an_empty_one(run: Path, tmp_path: Path) -> None:
-    out = str(tmp_path / "hf")
-    export(str(run), out)
-    error = error_of(sample(out, "--prompt", "The "))
-    assert f"there is no snapshot in {out}" in error and "a folder in Hugging Face's format is for" in error
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import errno
 import itertools
 import json
 import threading
@@ -11,12 +10,7 @@ from support.faults import FaultyDisk
 from support.runs import make_run
 
 from mingpt.base.files import write_atomic
-from mingpt.report.files import JsonlSink, LineFile, SmallFile, read_records
-
-
-def append(file: LineFile, *lines: str) -> None:
-    for line in lines:
-        file.write(f"{line}\n".encode())
+from mingpt.report.files import JsonlSink, SmallFile, read_records
 
 
 def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:
@@ -47,21 +41,6 @@ def test_the_latest_content_wins_in_the_background(tmp_path: Path, monkeypatch: 
     file.write("last")
     assert (written[0], written[-1]) == ("1", "last")
     assert len(written) <= 3
-
-
-def test_lines_are_synced_on_request_and_a_failed_sync_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = LineFile(tmp_path / "lines.txt")
-    disk = FaultyDisk(monkeypatch, "fsync", "lines.txt", errno.EIO)
-    append(file, "1")
-    assert disk.hits == 0
-    file.retry(sync=True)
-    append(file, "2")
-    assert disk.hits == 2 and len(caplog.messages) == 1
-    disk.broken = False
-    append(file, "3")
-    assert caplog.messages[-1].endswith("is written again")
 
 
 def test_records_are_read_one_at_a_time_and_a_damaged_line_is_left_out(

@@ -121,24 +121,6 @@ def test_a_resumed_run_knows_its_last_records_and_tells_its_sinks_from_where_it_
     assert [json.loads(line).get("train/loss") for line in lines] == [None, 1.0, 2.0, 3.25]
 
 
-@pytest.mark.parametrize(
-    ("stopped_by", "status_then", "end"),
-    [(None, "finished", "finished"), ("SIGTERM", "stopped", "stopped by SIGTERM")],
-)
-def test_the_end_of_a_run_is_recorded(
-    stopped_by: str | None,
-    status_then: str,
-    end: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "mingpt")
-    make_logger(tmp_path).ended(7, stopped_by, "the folder")
-    assert status(tmp_path) == status_then
-    assert f"{end} at step 7: 1 generation" in caplog.text
-    assert "snapshot in the folder" in caplog.text
-
-
 def test_the_plan_of_a_run_names_what_is_going_to_happen(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,10 +191,3 @@ def test_a_run_is_reported_once_its_files_say_so(tmp_path: Path) -> None:
     assert is_reported(tmp_path)
     (tmp_path / "run.json").unlink()
     assert not is_reported(tmp_path), "run.json could never be written"
-
-
-def test_a_failure_is_recorded(tmp_path: Path) -> None:
-    make_logger(tmp_path).failed(7, "ValueError: twice two")
-    generation = json.loads((tmp_path / "run.json").read_text())["generations"][-1]
-    assert status(tmp_path) == "failed"
-    assert (generation["to_step"], generation["end"]) == (7, "failed: ValueError: twice two")

@@ -51,18 +51,6 @@ def run_with(destination: Destination, folder: Path) -> float:
     return time.monotonic() - began
 
 
-def test_a_destination_is_told_everything_in_its_order(tmp_path: Path) -> None:
-    destination = make_destination()
-    run_with(destination, tmp_path)
-    assert destination.mock_calls == [
-        call.open(0),
-        call.log(1, {"train/loss": 2.0}),
-        call.log_text(1, "sample", "To be"),
-        call.log(2, {"train/loss": 1.0}),
-        call.close(),
-    ]
-
-
 @pytest.mark.parametrize(
     ("method", "fault", "reason"),
     [

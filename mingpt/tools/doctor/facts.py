@@ -23,6 +23,7 @@ from mingpt.config import Config, flatten, settings, to_dict
 from mingpt.data import is_shards, local_path, open_shards, read_bytes
 from mingpt.distributed import Launch
 from mingpt.snapshot import SnapshotStore
+from mingpt.tools.plan.command import spelled
 from mingpt.tools.plan.workload import Workload
 
 Facts = dict[str, Any]
@@ -140,17 +141,13 @@ def find_memory(config: Config, state_bytes: int) -> Facts:
         free = shutil.disk_usage(path).free
     except OSError as error:
         return {"memory_error": [path, f"cannot be used ({reason_of(error)})"]}
-    found: Facts = {"memory": f"{size(free)} free, {size(needed)} needed"}
+    found: Facts = {"memory": f"{spelled(free)} free, {spelled(needed)} needed"}
     if free < needed:
         found["memory_error"] = [
             path,
-            f"has {size(free)} free and two states of this model take {size(needed)}",
+            f"has {spelled(free)} free and two states of this model take {spelled(needed)}",
         ]
     return found
-
-
-def size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 class Findings:

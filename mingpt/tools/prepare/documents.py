@@ -251,33 +251,31 @@ def read_batches(pieces: Iterator[Piece]) -> Iterator[Batch]:
         yield batch
 
 
-class Encoder:
-    """A tokenizer as this command uses it. Threads may share one."""
+def token_type(tokenizer: Tokenizer) -> np.dtype:
+    """The type of a token in a shard."""
+    return np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.end_of_text = tokenizer.end_of_text
-        self.dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
 
-    def encode(self, batch: Batch) -> np.ndarray:
-        """(tokens,) of all texts, with end-of-text, where there is one, behind each document."""
-        if len(batch) == 1:  # which may be a very long line
-            arrays = [self.tokenizer.encode(batch[0].text)]
-        else:
-            arrays = self.tokenizer.encode_batch([piece.text for piece in batch])
-        end = np.array([] if self.end_of_text is None else [self.end_of_text], dtype=self.dtype)
-        parts = list[np.ndarray]()
-        for tokens, piece in zip(arrays, batch, strict=True):
-            parts.append(tokens)
-            if piece.ends_document:
-                parts.append(end)
-        return np.concatenate(parts, dtype=self.dtype, casting="same_kind")
+def encode(tokenizer: Tokenizer, batch: Batch) -> np.ndarray:
+    """(tokens,) of all texts, with end-of-text, where there is one, behind each document. For any thread."""
+    if len(batch) == 1:  # which may be a very long line
+        arrays = [tokenizer.encode(batch[0].text)]
+    else:
+        arrays = tokenizer.encode_batch([piece.text for piece in batch])
+    end, dtype = tokenizer.end_of_text, token_type(tokenizer)
+    parts = list[np.ndarray]()
+    for tokens, piece in zip(arrays, batch, strict=True):
+        parts.append(tokens)
+        if piece.ends_document and end is not None:
+            parts.append(np.array([end], dtype=dtype))
+    return np.concatenate(parts, dtype=dtype, casting="same_kind")
 
-    def first_token_bytes(self, batch: Batch) -> int:
-        """The UTF-8 bytes of text that the batch's first token covers; none if it is an end-of-text."""
-        for piece in batch:
-            if piece.text:
-                return self.tokenizer.first_token_bytes(piece.text)
-            if piece.ends_document and self.end_of_text is not None:
-                return 0
-        return 0
+
+def first_token_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
+    """The UTF-8 bytes of text that the batch's first token covers; none if it is an end-of-text."""
+    for piece in batch:
+        if piece.text:
+            return tokenizer.first_token_bytes(piece.text)
+        if piece.ends_document and tokenizer.end_of_text is not None:
+            return 0
+    return 0

@@ -25,14 +25,16 @@ from mingpt.data.source import parse_named_tokenizer, read_named_tokenizer
 from mingpt.data.tokenizers import CharTokenizer, Tokenizer
 from mingpt.tools.prepare.documents import (
     Batch,
-    Encoder,
     InputFile,
     InputStats,
     Piece,
+    encode,
     find_inputs,
+    first_token_bytes,
     read_batches,
     read_pieces,
     split_pieces,
+    token_type,
 )
 from mingpt.tools.prepare.folder import (
     META,
@@ -79,22 +81,6 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
         mininterval=pause_s(),
         delay=pause_s(),
     )
-
-
-def tokenizer_content(
-    files: Sequence[InputFile], stats: InputStats, options: "Options", given: bytes | None
-) -> bytes:
-    """The tokenizer.json that the options ask for. Raises UserError for one that cannot be had.
-
-    `given` is the content of the file that --tokenizer names, None where it names none.
-    """
-    if given is not None:
-        return given
-    if options.tokenizer == "char":
-        return CharTokenizer(stats.alphabet).to_tokenizer_json()
-    if options.tokenizer == "bpe":
-        return train_bpe(options.bpe_tokens, split_pieces(files, stats, options.val_fraction))
-    return read_named_tokenizer(options.tokenizer, "--tokenizer")
 
 
 def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
@@ -202,7 +188,7 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
             record.save(out)
         stats = record.stats
         tokenizer = load_or_make_tokenizer(files, stats, out, record, options, given)
-        meta = write_shards(files, stats, out, record, Encoder(tokenizer), options)
+        meta = write_shards(files, stats, out, record, tokenizer, options)
         write_file(out / META, meta)
         Record(command=command, tokenizer=record.tokenizer, is_complete=True).save(out)
     return summary(out, meta, stats)
@@ -238,12 +224,22 @@ def load_or_make_tokenizer(
     options: Options,
     given: bytes | None,
 ) -> Tokenizer:
-    """The tokenizer, whose file is in the folder from now on. Raises UserError."""
+    """The tokenizer, whose file is in the folder from now on. Raises UserError.
+
+    `given` is the content of the file that --tokenizer names, None where it names none.
+    """
     path = out / TOKENIZER
     if record.tokenizer is not None:
         check_tokenizer(out, record.tokenizer)
         return parse_tokenizer_json(path.read_bytes())
-    content = tokenizer_content(files, stats, options, given)
+    if given is not None:
+        content = given
+    elif options.tokenizer == "char":
+        content = CharTokenizer(stats.alphabet).to_tokenizer_json()
+    elif options.tokenizer == "bpe":
+        content = train_bpe(options.bpe_tokens, split_pieces(files, stats, options.val_fraction))
+    else:
+        content = read_named_tokenizer(options.tokenizer, "--tokenizer")
     tokenizer = parse_named_tokenizer(content, options.tokenizer, "--tokenizer")
     write_file(out / META, {"format": 1, "complete": False})  # so that nobody takes a part for the whole
     write_file(path, content)
@@ -257,33 +253,33 @@ def write_shards(
     stats: InputStats,
     out: Path,
     record: Record,
-    encoder: Encoder,
+    tokenizer: Tokenizer,
     options: Options,
 ) -> dict[str, Any]:
     """Encode and write the shards that are missing; returns the content of meta.json. Raises UserError."""
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
-    first_token_bytes: int | None = None  # of validation
+    unpredicted_bytes: int | None = None  # of validation: its first token's
     loses_text = False
     with (
         progress("encoding", stats.bytes) as shown,
         contextlib.ExitStack() as unfinished,
     ):
-        writer = ShardWriter(out, record, encoder.dtype, options.shard_tokens, unfinished)
-        for batch, tokens in encode_batches(batches, encoder, writer.first_batch):
+        writer = ShardWriter(out, record, token_type(tokenizer), options.shard_tokens, unfinished)
+        for batch, tokens in encode_batches(batches, tokenizer, writer.first_batch):
             is_val = batch[0].is_val
             for piece in batch:
                 (val if is_val else train).add(piece)
                 shown.update(piece.bytes)
-            if is_val and first_token_bytes is None:
-                first_token_bytes = encoder.first_token_bytes(batch)
-                loses_text = encoder.tokenizer.loses("".join(piece.text for piece in batch))
+            if is_val and unpredicted_bytes is None:
+                unpredicted_bytes = first_token_bytes(tokenizer, batch)
+                loses_text = tokenizer.loses("".join(piece.text for piece in batch))
             if tokens is not None:
                 writer.write(tokens, is_val)
         if (train.documents + val.documents, train.bytes + val.bytes) != (stats.documents, stats.bytes):
             raise UserError("the input has changed while it was read: remove the folder, and start again")
         writer.finish_shard()
-    if first_token_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
+    if unpredicted_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
         raise UserError("the training or the validation part has no token: more text is needed")
     if loses_text:
         log.warning("the tokenizer loses some of the text: there will be no bits per byte")
@@ -292,17 +288,17 @@ def write_shards(
         "complete": True,
         "tokenizer": {
             "sha256": record.tokenizer,
-            "vocab_size": len(encoder.tokenizer),
-            "end_of_text": encoder.end_of_text,
+            "vocab_size": len(tokenizer),
+            "end_of_text": tokenizer.end_of_text,
         },
-        "val_bytes": None if loses_text else val.bytes - first_token_bytes,
+        "val_bytes": None if loses_text else val.bytes - unpredicted_bytes,
         "documents": {"train": max(1, train.documents), "val": val.documents},
         "files": [shard.model_dump(exclude={"batch", "skip"}) for shard in record.shards],
     }
 
 
 def encode_batches(
-    batches: Iterable[Batch], encoder: Encoder, first: int
+    batches: Iterable[Batch], tokenizer: Tokenizer, first: int
 ) -> Iterator[tuple[Batch, np.ndarray | None]]:
     """Each batch and its tokens, None for those before number `first`; reading and encoding overlap."""
     pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
@@ -311,7 +307,7 @@ def encode_batches(
             if number < first:
                 yield batch, None
                 continue
-            pending.append((batch, pool.submit(encoder.encode, batch)))
+            pending.append((batch, pool.submit(encode, tokenizer, batch)))
             if len(pending) > MAX_PENDING:
                 oldest, tokens = pending.popleft()
                 yield oldest, tokens.result()
