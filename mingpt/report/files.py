@@ -4,7 +4,6 @@ metrics.jsonl has a line per record, written at once, each with its `step`; one 
 """
 
 import functools
-import itertools
 import json
 import logging
 import os
@@ -166,10 +165,7 @@ def append(handle: int, line: bytes) -> None:
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: one curve, however often the run was killed.
-
-    A fresh run keeps the records of an earlier one as metrics-old-<n>.jsonl.
-    """
+    """metrics.jsonl: one curve, however often the run was killed."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
@@ -177,16 +173,11 @@ class JsonlSink(Sink):
         self.file.retry()
 
     def prepare(self) -> None:
-        """Keep the records of an earlier run; of this one, drop those past the step of the start.
+        """Drop the records past the step of the start.
 
         Those at 0 are dropped if it starts there, since they come again. Dropping is a truncation, which
         needs no room on the disk. A line cut short by a crash goes, too. Raises OSError.
         """
-        if self.run.is_fresh and any(record["step"] for record in read_records(self.path)):
-            names = (self.path.with_name(f"metrics-old-{number}.jsonl") for number in itertools.count(1))
-            target = next(path for path in names if not path.exists())
-            self.path.rename(target)
-            log.warning("this is a fresh run: the records of an earlier one are kept in %s", target)
         kept_bytes, step = 0, self.run.first_step
         for line, record in read_lines(self.path):
             is_past = record is not None and (record["step"] > step or step == 0)

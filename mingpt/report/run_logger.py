@@ -90,7 +90,6 @@ class RunLogger:
             run_dir,
             config.trainer.max_steps,
             start.step,
-            is_fresh=start.step == 0 and not start.is_restart,
             restarts=[entry["from_step"] for entry in self.history.generations[1:]],
             entropy_floor=corpus.entropy_floor,
             may_write=may_write,

@@ -79,7 +79,7 @@ def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[Mock]) -> Non
         call.log_text(12, "sample", "To be"),
         call.close(),
     ]
-    assert (sink.run.run_dir, sink.run.max_steps, sink.run.is_fresh) == (tmp_path, 30, True)
+    assert (sink.run.run_dir, sink.run.max_steps) == (tmp_path, 30)
     assert status(tmp_path) == "finished"
 
 
@@ -114,7 +114,7 @@ def test_a_resumed_run_knows_its_last_records_and_tells_its_sinks_from_where_it_
         call.replay(1, {"train/loss": 1.0}),
         call.replay(2, {"train/loss": 2.0}),
     ]
-    assert (sinks[1].run.first_step, sinks[1].run.is_fresh, sinks[1].run.restarts) == (2, False, [2])
+    assert (sinks[1].run.first_step, sinks[1].run.restarts) == (2, [2])
     second.log_values(3, {"train/loss": 3.25})
     second.flush()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -116,7 +116,7 @@ def resumed(run_dir: Path, step: int, generation: int = 2) -> RunInfo:
     records = [{"step": step, "train/loss": float(step)} for step in range(13)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     end = "worker 1 vanished at step 12; resumed from 10 with 1 worker"
-    run = replace(make_run(run_dir, is_fresh=False), first_step=step)
+    run = replace(make_run(run_dir), first_step=step)
     return replace(run, generation=generation, previous_end=end)
 
 
