@@ -103,8 +103,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--temperature must be a finite number of at least 0, not {arguments.temperature}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top_p must be above 0 and at most 1, not {arguments.top_p}")
-    if arguments.stop and arguments.prompt_tokens is not None:
-        parser.error("--stop is text, and --prompt_tokens prints tokens")
     return arguments
 
 

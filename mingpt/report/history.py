@@ -5,7 +5,6 @@ import json
 import logging
 import platform
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -197,7 +196,7 @@ class RunHistory:
         """
         recorded, waited = last["to_step"], 0.0
         was_running = last["end"] == "running"
-        joined = sorted((Counter(start.hosts) - Counter(last.get("hosts", start.hosts))).elements())
+        joined = sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
         # An agent that takes in a node tells its workers to stop.
         is_for_node = start.is_restart and bool(joined) and last["end"] == "stopped by SIGTERM"
         if was_running:

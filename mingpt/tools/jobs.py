@@ -1,7 +1,6 @@
 """Whole jobs, started and watched from outside; for verify, tests and benchmarks. Linux only."""
 
 import hashlib
-import json
 import os
 import re
 import signal
@@ -11,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from mingpt.base.files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.01
@@ -122,8 +123,7 @@ class Job:
 def read_history(run_dir: Path) -> dict[str, Any]:
     """run.json, or what stands for it before there is one."""
     try:
-        history: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
-        return history
+        return dict(read_json(run_dir / "run.json"))
     except OSError:
         return {"status": "none", "generations": []}
 
@@ -137,6 +137,6 @@ def tensor_hash(run_dir: Path, step: int | None = None) -> str:
     manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))
     if not manifests:
         return "none"
-    files = json.loads(manifests[-1].read_text())["files"]
+    files = read_json(manifests[-1])["files"]
     digests = [hashlib.sha256((folder / file["name"]).read_bytes()).hexdigest() for file in files]
     return hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -207,10 +207,11 @@ def report(workers: Sequence[Facts]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    usage = (
-        "%(prog)s [CONFIG.yaml] [section.key=value ...] | --endpoint HOST:PORT | --claim RUN_DIR [--release]"
+    parser = CommandParser(
+        "python -m mingpt doctor",
+        __doc__,
+        "%(prog)s [CONFIG.yaml] [section.key=value ...] | --endpoint HOST:PORT | --claim RUN_DIR [--release]",
     )
-    parser = CommandParser("python -m mingpt doctor", __doc__, usage)
     parser.add_argument(
         "--endpoint", metavar="HOST:PORT", help="meeting point of the agents; several by commas"
     )
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     if not (options.endpoint or options.claim or options.release):
         run_checkup(settings)
     if settings or (options.release and not options.claim):
-        raise UserError(f"--endpoint, and --claim with or without --release, stand alone: {usage}")
+        parser.error("--endpoint, and --claim with or without --release, stand alone")
     is_good, lines = True, list[str]()
     if options.endpoint:
         is_good, lines = check_endpoint(options.endpoint)
