@@ -103,14 +103,32 @@ def make_parser() -> CommandParser:
         "--out", type=Path, metavar="DIR", help="a new or empty folder, or that of a killed command"
     )
     parser.add_argument("--check", type=Path, metavar="DIR", help="read a folder through")
-    name = f"char, bpe, gpt2, or a tokenizer.json by path or URL (default {default.tokenizer})"
-    parser.add_argument("--tokenizer", metavar="NAME", default=default.tokenizer, help=name)
-    size = f"tokens of bpe, end-of-text included (default {default.bpe_tokens})"
-    parser.add_argument("--vocab_size", type=int, metavar="N", help=size)
-    share = f"share of the text for validation (default {default.val_fraction})"
-    parser.add_argument("--val_fraction", type=float, metavar="F", default=default.val_fraction, help=share)
-    tokens = f"tokens of a full shard (default {default.shard_tokens:,})"
-    parser.add_argument("--shard_tokens", type=int, metavar="N", default=default.shard_tokens, help=tokens)
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        default=default.tokenizer,
+        help="char, bpe, gpt2, or a tokenizer.json by path or URL (default %(default)s)",
+    )
+    parser.add_argument(
+        "--vocab_size",
+        type=int,
+        metavar="N",
+        help=f"tokens of bpe, end-of-text included (default {default.bpe_tokens})",
+    )
+    parser.add_argument(
+        "--val_fraction",
+        type=float,
+        metavar="F",
+        default=default.val_fraction,
+        help="share of the text for validation (default %(default)s)",
+    )
+    parser.add_argument(
+        "--shard_tokens",
+        type=int,
+        metavar="N",
+        default=default.shard_tokens,
+        help="tokens of a full shard (default %(default)s)",
+    )
     return parser
 
 
