@@ -7,15 +7,16 @@ Ctrl-C stops the text, Ctrl-D ends.
 
 import argparse
 import contextlib
-import importlib
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
+from mingpt.base.files import reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +40,14 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     for name in (word.partition("=")[0] for word in words):
         if name in NANOGPT_OPTIONS:
             parser.error(f"here nanoGPT's {name} is {NANOGPT_OPTIONS[name]}")
-    where = (
-        "run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or URL; "
-        "or a model of Hugging Face's: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
-        "(default: %(default)s)"
+    parser.add_argument(
+        "run",
+        nargs="?",
+        default="out/default",
+        help="run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or "
+        "URL; or a model of Hugging Face's: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
+        "(default: %(default)s)",
     )
-    parser.add_argument("run", nargs="?", default="out/default", help=where)
     parser.add_argument(
         "--best",
         action="store_true",
@@ -56,10 +59,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="text to continue (default: ask in a terminal; elsewhere end-of-text if there is such a token, "
         "else a newline)",
     )
-    file = "file with the text to continue; - for stdin"
-    prompt.add_argument("--prompt_file", metavar="PATH", help=file)
-    tokens = "tokens to continue, as in 464,3290; prints tokens, not text"
-    prompt.add_argument("--prompt_tokens", metavar="IDS", help=tokens)
+    prompt.add_argument("--prompt_file", metavar="PATH", help="file with the text to continue; - for stdin")
+    prompt.add_argument(
+        "--prompt_tokens", metavar="IDS", help="tokens to continue, as in 464,3290; prints tokens, not text"
+    )
     parser.add_argument(
         "--tokens", type=int, default=300, help="number of tokens to generate (default: %(default)s)"
     )
@@ -101,8 +104,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--temperature must be a finite number of at least 0, not {arguments.temperature}")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top_p must be above 0 and at most 1, not {arguments.top_p}")
-    if arguments.stop and arguments.prompt_tokens is not None:
-        parser.error("--stop is text, and --prompt_tokens prints tokens")
     return arguments
 
 
@@ -131,21 +132,18 @@ def sample(arguments: argparse.Namespace) -> None:
     has_prompt = arguments.prompt is not None or arguments.prompt_file is not None
     # Not sys.stdin, which is None where it is closed.
     is_interactive = not has_prompt and os.isatty(0) and sys.stdout.isatty()
+    text, prompt = "", list[int]()
     if tokenizer is None:
-        text, prompt = "", read_prompt_tokens(arguments, vocab_size)
-    elif is_interactive:
-        text, prompt = "", []
-    else:
+        prompt = read_prompt_tokens(arguments, vocab_size)
+        text = ",".join(map(str, prompt))
+    elif not is_interactive:
         text, prompt = read_prompt(arguments, tokenizer)
     # Tables grow with the context's length, so there is no more of it than these tokens can fill.
     block_size = min(weights.block_size, (len(prompt) or TERMINAL_LINE) + arguments.tokens)
     model = GPT(weights.model, vocab_size=vocab_size, block_size=block_size)
     load_weights(model, weights.tensors, arguments.run)
     model.to(device, resolve_dtype(arguments.dtype, device)).eval()
-    if tokenizer is None:
-        for tokens in samples(model, prompt, arguments, vocab_size, None):
-            write_tokens(prompt, tokens)
-    elif is_interactive:
+    if tokenizer and is_interactive:
         answer_prompts(model, tokenizer, arguments)
     else:
         write_samples(model, tokenizer, text, prompt, arguments)
@@ -155,19 +153,18 @@ def find_device(wanted: str) -> "torch.device":
     """The device that `--device` names. Raises UserError if it is not there."""
     import torch
 
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    devices = ["cpu", "mps"] if torch.backends.mps.is_available() else ["cpu"]
-    devices += [f"cuda:{number}" for number in gpus]
-    name = {"auto": "cuda:0" if gpus else "cpu", "cuda": "cuda:0"}.get(wanted, wanted)
-    if name not in devices:
-        raise UserError(f"--device {wanted} is not there: torch finds {', '.join(devices)} on this machine")
-    return torch.device(name)
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {wanted} cannot be used: {reason_of(error)}") from None
 
 
 def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Namespace) -> None:
     """Ask for a prompt and write its samples, again and again until Ctrl-D; Ctrl-C stops a text."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # gives input() a history, where Python has been built with it
+        import readline  # noqa: F401 (it gives input() a history, where Python has been built with it)
     while True:
         try:
             text, prompt = encode_prompt(input("prompt (Ctrl-D ends): ") or None, tokenizer)
@@ -182,19 +179,19 @@ def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Nam
 
 
 def write_samples(
-    model: "GPT", tokenizer: "Tokenizer", text: str, prompt: list[int], arguments: argparse.Namespace
+    model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Write each sample behind `text`, whose tokens are `prompt`."""
-    known, end = len(tokenizer), tokenizer.end_of_text
-    for number, tokens in enumerate(samples(model, prompt, arguments, known, end)):
+    """Write each sample behind `text`, whose tokens are `prompt`; without a tokenizer, its tokens."""
+    for number, tokens in enumerate(samples(model, tokenizer, prompt, arguments)):
         if number:
             sys.stdout.write(SEPARATOR)
         sys.stdout.write(text)
-        write_pieces(tokenizer.decode_pieces(tokens), arguments.stop)
+        pieces = tokenizer.decode_pieces(tokens) if tokenizer else (f",{token}" for token in tokens)
+        write_pieces(pieces, arguments.stop)
 
 
 def samples(
-    model: "GPT", prompt: list[int], arguments: argparse.Namespace, known: int, end: int | None
+    model: "GPT", tokenizer: "Tokenizer | None", prompt: list[int], arguments: argparse.Namespace
 ) -> Iterator[Iterable[int]]:
     """The tokens of each sample; a single one yields them as they come, several are generated together."""
     from mingpt.model import generate_batch
@@ -209,8 +206,8 @@ def samples(
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             top_p=arguments.top_p,
-            vocab_size=known,
-            end=end,
+            vocab_size=len(tokenizer) if tokenizer else None,
+            end=tokenizer.end_of_text if tokenizer else None,
         )
         if arguments.num_samples == 1:
             yield (token for (token,) in steps if token is not None)
@@ -225,11 +222,11 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
     text = arguments.prompt
     if arguments.prompt_file is not None:
         try:
-            content = sys.stdin.buffer.read() if arguments.prompt_file == "-" else read(arguments.prompt_file)
-            text = content.decode("utf-8")
+            path = arguments.prompt_file
+            content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+            text = content.decode()
         except (OSError, UnicodeDecodeError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise UserError(f"--prompt_file {arguments.prompt_file} cannot be read: {reason}") from None
+            raise UserError(f"--prompt_file {path} cannot be read: {reason_of(error)}") from None
     return encode_prompt(text, tokenizer)
 
 
@@ -244,11 +241,6 @@ def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[i
     return text, tokens
 
 
-def read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
-
-
 def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
     """The tokens to continue. Raises UserError unless they are given and in the vocabulary."""
     text = arguments.prompt_tokens
@@ -261,33 +253,20 @@ def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[i
     return tokens
 
 
-def write_tokens(prompt: list[int], tokens: Iterable[int]) -> None:
-    sys.stdout.write(",".join(map(str, prompt)))
-    for token in tokens:
-        sys.stdout.write(f",{token}")
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-
-
 def write_pieces(pieces: Iterator[str], stop: str | None) -> None:
-    """Write text as it comes, up to `stop`; what may be its beginning waits for the next piece."""
-    held = ""
+    """Write text as it comes, up to `stop`; as many characters as may be its beginning wait for the next."""
+    held, waiting = "", len(stop) - 1 if stop else 0
     for piece in pieces:
         held += piece
         if stop and stop in held:
             held = held[: held.index(stop)]
             break
-        kept = longest_overlap(held, stop) if stop else 0
-        sys.stdout.write(held[: len(held) - kept])
+        ready = max(0, len(held) - waiting)
+        sys.stdout.write(held[:ready])
         sys.stdout.flush()
-        held = held[len(held) - kept :]
+        held = held[ready:]
     sys.stdout.write(held + "\n")
     sys.stdout.flush()
-
-
-def longest_overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`."""
-    return next(size for size in range(min(len(stop), len(text)), -1, -1) if text.endswith(stop[:size]))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,9 @@
 """`python -m mingpt COMMAND`: the commands, and the frame that all of them have."""
 
-import subprocess
-import sys
-
 import pytest
-from conftest import ROOT
 
 from mingpt.__main__ import COMMANDS, main
 from mingpt.base.command import run_command
-from mingpt.tools.jobs import clean_environment
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -38,11 +33,3 @@ def test_a_mistake_or_an_abbreviated_flag_is_one_sentence_and_exit_code_2(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith(f"error: {sentence}") and shown.err.count("\n") == 1, shown.err
-
-
-def test_the_doctor_refuses_an_abbreviated_flag() -> None:
-    """In a process of its own, which a check-up ends."""
-    command = [sys.executable, "-m", "mingpt", "doctor", "--endp", "localhost:1"]
-    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: unknown setting 'endp'") and done.stderr.count("\n") == 1

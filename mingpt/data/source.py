@@ -18,7 +18,8 @@ from mingpt.base.errors import UserError
 from mingpt.base.files import DriverError, parse_json, reason_of, write_atomic
 from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
-from mingpt.data.json_tokenizer import END_OF_TEXT, JsonTokenizer
+from mingpt.data.json_tokenizer import END_OF_TEXT, parse_tokenizer_json
+from mingpt.data.tokenizers import Tokenizer
 
 LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
@@ -133,15 +134,15 @@ def hint_to_prepare(path: str) -> str:
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 
 
-def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> JsonTokenizer:
+def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer that `read_named_tokenizer` finds. Raises UserError for a file that is none."""
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
 
-def parse_named_tokenizer(content: bytes, name: str, setting: str) -> JsonTokenizer:
+def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
     """That of the content. Raises UserError, beginning with `setting`, for content that cannot be used."""
     try:
-        return JsonTokenizer(content)
+        return parse_tokenizer_json(content)
     except UserError:
         raise
     except ValueError as error:

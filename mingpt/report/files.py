@@ -3,9 +3,7 @@
 metrics.jsonl has a line per record, written at once, each with its `step`; one curve across restarts.
 """
 
-import contextlib
 import functools
-import itertools
 import json
 import logging
 import os
@@ -126,7 +124,6 @@ class LineFile:
         self.path, self.prepare, self.may_write = path, prepare, may_write
         self.status = WriteStatus(path)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
-        self.handle: int | None = None
         self.lock = threading.RLock()  # what `status` says comes back as a line where this is log.txt
 
     def write(self, line: bytes) -> None:
@@ -144,19 +141,15 @@ class LineFile:
                 if self.prepare is not None:
                     self.prepare()
                     self.prepare = None
-                if self.handle is None:
-                    self.handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                while self.pending:
-                    append(self.handle, self.pending[0])
-                    self.pending.popleft()
-                if sync or self.status.is_failing:  # a sync may be what has failed
-                    os.fsync(self.handle)
+                # Each time anew: a handle on NFS may become stale.
+                with open(self.path, "ab", buffering=0) as file:
+                    while self.pending:
+                        append(file.fileno(), self.pending[0])
+                        self.pending.popleft()
+                    if sync or self.status.is_failing:  # a sync may be what has failed
+                        os.fsync(file.fileno())
             except OSError as error:
                 self.status.failed(error)
-                if self.handle is not None:
-                    with contextlib.suppress(OSError):  # NFS says here again what it could not write
-                        os.close(self.handle)
-                self.handle = None  # the next line opens it again: a handle on NFS may be stale
                 return
             self.status.worked()
 
@@ -172,10 +165,7 @@ def append(handle: int, line: bytes) -> None:
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: one curve, however often the run was killed.
-
-    A fresh run keeps the records of an earlier one as metrics-old-<n>.jsonl.
-    """
+    """metrics.jsonl: one curve, however often the run was killed."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
@@ -183,16 +173,11 @@ class JsonlSink(Sink):
         self.file.retry()
 
     def prepare(self) -> None:
-        """Keep the records of an earlier run; of this one, drop those past the step of the start.
+        """Drop the records past the step of the start.
 
         Those at 0 are dropped if it starts there, since they come again. Dropping is a truncation, which
         needs no room on the disk. A line cut short by a crash goes, too. Raises OSError.
         """
-        if self.run.is_fresh and any(record["step"] for record in read_records(self.path)):
-            names = (self.path.with_name(f"metrics-old-{number}.jsonl") for number in itertools.count(1))
-            target = next(path for path in names if not path.exists())
-            self.path.rename(target)
-            log.warning("this is a fresh run: the records of an earlier one are kept in %s", target)
         kept_bytes, step = 0, self.run.first_step
         for line, record in read_lines(self.path):
             is_past = record is not None and (record["step"] > step or step == 0)

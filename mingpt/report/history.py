@@ -5,7 +5,6 @@ import json
 import logging
 import platform
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -61,8 +60,8 @@ class History(pydantic.BaseModel):
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
     """Of the newest snapshot on disk that a run has completed, as far as its run.json tells; 0 for none."""
-    history = load_history(run_dir)
-    return history.get("durable_step", 0) if history and history["id"] == run_id else 0
+    history = load_history(run_dir, run_id)
+    return history.get("durable_step", 0) if history else 0
 
 
 def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
@@ -73,18 +72,18 @@ def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
     """The step from which the last job of this run began, as far as its run.json tells."""
-    history = load_history(run_dir)
-    entries = history["generations"] if history and history["id"] == run_id else []
-    starts = [entry["from_step"] for entry in entries if not entry["restart"]]
+    history = load_history(run_dir, run_id) or {"generations": []}
+    starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
 
 
-def load_history(run_dir: Path) -> dict[str, Any] | None:
-    """run.json, where there is one in order."""
+def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
+    """run.json, where there is one in order, and of this run if `run_id` is given."""
     try:
-        return read_json(run_dir / "run.json", History)
+        history: dict[str, Any] = read_json(run_dir / "run.json", History)
     except (OSError, BadJson):
         return None  # RunHistory reports one that is damaged
+    return history if run_id in (None, history["id"]) else None
 
 
 def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
@@ -211,7 +210,7 @@ class RunHistory:
         """
         recorded, waited = last["to_step"], 0.0
         was_running = last["end"] == "running"
-        joined = sorted((Counter(start.hosts) - Counter(last.get("hosts", start.hosts))).elements())
+        joined = sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
         # An agent that takes in a node tells its workers to stop.
         is_for_node = start.is_restart and bool(joined) and last["end"] == "stopped by SIGTERM"
         if was_running:

@@ -76,7 +76,6 @@ class RunInfo:
     run_dir: Path
     max_steps: int
     first_step: int  # that this generation starts from
-    is_fresh: bool  # a new run, not a resumed or restarted one
     restarts: list[int]  # steps at which later generations began
     entropy_floor: float | None  # nats per token of the validation part, where they are known
     may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's

@@ -90,7 +90,6 @@ class RunLogger:
             run_dir,
             config.trainer.max_steps,
             start.step,
-            is_fresh=start.step == 0 and not start.is_restart,
             restarts=[entry["from_step"] for entry in self.history.generations[1:]],
             entropy_floor=corpus.entropy_floor,
             may_write=may_write,
@@ -246,12 +245,6 @@ class RunLogger:
         self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()
-        files = (self.config_file, self.history.file, self.records.file)
-        behind = [file.path.name for file in files if file.status.is_failing]
-        if behind:
-            log.warning(
-                "not up to date in %s, which could not be written: %s", self.config.run_dir, ", ".join(behind)
-            )
 
 
 def is_reported(run_dir: Path) -> bool:

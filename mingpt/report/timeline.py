@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,15 @@ def split(generation: Generation, done: int) -> list[float]:
 
 
 def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float, float, float]]]:
-    """The edges, and (left, width, its seconds) of each long pause without any generation, which is cut out.
+    """Where the phases lie on an axis of seconds, and (left, width, seconds) of the pauses cut out of it.
 
-    Before a restart a pause is long if it takes as long as two average generations.
+    A pause in which nothing ran is cut out if it is longer than an average generation.
     """
     busy_s = sum(max(0.0, one.seen - one.began) for one in generations)
-    limits_s = [busy_s * max(0.02, 2 * one.restart / len(generations)) for one in generations]
     starts = [one.began - one.phases.get("start_s", 0.0) for one in generations]
     ends = [starts[0], *(one.seen for one in generations[:-1])]
     pauses = [max(0.0, start - end) for start, end in zip(starts, ends, strict=True)]
-    are_cut = [pause_s > limit_s for pause_s, limit_s in zip(pauses, limits_s, strict=True)]
+    are_cut = [pause_s > busy_s / len(generations) for pause_s in pauses]
     width = busy_s * min(0.03, 0.2 / max(1, sum(are_cut)))
     done, right, edges, cuts = 0, 0.0, Edges(), []
     for one, pause_s, is_cut in zip(generations, pauses, are_cut, strict=True):
@@ -99,36 +98,32 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
     told = f"{plural(len(edges), 'generation')}, {history.steps_lost} steps done twice, {history.status}"
     name = run_dir.resolve().name
     figure.suptitle(f"{name}: goodput {history.goodput:.1%}, {told}", parse_math=False)
+    handles, labels = axes.get_legend_handles_labels()
+    legend = dict(zip(labels, handles, strict=True))  # one of each phase
     figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+        legend.values(), legend.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
 
 
 def draw_bars(axes: Any, generations: Sequence[Generation], edges: Edges, hosts: Sequence[str]) -> None:
     """A bar for each generation and host, and a mark where a host came or went between two generations."""
-    import numpy as np
-    from matplotlib.collections import PolyCollection
-
-    lanes = {host: lane for lane, host in enumerate(hosts)}
-    members = [{lanes[host] for host in one.hosts} or {0} for one in generations]
-    rows = [(number, lane) for number, there in enumerate(members) for lane in there]
-    y = np.array([[lane - 0.38, lane - 0.38, lane + 0.38, lane + 0.38] for _, lane in rows])
-    x = np.array([edges[number] for number, _ in rows])  # (rows, phases + 1)
-    for number, (phase, color) in enumerate(COLORS.items()):
-        if np.any(x[:, number] < x[:, number + 1]):
-            corners: Any = np.stack(
-                [x[:, [number, number + 1, number + 1, number]], y], axis=-1
-            )  # (rows, 4, 2)
-            axes.add_collection(PolyCollection(corners, facecolor=color, linewidth=0, label=phase))
-    pairs = list(enumerate(pairwise(members), 1))
-    came = [(edges[number][0], lane) for number, (before, now) in pairs for lane in now - before]
-    went = [(edges[number - 1][-1], lane) for number, (before, now) in pairs for lane in before - now]
-    for places, color, style in (
-        (came, ORDERLY, {"marker": ">", "label": "node came"}),
-        (went, FAULT, {"marker": "X", "label": "node went"}),
-    ):
+    came, went = [], []
+    for lane, host in enumerate(hosts):
+        is_there = [host in (one.hosts or hosts[:1]) for one in generations]
+        bars = list(compress(edges, is_there))
+        for number, (phase, color) in enumerate(COLORS.items()):
+            spans = [(edge[number], edge[number + 1] - edge[number]) for edge in bars]
+            if any(seconds for _, seconds in spans):
+                axes.broken_barh(spans, (lane - 0.38, 0.76), color=color, linewidth=0, label=phase)
+        for number, (before, now) in enumerate(pairwise(is_there)):
+            if now and not before:
+                came.append((edges[number + 1][0], lane))
+            if before and not now:
+                went.append((edges[number][-1], lane))
+    for places, color, marker, label in ((came, ORDERLY, ">", "node came"), (went, FAULT, "X", "node went")):
         if places:
-            axes.scatter(*np.transpose(places), min(40.0, 2000 / len(places)), color, zorder=4, **style)
+            size = min(40.0, 2000 / len(places))
+            axes.scatter(*zip(*places, strict=True), size, color, marker=marker, zorder=4, label=label)
 
 
 def draw_ends(axes: Any, generations: Sequence[Generation], edges: Edges) -> None:
@@ -136,11 +131,11 @@ def draw_ends(axes: Any, generations: Sequence[Generation], edges: Edges) -> Non
     ends = [(edge[-1], one.end) for one, edge in zip(generations, edges, strict=True) if one.end != "running"]
     colors = [ORDERLY if re.match("finished|stopped|.* joined$", how) else FAULT for _, how in ends]
     # Many ends are marked above the lanes, few of them through all lanes.
-    lowest, width, distance = (1.0, 0.6, 0.05) if len(ends) > 60 else (0.0, 1.2, 0.025)
+    lowest = 1.0 if len(ends) > 60 else 0.0
     style = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-    axes.vlines([x for x, _ in ends], lowest, 1.03, colors, linewidth=width, **style)
+    axes.vlines([x for x, _ in ends], lowest, 1.03, colors, linewidth=1, **style)
     free_x, words_style = float("inf"), style | {"rotation_mode": "anchor", "parse_math": False}
     for (x, how), color in reversed(list(zip(ends, colors, strict=True))):
         if x <= free_x:
             axes.text(x, 1.04, shorten(how), rotation=35, size=8, color=color, **words_style)
-            free_x = x - distance * edges[-1][-1]
+            free_x = x - 0.035 * edges[-1][-1]

@@ -20,7 +20,7 @@ from torch import Tensor
 from mingpt.base.command import CommandParser
 from mingpt.base.errors import UserError
 from mingpt.base.files import fsync_path, reason_of
-from mingpt.base.urls import redact
+from mingpt.base.urls import redact, redact_all
 from mingpt.config import Config, flatten, settings
 from mingpt.data import Tokenizer
 from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers, to_hf
@@ -45,11 +45,7 @@ Trained by mingpt-distributed with `model.arch: {arch}`.
 
 With transformers, and none of its remote code:
 
-```python
 {code}
-```
-
-{tokenizer}
 
 With mingpt-distributed, to go on from these weights:
 
@@ -65,6 +61,7 @@ By these settings; the others cannot change the result.
 {settings}```
 """
 WITH_TOKENIZER = """\
+```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # the folder of this file
@@ -72,15 +69,22 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer({prompt!r}, return_tensors="pt")
 room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=min({tokens}, room))[0]))"""
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=min({tokens}, room))[0]))
+```
+
+`tokenizer.json` is the tokenizer that it was trained with."""
 WITHOUT_TOKENIZER = """\
+```python
 import torch
 from transformers import AutoModelForCausalLM
 
 folder = "."  # the folder of this file
 model = AutoModelForCausalLM.from_pretrained(folder)
 room = model.config.max_position_embeddings - 1
-print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0].tolist())"""
+print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0].tolist())
+```
+
+There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."""
 EXAMPLE_TOKENS = 200  # at most
 # That GPT's shape depends on, and whose defaults another run need not have.
 MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
@@ -89,9 +93,6 @@ NAMES = {
     "val/loss": "validation loss, nats per token",
     "val/bits_per_byte": "validation, bits per byte",
 }
-CONFIG, WEIGHTS, TOKENIZER, README = "config.json", "model.safetensors", "tokenizer.json", "README.md"
-TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
-FILES = (WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, README, CONFIG)
 
 
 def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, prompt: str | None) -> str:
@@ -100,12 +101,11 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
     `parameters` counts a matrix once that is used twice, `prompt` is what the example continues; without a
     tokenizer, it is None.
     """
-    config = manifest["config"]
+    given = flatten(dict(manifest["config"]))
     figures: dict[str, Any] = {
-        "parameters": f"{parameters:,}",
         "steps": f"{manifest['step']:,}",
-        "tokens trained on": f"{manifest['windows'] * config['data']['block_size']:,}",
-        "context length": f"{config['data']['block_size']:,}",
+        "tokens trained on": f"{manifest['windows'] * given['data.block_size']:,}",
+        "context length": f"{given['data.block_size']:,}",
     }
     for record in manifest["metrics"].values():
         figures |= {
@@ -120,31 +120,21 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
         "software": quoted(", ".join(f"{key} {one}" for key, one in manifest["software"].items())),
     }
     code = WITHOUT_TOKENIZER if prompt is None else WITH_TOKENIZER
-    tokenizer = (
-        "There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."
-        if prompt is None
-        else "`tokenizer.json` is the tokenizer that it was trained with."
-    )
-    given = flatten(dict(config))
     return CARD.format(
         model=" ".join(f"{key}={given[key]}" for key in MODEL_SETTINGS),
         architecture=architecture,
         parameters=parameters,
-        arch=config["model"]["arch"],
+        arch=given["model.arch"],
         rows="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         code=code.format(prompt=prompt, tokens=EXAMPLE_TOKENS),
-        tokenizer=tokenizer,
-        settings=yaml.safe_dump(result_settings(config), sort_keys=False).replace("```", "'''"),
+        settings=yaml.safe_dump(result_settings(given), sort_keys=False).replace("```", "'''"),
     )
 
 
-def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def result_settings(given: Mapping[str, Any]) -> Any:
     """{key: value} of the settings that can change the result, URLs without credentials."""
-    given = flatten(dict(config))
-    found = {
-        key: given[key] for key, setting in settings().items() if setting.affects_result and key in given
-    }
-    return {key: redact(value) if isinstance(value, str) else value for key, value in found.items()}
+    known = settings().items()
+    return redact_all({key: given[key] for key, setting in known if setting.affects_result and key in given})
 
 
 def quoted(text: str) -> str:
@@ -158,52 +148,38 @@ def main(arguments: Sequence[str]) -> int:
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL"
     parser.add_argument("run", metavar="RUN", help=where)
     parser.add_argument("out", metavar="OUT_DIR", help="folder to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier export has written")
     options = parser.parse_args(arguments)
-    sys.stderr.write(redact(export(options.run, options.out, options.overwrite)) + "\n")
+    sys.stderr.write(redact(export(options.run, options.out)) + "\n")
     return 0
 
 
-def export(run: str, out: str, overwrite: bool = False) -> str:
+def export(run: str, out: str) -> str:
     """Write the newest snapshot of a run, or this one; returns lines that say so.
 
-    The folder is filled under another name and takes the place of `out`, durably. Raises UserError if `out`
-    is not empty, or if it cannot be written.
+    The folder is filled under another name and gets its own when it is durable. Raises UserError if there is
+    one that is not empty, or if it cannot be written.
     """
+    if "://" in out:
+        raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
     target = Path(os.path.realpath(out))
-    partial, old = (target.with_name(f".{target.name}.{what}-{os.getpid()}") for what in ("partial", "old"))
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        present = check_target(out, overwrite)
+        if os.path.lexists(out) and os.listdir(out):
+            raise UserError(f"{out} is not empty: give another folder, or remove it first")
         partial.mkdir(parents=True)
         snapshot = open_snapshot(run, check_model, weights_only=True)
         architecture = write_files(partial, snapshot, snapshot_tokenizer(snapshot))
         for path in (*partial.iterdir(), partial):
             fsync_path(path)
-        if present:
-            os.rename(target, old)
         os.rename(partial, target)  # an empty folder there is replaced
         fsync_path(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written: {reason_of(error)}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     line = f"step {snapshot.manifest['step']} of {run} written to {out} as {architecture}"
     none = "the run has none, or one that no tokenizer.json can describe"
-    return line if (Path(out) / TOKENIZER).exists() else f"{line}\nwithout a tokenizer: {none}"
-
-
-def check_target(out: str, overwrite: bool) -> list[str]:
-    """The files to replace. Raises UserError if they are not to be, or are not those of an export."""
-    if "://" in out:
-        raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
-    present = sorted(os.listdir(out)) if os.path.lexists(out) else []
-    if present and not overwrite:
-        raise UserError(f"{out} is not empty: give another folder, or --overwrite")
-    others = [name for name in present if name not in FILES]
-    if others:
-        raise UserError(f"{out} holds {others[0]!r}, which no export has written: give another folder")
-    return present
+    return line if (target / "tokenizer.json").exists() else f"{line}\nwithout a tokenizer: {none}"
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
@@ -216,11 +192,11 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
     prompt = None
     if tokenizer and content:
         prompt = tokenizer.decode(tokenizer.default_prompt()) or "The"
-        (folder / TOKENIZER).write_bytes(content)
+        (folder / "tokenizer.json").write_bytes(content)
         about = tokenizer_config(content, config.data.block_size, end)
-        (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     card = model_card(snapshot.manifest, architecture, parameters, prompt)
-    (folder / README).write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
     return architecture
 
 
@@ -236,7 +212,8 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
     model.tie_weights()
     model.generation_config.pad_token_id = end
     model.save_pretrained(folder, max_shard_size="1TB")
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors lets nobody else read it
+    # safetensors lets nobody else read it.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
     return CLASSES[arch]
 
 

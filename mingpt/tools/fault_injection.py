@@ -55,14 +55,9 @@ class FaultInjector:
         self.sabotage = plan["sabotage"]
         self.rank, self.workers, self.step = 0, 1, 0
         self.savers = 1  # how many ranks write a file of a snapshot, from rank 0 on
-        events.subscribe("worker_start", self.on_worker_start)
-        events.subscribe("run_start", self.on_run_start)
-        events.subscribe("batch", self.on_batch)
-        events.subscribe("step_end", self.on_step_end)
-        events.subscribe("reduction_start", lambda: self.kill_if_due("reduction", self.step))
-        events.subscribe("evaluation_start", lambda step: self.kill_if_due("evaluation", step))
-        events.subscribe("file_progress", self.on_file_progress)
-        events.subscribe("partial_sums", self.on_partial_sums)
+        for name in events.EVENTS:
+            if hasattr(self, f"on_{name}"):
+                events.subscribe(name, getattr(self, f"on_{name}"))
 
     def kill_if_due(self, phase: str, step: int) -> None:
         """Die here if the next kill of the plan says so; its mark outlives the process."""
@@ -91,6 +86,12 @@ class FaultInjector:
         self.kill_if_due("forward", step)
         if self.sabotage == "window" and step == SABOTAGED_STEP and micro_batch == 0:
             inputs.zero_()
+
+    def on_reduction_start(self) -> None:
+        self.kill_if_due("reduction", self.step)
+
+    def on_evaluation_start(self, step: int) -> None:
+        self.kill_if_due("evaluation", step)
 
     def on_file_progress(self, name: str, written: int, size: int) -> None:
         """A save dies with half of a tensor file written."""

@@ -1,7 +1,6 @@
 """Whole jobs, started and watched from outside; for verify, tests and benchmarks. Linux only."""
 
 import hashlib
-import json
 import os
 import re
 import signal
@@ -12,24 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mingpt.base.files import read_json
+
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.01
 
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment without what a launcher or a user may have left in it."""
-    dropped = (
-        "OMP_NUM_THREADS",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MINGPT_STATUS_FILE",
-        "MINGPT_AGENT_PID",
-        "MINGPT_JOB",
-        "MINGPT_ROUND",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    return {name: value for name, value in kept.items() if name not in dropped} | more
+    dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|MINGPT)_.*")
+    return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
 
 
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:
@@ -132,8 +123,7 @@ class Job:
 def read_history(run_dir: Path) -> dict[str, Any]:
     """run.json, or what stands for it before there is one."""
     try:
-        history: dict[str, Any] = json.loads((run_dir / "run.json").read_text())
-        return history
+        return dict(read_json(run_dir / "run.json"))
     except OSError:
         return {"status": "none", "generations": []}
 
@@ -141,12 +131,12 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
     """`sha256` of the manifest of a step, of the newest by default, but from the tensor files themselves.
 
-    That is the SHA-256 of their own, weights first. "none" if there are none.
+    That is the SHA-256 of their own, in the manifest's order. "none" if there is no such snapshot.
     """
-    paths = list((run_dir / "snapshots").glob("step_*.safetensors"))
-    steps = {path: int(re.split("[.-]", path.name)[0].removeprefix("step_")) for path in paths}
-    newest = max(steps.values(), default=None) if step is None else step
-    files = [path for path in paths if steps[path] == newest]
-    files.sort(key=lambda path: (".optimizer" in path.name, path.name))
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else "none"
+    folder = run_dir / "snapshots"
+    manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))
+    if not manifests:
+        return "none"
+    files = read_json(manifests[-1])["files"]
+    digests = [hashlib.sha256((folder / file["name"]).read_bytes()).hexdigest() for file in files]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -130,33 +130,20 @@ def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
 
 
 def read_outcome(folder: Path, config: Config) -> Outcome:
-    """Raises RuntimeError if the last snapshot's tensors are not those of its manifest."""
     run_dir, step = folder / "run", config.trainer.max_steps
     manifest = json.loads((run_dir / "snapshots" / f"step_{step:08d}.json").read_text())
-    tensors = tensor_hash(run_dir, step)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [
         {key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines
     ]
-    if tensors != manifest["sha256"]:
-        expected = manifest["sha256"]
-        raise RuntimeError(
-            f"the tensors have SHA-256 {tensors[:16]}... and its manifest says {expected[:16]}..."
-        )
-    return Outcome(tensors, manifest["audit"], records)
+    return Outcome(tensor_hash(run_dir, step), manifest["audit"], records)
 
 
-def describe_generations(folder: Path, kills: list[Kill]) -> Iterator[str]:
-    """A line on each generation that came as far as training, and one on the kills."""
+def describe_generations(folder: Path) -> Iterator[str]:
+    """A line on each generation that came as far as training."""
     for number, entry in enumerate(read_history(folder / "run")["generations"]):
         steps = f"steps {entry['from_step']} to {entry['to_step']}"
         yield f"  generation {number}: {plural(entry['workers'], 'worker')}, {steps}, {entry['end']}"
-    hit = [
-        f"{kill.phase} ({kill.step}, then {kill.strategy})"
-        for number, kill in enumerate(kills)
-        if marker(folder, number).exists()
-    ]
-    yield f"  {len(hit)} of {len(kills)} kills hit: {', '.join(hit)}"
 
 
 def find_problems(
@@ -172,7 +159,7 @@ def find_problems(
     folder = work / f"seed-{seed}"
     try:
         train(folder, workers[0], kills, SETTINGS | {"data.path": config.data.path}, sabotage)
-        summary = list(describe_generations(folder, kills))
+        summary = list(describe_generations(folder))
         if sabotage == "byte":
             path = folder / "run" / "snapshots" / f"step_{STEPS:08d}.safetensors"
             content = bytearray(path.read_bytes())

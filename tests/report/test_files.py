@@ -1,4 +1,3 @@
-import errno
 import itertools
 import json
 import threading
@@ -11,12 +10,7 @@ from support.faults import FaultyDisk
 from support.runs import make_run
 
 from mingpt.base.files import write_atomic
-from mingpt.report.files import JsonlSink, LineFile, SmallFile, read_records
-
-
-def append(file: LineFile, *lines: str) -> None:
-    for line in lines:
-        file.write(f"{line}\n".encode())
+from mingpt.report.files import JsonlSink, SmallFile, read_records
 
 
 def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:
@@ -49,21 +43,6 @@ def test_the_latest_content_wins_in_the_background(tmp_path: Path, monkeypatch: 
     assert len(written) <= 3
 
 
-def test_lines_are_synced_on_request_and_a_failed_sync_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = LineFile(tmp_path / "lines.txt")
-    disk = FaultyDisk(monkeypatch, "fsync", "lines.txt", errno.EIO)
-    append(file, "1")
-    assert disk.hits == 0
-    file.retry(sync=True)
-    append(file, "2")
-    assert disk.hits == 2 and len(caplog.messages) == 1
-    disk.broken = False
-    append(file, "3")
-    assert caplog.messages[-1].endswith("is written again")
-
-
 def test_records_are_read_one_at_a_time_and_a_damaged_line_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,7 +72,7 @@ def log_losses(sink: JsonlSink, steps: range) -> None:
 
 
 def resumed(run_dir: Path, step: int) -> JsonlSink:
-    return JsonlSink(replace(make_run(run_dir, is_fresh=False), first_step=step))
+    return JsonlSink(replace(make_run(run_dir), first_step=step))
 
 
 def test_a_resume_drops_the_records_past_its_step_which_needs_no_room(
@@ -113,16 +92,3 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 4.0}\n{"step": 2, "tra')
     resumed(tmp_path, 2).log(2, {"train/loss": 3.0})
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2]
-
-
-def test_a_fresh_run_keeps_the_records_of_earlier_ones_that_made_a_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(3):
-        JsonlSink(make_run(tmp_path)).log(7, {"train/loss": float(number)})
-    losses = {path.name: records_in(path)[0]["train/loss"] for path in tmp_path.iterdir()}
-    assert losses == {"metrics-old-1.jsonl": 0.0, "metrics-old-2.jsonl": 1.0, "metrics.jsonl": 2.0}
-    assert "this is a fresh run: the records of an earlier one are kept in" in caplog.text
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/loss": 4.5}\n')
-    JsonlSink(make_run(tmp_path))
-    assert steps_in(tmp_path / "metrics.jsonl") == [] and len(list(tmp_path.iterdir())) == 3

@@ -81,18 +81,6 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     assert content["seconds_lost"] >= 2 * 0.5, "two recorded steps are done again"
 
 
-def test_a_run_that_was_stopped_has_lost_nothing(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    begin(history, 1, 0, None, False, [])
-    history.end("stopped", 12, "stopped by SIGTERM")
-    later = open_history(tmp_path)
-    assert begin(later, 4, 12, None, False, ["model.dropout: 0.0 -> 0.1"]) is None
-    content = read(tmp_path)
-    assert content["changes"] == [{"step": 12, "settings": ["model.dropout: 0.0 -> 0.1"]}]
-    assert (content["status"], content["steps_lost"], content["seconds_lost"]) == ("running", 0, 0.0)
-    assert [entry["end"] for entry in content["generations"]] == ["stopped by SIGTERM", "running"]
-
-
 def test_steps_that_an_orderly_end_has_saved_and_a_user_has_deleted_are_done_twice(tmp_path: Path) -> None:
     history = open_history(tmp_path)
     begin(history, 1, 0, None, False, [])
@@ -126,7 +114,6 @@ def test_a_clock_that_is_set_back_loses_no_time(
     ("hosts", "end"),
     [
         (("a", "b", "c"), "c joined"),
-        (("a", "b", "b"), "b joined"),
         (("a",), "stopped by SIGTERM"),
         (("a", "b"), "stopped by SIGTERM"),
     ],

@@ -98,7 +98,7 @@ def test_the_file_is_left_alone_once_it_belongs_to_another_job(
 def test_a_validation_loss_that_has_risen_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink = RisingLoss(RunInfo(tmp_path, 100, 0, True, [], None))
+    sink = RisingLoss(RunInfo(tmp_path, 100, 0, [], None))
     sink.replay(10, {"val/loss": 2.0})
     with caplog.at_level(logging.INFO):
         for step, loss in ((20, 1.5), (30, 1.75), (40, 1.5), (45, None), (50, 1.6), (60, 1.7)):

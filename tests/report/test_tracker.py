@@ -51,18 +51,6 @@ def run_with(destination: Destination, folder: Path) -> float:
     return time.monotonic() - began
 
 
-def test_a_destination_is_told_everything_in_its_order(tmp_path: Path) -> None:
-    destination = make_destination()
-    run_with(destination, tmp_path)
-    assert destination.mock_calls == [
-        call.open(0),
-        call.log(1, {"train/loss": 2.0}),
-        call.log_text(1, "sample", "To be"),
-        call.log(2, {"train/loss": 1.0}),
-        call.close(),
-    ]
-
-
 @pytest.mark.parametrize(
     ("method", "fault", "reason"),
     [
@@ -128,7 +116,7 @@ def resumed(run_dir: Path, step: int, generation: int = 2) -> RunInfo:
     records = [{"step": step, "train/loss": float(step)} for step in range(13)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     end = "worker 1 vanished at step 12; resumed from 10 with 1 worker"
-    run = replace(make_run(run_dir, is_fresh=False), first_step=step)
+    run = replace(make_run(run_dir), first_step=step)
     return replace(run, generation=generation, previous_end=end)
 
 

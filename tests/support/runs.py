@@ -20,10 +20,6 @@ STATS = StepStats(
 )
 
 
-def make_run(
-    run_dir: Path, *, is_fresh: bool = True, restarts: list[int] | None = None, floor: float | None = None
-) -> RunInfo:
+def make_run(run_dir: Path, *, restarts: list[int] | None = None, floor: float | None = None) -> RunInfo:
     model = {"arch": "gpt2", "n_layer": 2, "n_embd": 32}
-    return RunInfo(
-        run_dir, 30, 0, is_fresh, restarts or [], floor, settings={"model": model}, parameters=1_234
-    )
+    return RunInfo(run_dir, 30, 0, restarts or [], floor, settings={"model": model}, parameters=1_234)

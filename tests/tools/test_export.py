@@ -16,11 +16,19 @@ from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from mingpt.config.cli import parse
 from mingpt.data import JsonTokenizer
 from mingpt.model.hf import import_transformers
-from mingpt.tools.export import FILES, export, main
+from mingpt.tools.export import export, main
 from mingpt.training.initial_weights import open_weights
 
 CHARACTERS = "\t\n !,.?abcdefghijklmnopqrstuvwxyz\u00e9\u4e2d\U0001f600"
 PROMPT = "to be,\tor \U0001f600 not\n"
+FILES = [
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
 
 
@@ -101,7 +109,7 @@ def test_the_command_writes_all_files_of_a_run_at_a_url_and_says_so_in_one_line(
     assert base_command.run_command(main, [f"file://{tmp_path}/run", str(out)]) == 0
     said = f"step 30 of file://{tmp_path}/run written to {out} as GPT2LMHeadModel\n"
     assert capsys.readouterr() == ("", said)
-    assert sorted(path.name for path in out.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in out.iterdir()) == FILES
     (tmp_path / "plain").touch()  # with the modes that other files and folders are given here
     assert {path.stat().st_mode for path in out.iterdir()} == {(tmp_path / "plain").stat().st_mode}
     assert out.stat().st_mode == out.parent.stat().st_mode
@@ -149,22 +157,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return shown.err
 
 
-def test_only_what_an_export_has_written_is_overwritten_and_only_if_asked(
+def test_an_empty_folder_will_do_and_nothing_is_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "there" / "out"
     save_run(run, make_config("modern"), CHARACTERS)
-    out.mkdir(parents=True)  # an empty folder will do
+    out.mkdir(parents=True)
     export(str(run), str(out))
-    before = (out / "README.md").read_bytes()
-    assert refusal(capsys, run, out) == f"error: {out} is not empty: give another folder, or --overwrite\n"
     (out / "README.md").write_text("mine")
-    export(str(run), str(out), overwrite=True)
-    assert (out / "README.md").read_bytes() == before
-    (out / "thesis.tex").touch()
-    line = refusal(capsys, run, out, "--overwrite")
-    assert line.startswith(f"error: {out} holds 'thesis.tex', which no export has written")
-    assert len(list(out.iterdir())) == len(FILES) + 1
+    assert refusal(capsys, run, out).startswith(f"error: {out} is not empty: give another folder")
+    assert (out / "README.md").read_text() == "mine"
 
 
 def test_a_failure_leaves_nothing_and_is_one_sentence(
@@ -192,8 +194,4 @@ def test_a_failure_leaves_nothing_and_is_one_sentence(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
     monkeypatch.undo()
     export(str(run), str(out))
-    (out / "README.md").write_text("the old one")
-    monkeypatch.setattr("mingpt.tools.export.fsync_path", fail)
-    assert "No space left on device" in refusal(capsys, run, out, "--overwrite")
-    assert (out / "README.md").read_text() == "the old one"
     assert "a folder in Hugging Face's format is for transformers" in refusal(capsys, out, tmp_path / "again")

@@ -23,7 +23,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Ou
         ("", ""),
         pytest.param("sum", "the final tensors differ", marks=pytest.mark.slow),
         pytest.param("window", "were fed other tokens", marks=pytest.mark.slow),
-        pytest.param("byte", "its manifest says", marks=pytest.mark.slow),
+        pytest.param("byte", "the final tensors differ", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_sabotaged_on_purpose_is_noticed(

@@ -41,7 +41,6 @@ from mingpt.tools.doctor.network import (
     Exchange,
     check_endpoint,
     describe_endpoint,
-    ephemeral_ports,
     find_unreachable,
     gloo_address,
     listen,
@@ -172,7 +171,7 @@ def join_facts(
 
 def try_links(exchange: Exchange) -> Facts:
     """Listen where gloo would, and connect to all others. Collective."""
-    found: Facts = {"networks": networks(), "ports": ephemeral_ports()}
+    found: Facts = {"networks": networks()}
     port = None
     try:
         found["address"] = gloo_address(found["networks"])
@@ -208,10 +207,11 @@ def report(workers: Sequence[Facts]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    usage = (
-        "%(prog)s [CONFIG.yaml] [section.key=value ...] | --endpoint HOST:PORT | --claim RUN_DIR [--release]"
+    parser = CommandParser(
+        "python -m mingpt doctor",
+        __doc__,
+        "%(prog)s [CONFIG.yaml] [section.key=value ...] | --endpoint HOST:PORT | --claim RUN_DIR [--release]",
     )
-    parser = CommandParser("python -m mingpt doctor", __doc__, usage)
     parser.add_argument(
         "--endpoint", metavar="HOST:PORT", help="meeting point of the agents; several by commas"
     )
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     if not (options.endpoint or options.claim or options.release):
         run_checkup(settings)
     if settings or (options.release and not options.claim):
-        raise UserError(f"--endpoint, and --claim with or without --release, stand alone: {usage}")
+        parser.error("--endpoint, and --claim with or without --release, stand alone")
     is_good, lines = True, list[str]()
     if options.endpoint:
         is_good, lines = check_endpoint(options.endpoint)

@@ -23,6 +23,7 @@ from mingpt.config import Config, flatten, settings, to_dict
 from mingpt.data import is_shards, local_path, open_shards, read_bytes
 from mingpt.distributed import Launch
 from mingpt.snapshot import SnapshotStore
+from mingpt.tools.plan.command import spelled
 from mingpt.tools.plan.workload import Workload
 
 Facts = dict[str, Any]
@@ -33,8 +34,8 @@ MAX_SETTINGS = 6  # named in one sentence
 FINDINGS_S = 20.0
 # What is to be the same on all workers, and the sentence on a node where it is not as on most.
 COMPARED = {
-    "torch": "{name} has torch {own} and the others {most}: install {most} there (pip install "
-    "torch=={release}), since the bits of a result depend on it",
+    "torch": "{name} has torch {own} and the others {most}: pip install torch=={most} there, since the bits "
+    "of a result depend on it",
     "device_type": "{name} computes on {own} and the others on {most}: look at its driver and at "
     "CUDA_VISIBLE_DEVICES, or set trainer.device=cpu",
     "threads": "{name} computes with {own} CPU threads per worker and the others with {most}: set "
@@ -43,8 +44,8 @@ COMPARED = {
     "({most:.12}): copy the same file there, since the first node that can read it reads it for all",
     "config": "{name} is started with {differences}: give all nodes the same configuration file and "
     "command line",
-    "clock_s": "the clock of {name} is {seconds} the others': have NTP set it (chronyc makestep), since "
-    "claims and logs are read by their time",
+    "clock_s": "the clock of {name} differs from the others' by {lead_s:+.1f} s: have NTP set it (chronyc "
+    "makestep), since claims and logs are read by their time",
 }
 # What a worker could not do, and the sentence on it.
 BROKEN = {
@@ -140,17 +141,13 @@ def find_memory(config: Config, state_bytes: int) -> Facts:
         free = shutil.disk_usage(path).free
     except OSError as error:
         return {"memory_error": [path, f"cannot be used ({reason_of(error)})"]}
-    found: Facts = {"memory": f"{size(free)} free, {size(needed)} needed"}
+    found: Facts = {"memory": f"{spelled(free)} free, {spelled(needed)} needed"}
     if free < needed:
         found["memory_error"] = [
             path,
-            f"has {size(free)} free and two states of this model take {size(needed)}",
+            f"has {spelled(free)} free and two states of this model take {spelled(needed)}",
         ]
     return found
-
-
-def size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 class Findings:
@@ -231,10 +228,9 @@ def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str])
                 name=name,
                 own=own,
                 most=most,
-                release=str(most).partition("+")[0],
                 path=worker.get("data_path"),
                 differences=show_differences(own, most) if fact == "config" else "",
-                seconds=show_lead(own - most) if fact == "clock_s" else "",
+                lead_s=own - most if fact == "clock_s" else 0.0,
             )
     return list(found.values())
 
@@ -246,14 +242,12 @@ def are_alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def show_lead(seconds: float) -> str:
-    return f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'}"
-
-
 def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
-    keys = [key for key in most if own.get(key) != most[key]][:MAX_SETTINGS]
-    there = ", ".join(f"{key}={own.get(key)}" for key in keys)
-    return f"{there}, the others with {', '.join(f'{key}={most[key]}' for key in keys)}"
+    """The settings that differ, MAX_SETTINGS of them."""
+    differing = [
+        f"{key}={own.get(key)}, the others with {most[key]}" for key in most if own.get(key) != most[key]
+    ]
+    return "; ".join(differing[:MAX_SETTINGS])
 
 
 def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
@@ -263,7 +257,7 @@ def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
 
 
 def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """A sentence per node that listens in the wrong place, and per nodes that the same ones cannot reach."""
+    """A sentence per node that others cannot connect to."""
     nodes: dict[str, Facts] = {}
     failed: dict[str, dict[str, str]] = {}  # {to a node: {from a node: reason}}
     for worker in workers:
@@ -272,24 +266,16 @@ def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list
         for rank, reason in worker.get("unreachable", ()):
             failed.setdefault(names[rank], {}).setdefault(name, reason)
     sentences = []
-    blocked: dict[str, list[str]] = {}  # {from nodes, in words: to nodes}
     for target, reasons in failed.items():
         is_alone = reasons.keys() >= nodes.keys() - {target}
         wrong = describe_wrong_interface(target, nodes) if is_alone else None
-        if wrong:
-            sentences.append(wrong)
-        else:
-            sources = "all other nodes" if is_alone and len(nodes) > 2 else " and ".join(reasons)
-            blocked.setdefault(sources, []).append(target)
-    for sources, targets in blocked.items():
-        there = " and ".join(f"{target} on {nodes[target].get('address')}" for target in targets)
-        reason = next(iter(failed[targets[0]].values()))
-        known = nodes[targets[0]].get("ports")
-        ports = f"TCP ports {known} (net.ipv4.ip_local_port_range)" if known else "all TCP ports above 1023"
-        sentences.append(
-            f"{sources} cannot connect to {there} ({reason}): open {ports} of {' and '.join(targets)} to "
-            f"{sources} in the firewalls between them"
+        sources = "all other nodes" if is_alone and len(nodes) > 2 else " and ".join(reasons)
+        blocked = (
+            f"{sources} cannot connect to {target} on {nodes[target].get('address')} "
+            f"({next(iter(reasons.values()))}): open the TCP ports 32768-60999 (or what "
+            f"net.ipv4.ip_local_port_range says there) of {target} to {sources} in the firewalls between them"
         )
+        sentences.append(wrong or blocked)
     return sentences
 
 
@@ -309,10 +295,9 @@ def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | Non
     ]
     if own in better or not (better or address.is_loopback):
         return None
-    there = better[0] if better else f"the right one of {', '.join(networks)}"
     return (
         f"{name} listens on {address}, interface {own}, which no other node reaches: set GLOO_SOCKET_IFNAME "
-        f"(and NCCL_SOCKET_IFNAME) to {there} on {name}"
+        f"(and NCCL_SOCKET_IFNAME) to {' or '.join(better or networks)} on {name}"
     )
 
 

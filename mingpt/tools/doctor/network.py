@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mingpt.base.errors import UserError
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 CONNECT_S = 3.0
 ACCEPT_BACKLOG = 1024
 MAX_THREADS = 256
-PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 ANSWER_S = 2.0
 # torch's TCPStoreBackend.hpp: VALIDATE with its magic number, then PING with a number that is sent back.
@@ -83,14 +81,6 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
                 continue  # of another host
             return str(address[0])
     return "127.0.0.1"
-
-
-def ephemeral_ports() -> str:
-    """The ports that listen where a program asks for any, "32768-60999"; "" where the system does not say."""
-    try:
-        return "-".join(PORT_RANGE.read_text().split())
-    except OSError:
-        return ""
 
 
 def listen(address: str) -> int:

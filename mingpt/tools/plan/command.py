@@ -9,10 +9,10 @@ else they share this machine's memory. Exit code 0, also where nothing fits; 2 f
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import ByteSize, Field, TypeAdapter
+from pydantic import ByteSize, TypeAdapter
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
@@ -142,7 +142,7 @@ def align(rows: list[list[str]]) -> list[str]:
 
 def size(text: str) -> int:
     """Bytes of "80GB", "79.6 GiB" or a plain number. Raises ValueError, or ArgumentTypeError."""
-    found: int = TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
+    found: int = TypeAdapter(ByteSize).validate_python(text)
     if found < 1e6:
         raise ArgumentTypeError(f"{text} means {found} bytes: write the unit, as in 80GB")
     return found

@@ -11,17 +11,9 @@ from typing import Any
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config
-from mingpt.data import (
-    TOKENIZERS,
-    Tokenizer,
-    is_shards,
-    local_path,
-    open_shards,
-    read_bytes,
-    read_named_tokenizer,
-)
-from mingpt.data.json_tokenizer import parse_tokenizer_json
-from mingpt.data.windows import Data, TextData, train_tokenizer, vocabulary_size
+from mingpt.data import TOKENIZERS, Tokenizer, is_shards, open_shards, read_bytes, tokenize
+from mingpt.data.source import load_named_tokenizer
+from mingpt.data.windows import Data, TextData, train_tokenizer
 from mingpt.model import parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.parallel.tree import cover
@@ -152,16 +144,15 @@ def measure_data(config: Config) -> tuple[int, int | None]:
 
 def read_size(config: Config) -> tuple[int, int | None]:
     """Of shards, headers and sizes of files are read; a text is read, and encoded."""
+    data: Data
     if is_shards(config.data.path):
-        shards = open_shards(config.data.path, config.data.val_fraction)
-        tokenizer = named_tokenizer(config, shards)
-        return vocabulary_size(config.data, tokenizer, shards.meta), len(shards.train)
-    if local_path(config.data.path) is None and config.data.vocab_size is not None:
-        return config.data.vocab_size, None  # nothing is downloaded for a count
-    text = TextData(read_bytes(config.data), config.data)
-    tokenizer = named_tokenizer(config, text) or train_tokenizer(text, config.data)
-    train_text = text.text[: int(len(text.text) * (1 - config.data.val_fraction))]
-    return vocabulary_size(config.data, tokenizer, None), len(tokenizer.encode(train_text))
+        data = open_shards(config.data.path, config.data.val_fraction)
+        tokenizer = named_tokenizer(config, data)
+    else:
+        data = TextData(read_bytes(config.data), config.data)
+        tokenizer = named_tokenizer(config, data) or train_tokenizer(data, config.data)
+    corpus = tokenize(data, config.data, tokenizer)
+    return corpus.vocab_size, len(corpus.train.tokens)
 
 
 def named_tokenizer(config: Config, data: Data) -> Tokenizer | None:
@@ -181,7 +172,4 @@ def named_tokenizer(config: Config, data: Data) -> Tokenizer | None:
         if beside is None:
             return None
         name = str(beside)
-    try:
-        return parse_tokenizer_json(read_named_tokenizer(name))
-    except ValueError as error:
-        raise UserError(f"data.tokenizer {name} cannot be used: {error}") from None
+    return load_named_tokenizer(name)

@@ -3,7 +3,3 @@
 Whatever the number of cores, and however often the command was killed and started again. A file has its
 name when it is complete; meta.json comes last. Memory does not grow with the text.
 """
-
-from mingpt.tools.prepare.job import Options, prepare
-
-__all__ = ["Options", "prepare"]

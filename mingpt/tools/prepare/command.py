@@ -103,38 +103,50 @@ def make_parser() -> CommandParser:
         "--out", type=Path, metavar="DIR", help="a new or empty folder, or that of a killed command"
     )
     parser.add_argument("--check", type=Path, metavar="DIR", help="read a folder through")
-    name = f"char, bpe, gpt2, or a tokenizer.json by path or URL (default {default.tokenizer})"
-    parser.add_argument("--tokenizer", metavar="NAME", default=default.tokenizer, help=name)
-    size = f"tokens of bpe, end-of-text included (default {default.bpe_tokens})"
-    parser.add_argument("--vocab_size", type=int, metavar="N", help=size)
-    share = f"share of the text for validation (default {default.val_fraction})"
-    parser.add_argument("--val_fraction", type=float, metavar="F", default=default.val_fraction, help=share)
-    tokens = f"tokens of a full shard (default {default.shard_tokens:,})"
-    parser.add_argument("--shard_tokens", type=int, metavar="N", default=default.shard_tokens, help=tokens)
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        default=default.tokenizer,
+        help="char, bpe, gpt2, or a tokenizer.json by path or URL (default %(default)s)",
+    )
+    parser.add_argument(
+        "--vocab_size",
+        type=int,
+        metavar="N",
+        help=f"tokens of bpe, end-of-text included (default {default.bpe_tokens})",
+    )
+    parser.add_argument(
+        "--val_fraction",
+        type=float,
+        metavar="F",
+        default=default.val_fraction,
+        help="share of the text for validation (default %(default)s)",
+    )
+    parser.add_argument(
+        "--shard_tokens",
+        type=int,
+        metavar="N",
+        default=default.shard_tokens,
+        help="tokens of a full shard (default %(default)s)",
+    )
     return parser
 
 
-def run(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether all is well, and what to print. Raises UserError."""
-    arguments = make_parser().parse_args(words)
-    if arguments.check is not None:
-        if arguments.texts or arguments.out is not None:
-            raise UserError("--check stands alone")
-        return check_folder(arguments.check)
-    if not arguments.texts or arguments.out is None:
-        raise UserError("name at least one text, and --out DIR; or --check DIR")
-    options = Options(
-        arguments.tokenizer, arguments.vocab_size, arguments.val_fraction, arguments.shard_tokens
-    )
-    return True, [prepare(arguments.texts, arguments.out, options)]
-
-
 def main(arguments: Sequence[str]) -> int:
+    given = make_parser().parse_args(arguments)
+    if given.check is not None:
+        if given.texts or given.out is not None:
+            raise UserError("--check stands alone")
+        is_good, lines = check_folder(given.check)
+        write_lines(lines)
+        return 0 if is_good else 1
+    if not given.texts or given.out is None:
+        raise UserError("name at least one text, and --out DIR; or --check DIR")
+    options = Options(given.tokenizer, given.vocab_size, given.val_fraction, given.shard_tokens)
     try:
-        is_good, lines = run(arguments)
+        write_lines([prepare(given.texts, given.out, options)])
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command goes on from the last finished shard\n")
         sys.stderr.flush()
         os._exit(130)  # a thread that trains a BPE would abort where the interpreter ends
-    write_lines(lines)
-    return 0 if is_good else 1
+    return 0

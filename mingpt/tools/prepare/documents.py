@@ -10,15 +10,17 @@ before a line end. End-of-text stands behind each document.
 import contextlib
 import glob
 import io
-import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import fsspec
 import numpy as np
+import pydantic
 
 from mingpt.base.errors import UserError
+from mingpt.base.files import check_json, parse_json
 from mingpt.base.urls import redact
 from mingpt.data.source import COMPRESSED, KINDS, readable
 from mingpt.data.tokenizers import Tokenizer
@@ -49,11 +51,6 @@ class InputFile:
         """Its name without credentials."""
         return redact(self.path)
 
-    @property
-    def identity(self) -> str:
-        """What tells this content from another one."""
-        return f"{self.shown} of {self.version}"
-
 
 def find_inputs(names: Sequence[str]) -> list[InputFile]:
     """The files in the order of the names, those of a pattern sorted. Raises UserError."""
@@ -68,7 +65,7 @@ def expand(name: str) -> list[str]:
     is_literal = name.startswith(("http://", "https://")) or os.path.exists(name)
     if not glob.has_magic(name) or is_literal:
         return [name]
-    if is_url(name):
+    if "://" in name:
         with readable(name):
             files, path = fsspec.core.url_to_fs(name)
             paths = [files.unstrip_protocol(found) for found in sorted(files.glob(path))]
@@ -87,15 +84,11 @@ def make_input(path: str) -> InputFile:
     if about["type"] == "directory":
         raise UserError(f"{path} is a folder: name its files by a pattern, such as '{path}/*.txt'")
     changed = next((about[key] for key in ("ETag", "etag", "mtime", "LastModified") if about.get(key)), "")
-    name = path.partition("?")[0] if is_url(path) else path
+    name = path.partition("?")[0] if "://" in path else path
     stem, suffix = os.path.splitext(name.lower())
     if suffix in COMPRESSED:
         suffix = os.path.splitext(stem)[1]
     return InputFile(path, KINDS.get(suffix, "text"), f"{about.get('size')} bytes, {changed}")
-
-
-def is_url(path: str) -> bool:
-    return "://" in path
 
 
 @contextlib.contextmanager
@@ -153,56 +146,43 @@ def read_jsonl(file: InputFile) -> Iterator[Piece]:
     with open_input(file) as stream:
         while line := stream.readline(MAX_LINE_BYTES + 1):
             row += 1
+            place = f"line {row:,} of {file.shown}"
             if len(line) > MAX_LINE_BYTES:
                 raise UserError(
-                    f"line {row:,} of {file.shown} is longer than {MAX_LINE_BYTES >> 20} MiB: give so long a "
-                    "document as a text file"
+                    f"{place} is longer than {MAX_LINE_BYTES >> 20} MiB: give so long a document as a text "
+                    "file"
                 )
             if line.strip():
-                yield Piece(parse_line(line, f"line {row:,} of {file.shown}"), True)
+                yield Piece(text_of(line, place), True)
 
 
-def parse_line(line: bytes, place: str) -> str:
-    """The text of a document. Raises UserError, which begins with `place`."""
+class Document(pydantic.BaseModel):
+    """A line of .jsonl or a row of .parquet; other fields may be there."""
+
+    text: pydantic.StrictStr
+
+
+def text_of(document: bytes | dict[str, Any], place: str) -> str:
+    """The text of a line or of a row. Raises UserError, which begins with `place`."""
     try:
-        document = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place} is not UTF-8: byte 0x{line[error.start]:02x}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON: {error}") from None
-    return checked_text(document.get(KEY) if isinstance(document, dict) else None, place)
-
-
-def checked_text(text: object, place: str) -> str:
-    """Raises UserError, which begins with `place`, for what is not a valid text."""
-    if not isinstance(text, str):
-        raise UserError(f'{place} has no text under "{KEY}"')
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise UserError(f"{place} holds a lone surrogate (U+{code:04X}), which is no text") from None
-    return text
+        value = parse_json(document) if isinstance(document, bytes) else document
+        text = check_json(value, Document).text
+        text.encode()  # a lone surrogate is no text
+        return text
+    except ValueError as error:
+        raise UserError(f'{place} is no document with a text under "{KEY}": {error}') from None
 
 
 def read_parquet(file: InputFile) -> Iterator[Piece]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(
-            f"{file.shown} needs the package pyarrow, which cannot be imported ({error}): pip install pyarrow"
-        ) from None
     row = 0
     with open_input(file) as stream:
+        from pyarrow import parquet  # where it is missing, the file needs a driver that is not installed
+
         table = parquet.ParquetFile(stream, buffer_size=READ_BYTES)
-        if KEY not in table.schema_arrow.names:
-            columns = ", ".join(table.schema_arrow.names)
-            raise UserError(f'{file.shown} has no column "{KEY}"; it has {columns}')
         for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, columns=[KEY]):
-            for text in batch.column(0).to_pylist():
+            for document in batch.to_pylist():
                 row += 1
-                yield Piece(checked_text(text, f"row {row:,} of {file.shown}"), True)
+                yield Piece(text_of(document, f"row {row:,} of {file.shown}"), True)
 
 
 @dataclass
@@ -229,7 +209,7 @@ def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: fl
     n_train = int(stats.characters * (1 - val_fraction))  # of a single document
     n_train_bytes = int(stats.bytes * (1 - val_fraction))
     so_far = InputStats()
-    document, begin = 0, 0  # the number of the document at hand, and the bytes before it
+    begin = 0  # the bytes before the document at hand, which is number `so_far.documents`
     for file in files:
         for piece in read_pieces(file):
             if stats.documents == 1:
@@ -240,69 +220,55 @@ def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: fl
                 if rest or piece.ends_document:
                     yield Piece(rest, piece.ends_document, True)
             else:
-                is_last = document == stats.documents - 1
-                is_val = document > 0 and (begin >= n_train_bytes or is_last)
+                is_last = so_far.documents == stats.documents - 1
+                is_val = so_far.documents > 0 and (begin >= n_train_bytes or is_last)
                 yield Piece(piece.text, piece.ends_document, is_val)
             so_far.add(piece)
             if piece.ends_document:
-                document, begin = so_far.documents, so_far.bytes
+                begin = so_far.bytes
 
 
-@dataclass
-class Batch:
-    """Texts of one part, to be encoded together."""
-
-    is_val: bool
-    texts: list[str] = field(default_factory=list)
-    ends: list[bool] = field(default_factory=list)  # whether a document ends behind the text
-    bytes: int = 0
-
-    def add(self, piece: Piece) -> None:
-        self.texts.append(piece.text)
-        self.ends.append(piece.ends_document)
-        self.bytes += piece.bytes
+Batch = list[Piece]  # of one part, to be encoded together
 
 
 def read_batches(pieces: Iterator[Piece]) -> Iterator[Batch]:
     """The pieces in batches of about BATCH_BYTES; the same ones whenever the same pieces come."""
-    batch: Batch | None = None
+    batch, size = Batch(), 0
     for piece in pieces:
-        if batch and (batch.bytes >= BATCH_BYTES or batch.is_val != piece.is_val):
+        if batch and (size >= BATCH_BYTES or batch[0].is_val != piece.is_val):
             yield batch
-            batch = None
-        batch = batch or Batch(piece.is_val)
-        batch.add(piece)
+            batch, size = Batch(), 0
+        batch.append(piece)
+        size += piece.bytes
     if batch:
         yield batch
 
 
-class Encoder:
-    """A tokenizer as this command uses it. Threads may share one."""
+def token_type(tokenizer: Tokenizer) -> np.dtype:
+    """The type of a token in a shard."""
+    return np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.end_of_text = tokenizer.end_of_text
-        self.dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
 
-    def encode(self, batch: Batch) -> np.ndarray:
-        """(tokens,) of all texts, with end-of-text, where there is one, behind each document."""
-        if len(batch.texts) == 1:  # which may be a very long line
-            arrays = [self.tokenizer.encode(batch.texts[0])]
-        else:
-            arrays = self.tokenizer.encode_batch(batch.texts)
-        end = np.array([] if self.end_of_text is None else [self.end_of_text], dtype=self.dtype)
-        parts = list[np.ndarray]()
-        for tokens, ends_document in zip(arrays, batch.ends, strict=True):
-            parts.append(tokens)
-            if ends_document:
-                parts.append(end)
-        return np.concatenate(parts, dtype=self.dtype, casting="same_kind")
+def encode(tokenizer: Tokenizer, batch: Batch) -> np.ndarray:
+    """(tokens,) of all texts, with end-of-text, where there is one, behind each document. For any thread."""
+    if len(batch) == 1:  # which may be a very long line
+        arrays = [tokenizer.encode(batch[0].text)]
+    else:
+        arrays = tokenizer.encode_batch([piece.text for piece in batch])
+    end, dtype = tokenizer.end_of_text, token_type(tokenizer)
+    parts = list[np.ndarray]()
+    for tokens, piece in zip(arrays, batch, strict=True):
+        parts.append(tokens)
+        if piece.ends_document and end is not None:
+            parts.append(np.array([end], dtype=dtype))
+    return np.concatenate(parts, dtype=dtype, casting="same_kind")
 
-    def first_token_bytes(self, batch: Batch) -> int:
-        """The UTF-8 bytes of text that the batch's first token covers; none if it is an end-of-text."""
-        for text, ends_document in zip(batch.texts, batch.ends, strict=True):
-            if text:
-                return self.tokenizer.first_token_bytes(text)
-            if ends_document and self.end_of_text is not None:
-                return 0
-        return 0
+
+def first_token_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
+    """The UTF-8 bytes of text that the batch's first token covers; none if it is an end-of-text."""
+    for piece in batch:
+        if piece.text:
+            return tokenizer.first_token_bytes(piece.text)
+        if piece.ends_document and tokenizer.end_of_text is not None:
+            return 0
+    return 0

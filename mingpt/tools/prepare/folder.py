@@ -159,26 +159,27 @@ def check_tokenizer(folder: Path, digest: str | None) -> None:
 class ShardWriter:
     """Writes the tokens of batches in their order. After each shard the record says from where to go on.
 
-    Batches before number `first_batch` are in finished shards. Used as a context, which removes the
-    unfinished shard after an error.
+    Batches before number `first_batch` are in finished shards. The unfinished shard is removed when
+    `unfinished` is left by an error.
     """
 
-    def __init__(self, folder: Path, record: Record, dtype: np.dtype, shard_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        record: Record,
+        dtype: np.dtype,
+        shard_tokens: int,
+        unfinished: contextlib.ExitStack,
+    ) -> None:
         self.folder, self.record, self.dtype, self.shard_tokens = folder, record, dtype, shard_tokens
         last = record.shards[-1] if record.shards else None
         self.first_batch = last.batch if last else 0
         self._next_batch = self.first_batch
         self._skip = last.skip if last else 0
         self._is_val = last.is_val if last else False
-        self._stack = contextlib.ExitStack()
+        self._unfinished = unfinished
         self._file: io.FileIO | None = None
         self._count = 0  # tokens in the shard at hand
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     def write(self, tokens: np.ndarray, is_val: bool) -> None:
         """Append the tokens of the next batch. Raises UserError if they cannot be written."""
@@ -202,7 +203,7 @@ class ShardWriter:
     def _append(self, tokens: np.ndarray) -> None:
         with writable(self._path()):
             if self._file is None:
-                self._file = self._stack.enter_context(atomic_file(self._path()))
+                self._file = self._unfinished.enter_context(atomic_file(self._path()))
                 write_all(self._file.write, bytes(HEADER_BYTES))  # the real one follows when all is there
             write_all(self._file.write, tokens.tobytes())
         self._count += len(tokens)
@@ -215,7 +216,7 @@ class ShardWriter:
         with writable(path):
             self._file.seek(0)
             write_all(self._file.write, make_header(self._count, self.dtype))
-            self._stack.close()
+            self._unfinished.close()
             size, digest = path.stat().st_size, digest_of(path)
         self._file, tokens, self._count = None, self._count, 0
         shard = Shard(

@@ -4,6 +4,7 @@ The tokenizer is that which --tokenizer asks for: characters, a BPE trained on t
 elsewhere. A bar on stderr shows the progress; where that is no terminal, every LINE_EVERY_S.
 """
 
+import contextlib
 import hashlib
 import logging
 import sys
@@ -20,18 +21,20 @@ from tqdm import tqdm
 from mingpt.base.errors import UserError
 from mingpt.base.system import start
 from mingpt.data.json_tokenizer import parse_tokenizer_json
-from mingpt.data.source import read_named_tokenizer
+from mingpt.data.source import parse_named_tokenizer, read_named_tokenizer
 from mingpt.data.tokenizers import CharTokenizer, Tokenizer
 from mingpt.tools.prepare.documents import (
     Batch,
-    Encoder,
     InputFile,
     InputStats,
     Piece,
+    encode,
     find_inputs,
+    first_token_bytes,
     read_batches,
     read_pieces,
     split_pieces,
+    token_type,
 )
 from mingpt.tools.prepare.folder import (
     META,
@@ -74,25 +77,10 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
         unit="B",
         unit_scale=True,
         dynamic_ncols=True,
+        miniters=0,
         mininterval=pause_s(),
         delay=pause_s(),
     )
-
-
-def tokenizer_content(
-    files: Sequence[InputFile], stats: InputStats, options: "Options", given: bytes | None
-) -> bytes:
-    """The tokenizer.json that the options ask for. Raises UserError for one that cannot be had.
-
-    `given` is the content of the file that --tokenizer names, None where it names none.
-    """
-    if given is not None:
-        return given
-    if options.tokenizer == "char":
-        return CharTokenizer(stats.alphabet).to_tokenizer_json()
-    if options.tokenizer == "bpe":
-        return train_bpe(options.bpe_tokens, split_pieces(files, stats, options.val_fraction))
-    return read_named_tokenizer(options.tokenizer, "--tokenizer")
 
 
 def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
@@ -124,12 +112,9 @@ def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
     with progress("training a BPE") as shown:
         texts = sample(pieces, shown)
         outcome, thread = start(lambda: package.train_from_iterator(texts, trainer))
-        polls = 0
         while thread.is_alive():
             thread.join(POLL_S)
-            polls += 1
-            if polls % int(pause_s() / POLL_S) == 0:
-                shown.refresh()  # the seconds go on
+            shown.update(0)  # the seconds go on
     outcome.result()
     package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     package.add_special_tokens([END_OF_TEXT])
@@ -188,7 +173,7 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
     """
     files = find_inputs(names)
     command: dict[str, Any] = {f"--{option}": value for option, value in asdict(options).items()}
-    command |= {f"text {number}": file.identity for number, file in enumerate(files, 1)}
+    command |= {f"text {number}": f"{file.shown} of {file.version}" for number, file in enumerate(files, 1)}
     given = None  # the content of the tokenizer's file
     if options.tokenizer not in TOKENIZER_WORDS:
         given = read_named_tokenizer(options.tokenizer, "--tokenizer")
@@ -203,7 +188,7 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
             record.save(out)
         stats = record.stats
         tokenizer = load_or_make_tokenizer(files, stats, out, record, options, given)
-        meta = write_shards(files, stats, out, record, Encoder(tokenizer), options)
+        meta = write_shards(files, stats, out, record, tokenizer, options)
         write_file(out / META, meta)
         Record(command=command, tokenizer=record.tokenizer, is_complete=True).save(out)
     return summary(out, meta, stats)
@@ -239,18 +224,23 @@ def load_or_make_tokenizer(
     options: Options,
     given: bytes | None,
 ) -> Tokenizer:
-    """The tokenizer, whose file is in the folder from now on. Raises UserError."""
+    """The tokenizer, whose file is in the folder from now on. Raises UserError.
+
+    `given` is the content of the file that --tokenizer names, None where it names none.
+    """
     path = out / TOKENIZER
     if record.tokenizer is not None:
         check_tokenizer(out, record.tokenizer)
         return parse_tokenizer_json(path.read_bytes())
-    content = tokenizer_content(files, stats, options, given)
-    try:
-        tokenizer = parse_tokenizer_json(content)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"--tokenizer {options.tokenizer} cannot be used: {error}") from None
+    if given is not None:
+        content = given
+    elif options.tokenizer == "char":
+        content = CharTokenizer(stats.alphabet).to_tokenizer_json()
+    elif options.tokenizer == "bpe":
+        content = train_bpe(options.bpe_tokens, split_pieces(files, stats, options.val_fraction))
+    else:
+        content = read_named_tokenizer(options.tokenizer, "--tokenizer")
+    tokenizer = parse_named_tokenizer(content, options.tokenizer, "--tokenizer")
     write_file(out / META, {"format": 1, "complete": False})  # so that nobody takes a part for the whole
     write_file(path, content)
     record.tokenizer = hashlib.sha256(content).hexdigest()
@@ -263,32 +253,33 @@ def write_shards(
     stats: InputStats,
     out: Path,
     record: Record,
-    encoder: Encoder,
+    tokenizer: Tokenizer,
     options: Options,
 ) -> dict[str, Any]:
     """Encode and write the shards that are missing; returns the content of meta.json. Raises UserError."""
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
-    first_token_bytes: int | None = None  # of validation
+    unpredicted_bytes: int | None = None  # of validation: its first token's
     loses_text = False
     with (
         progress("encoding", stats.bytes) as shown,
-        ShardWriter(out, record, encoder.dtype, options.shard_tokens) as writer,
+        contextlib.ExitStack() as unfinished,
     ):
-        for batch, tokens in encode_batches(batches, encoder, writer.first_batch):
-            part = val if batch.is_val else train
-            part.documents += sum(batch.ends)
-            part.bytes += batch.bytes
-            if batch.is_val and first_token_bytes is None:
-                first_token_bytes = encoder.first_token_bytes(batch)
-                loses_text = encoder.tokenizer.loses("".join(batch.texts))
+        writer = ShardWriter(out, record, token_type(tokenizer), options.shard_tokens, unfinished)
+        for batch, tokens in encode_batches(batches, tokenizer, writer.first_batch):
+            is_val = batch[0].is_val
+            for piece in batch:
+                (val if is_val else train).add(piece)
+                shown.update(piece.bytes)
+            if is_val and unpredicted_bytes is None:
+                unpredicted_bytes = first_token_bytes(tokenizer, batch)
+                loses_text = tokenizer.loses("".join(piece.text for piece in batch))
             if tokens is not None:
-                writer.write(tokens, batch.is_val)
-            shown.update(batch.bytes)
+                writer.write(tokens, is_val)
         if (train.documents + val.documents, train.bytes + val.bytes) != (stats.documents, stats.bytes):
             raise UserError("the input has changed while it was read: remove the folder, and start again")
         writer.finish_shard()
-    if first_token_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
+    if unpredicted_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
         raise UserError("the training or the validation part has no token: more text is needed")
     if loses_text:
         log.warning("the tokenizer loses some of the text: there will be no bits per byte")
@@ -297,17 +288,17 @@ def write_shards(
         "complete": True,
         "tokenizer": {
             "sha256": record.tokenizer,
-            "vocab_size": len(encoder.tokenizer),
-            "end_of_text": encoder.end_of_text,
+            "vocab_size": len(tokenizer),
+            "end_of_text": tokenizer.end_of_text,
         },
-        "val_bytes": None if loses_text else val.bytes - first_token_bytes,
+        "val_bytes": None if loses_text else val.bytes - unpredicted_bytes,
         "documents": {"train": max(1, train.documents), "val": val.documents},
         "files": [shard.model_dump(exclude={"batch", "skip"}) for shard in record.shards],
     }
 
 
 def encode_batches(
-    batches: Iterable[Batch], encoder: Encoder, first: int
+    batches: Iterable[Batch], tokenizer: Tokenizer, first: int
 ) -> Iterator[tuple[Batch, np.ndarray | None]]:
     """Each batch and its tokens, None for those before number `first`; reading and encoding overlap."""
     pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
@@ -316,7 +307,7 @@ def encode_batches(
             if number < first:
                 yield batch, None
                 continue
-            pending.append((batch, pool.submit(encoder.encode, batch)))
+            pending.append((batch, pool.submit(encode, tokenizer, batch)))
             if len(pending) > MAX_PENDING:
                 oldest, tokens = pending.popleft()
                 yield oldest, tokens.result()

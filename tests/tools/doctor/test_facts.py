@@ -38,7 +38,6 @@ def healthy(number: int) -> Facts:
         "memory": "500.0 MB free, 20.0 MB needed",
         "networks": {"lo": "127.0.0.1/8", "eth0": f"10.0.0.{number}/24"},
         "address": f"10.0.0.{number}",
-        "ports": "32768-60999",
         "clock_s": 0.001,
         "all_reduce_mb_s": 900.0,
         "all_reduce_error": None,
@@ -58,11 +57,14 @@ def only_fault(*workers: Facts) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"torch": "2.11.0"}, ["node3 has torch 2.11.0 and the others 2.13.0+cpu", "torch==2.13.0)"]),
+        (
+            {"torch": "2.11.0"},
+            ["node3 has torch 2.11.0 and the others 2.13.0+cpu", "pip install torch==2.13.0+cpu there"],
+        ),
         ({"threads": 8}, ["node3 computes with 8 CPU threads", "OMP_NUM_THREADS=1"]),
         ({"data": "cd" * 32}, ["data.path play.txt is another text on node3 (sha256 cdcdcdcdcdcd)"]),
         ({"device_type": "cuda"}, ["node3 computes on cuda and the others on cpu"]),
-        ({"clock_s": -5.0}, ["the clock of node3 is 5.0 s behind the others'"]),
+        ({"clock_s": -5.0}, ["the clock of node3 differs from the others' by -5.0 s"]),
         ({"device_error": "this machine has no GPU"}, ["node3: this machine has no GPU"]),
         ({"address_error": "ib0 names no interface"}, ["node3: ib0", "GLOO_SOCKET_IFNAME"]),
         ({"unfinished": "writing: not done after 20 s"}, ["node3, worker 2: writing: not done"]),
@@ -77,7 +79,7 @@ def only_fault(*workers: Facts) -> str:
         ),
         (
             {"config": CONFIG | {"seed": 2, "optimizer.learning_rate": 0.1}},
-            ["node3 is started with optimizer.learning_rate=0.1, seed=2", "learning_rate=0.007, seed=1"],
+            ["started with optimizer.learning_rate=0.1, the others with 0.007; seed=2, the others with 1"],
         ),
     ],
 )
@@ -97,7 +99,7 @@ def test_a_healthy_cluster_has_no_fault() -> None:
 def test_most_workers_decide_and_of_two_equal_halves_that_of_rank_0() -> None:
     assert only_fault(FIRST, SECOND | {"torch": "2.11.0"}).startswith("node2 has torch 2.11.0")
     behind = [FIRST, SECOND | {"clock_s": -5.0}, THIRD | {"clock_s": -5.2}]
-    assert "the clock of node1 is 5.0 s ahead of the others'" in only_fault(*behind)
+    assert "the clock of node1 differs from the others' by +5.0 s" in only_fault(*behind)
 
 
 def test_a_node_with_two_workers_is_one_fault_and_nodes_of_one_name_are_told_by_their_number() -> None:
@@ -154,11 +156,11 @@ def test_an_address_that_nobody_reaches_is_a_wrong_interface_and_one_that_is_rou
     [
         (
             [(1, 2)],
-            ["node2 cannot connect to node3 on 10.0.0.3 (no answer within 3 s): open TCP ports 32768"],
+            ["node2 cannot connect to node3 on 10.0.0.3 (no answer within 3 s): open the TCP ports 32768"],
         ),
         ([(1, 2), (2, 1)], ["node2 cannot connect to node3", "node3 cannot connect to node2"]),
         ([(0, 2), (1, 2)], ["all other nodes cannot connect to node3 on 10.0.0.3"]),
-        ([(2, 0), (2, 1)], ["node3 cannot connect to node1 on 10.0.0.1 and node2 on 10.0.0.2"]),
+        ([(2, 0), (2, 1)], ["node3 cannot connect to node1 on", "node3 cannot connect to node2 on"]),
         ([(1, 2), (1, 3)], ["node2 cannot connect to node3"]),
     ],
 )

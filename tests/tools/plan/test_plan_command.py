@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mingpt.base.command import run_command
-from mingpt.tools.plan.command import main, size
+from mingpt.tools.plan.command import main
 
 TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32"]
 
@@ -80,8 +80,3 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert run_command(main, [*TINY, *words]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(f"error: {sentence}") and said.err.count("\n") == 1
-
-
-def test_sizes_are_read_as_people_write_them() -> None:
-    assert size("80GB") == size("80 gb") == size("80G") == 80 * 10**9
-    assert size("1.5GiB") == 3 * 2**29

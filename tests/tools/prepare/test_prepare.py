@@ -154,14 +154,6 @@ def test_a_vocabulary_past_65536_takes_four_bytes_a_token(tmp_path: Path) -> Non
     assert f"largest token {count - 1}" in prepared("--check", tmp_path / "out")
 
 
-def test_long_lines_without_whitespace_are_read_in_time(bpe: Path, tmp_path: Path) -> None:
-    """Where nothing can be cut the search for a cut must not be repeated for every piece."""
-    (tmp_path / "a.txt").write_text("x" * 2_000_000 + "\nend")
-    out = tmp_path / "out"
-    prepared(tmp_path / "a.txt", "--out", out, "--tokenizer", bpe / "tokenizer.json", "--val_fraction", 1e-7)
-    assert tokens_of(out, "val") == expected(bpe / "tokenizer.json", ["d"])
-
-
 @pytest.mark.parametrize("alphabet", ["abcdefgh", " "])
 def test_a_bpe_of_a_text_without_words_is_trained_in_time(alphabet: str) -> None:
     # A merge takes time in proportion to the longest word, and here the whole text is one.

@@ -32,15 +32,15 @@ HOSTILE: list[tuple[str, str, Make]] = [
     ("empty.jsonl", "empty.jsonl holds no text", lambda path: path.write_bytes(b"\n\n")),
     ("short.txt", "leaves nothing to train on", lambda path: path.write_text("a")),
     ("b.jsonl", "line 3 of ", lambda path: path.write_text('{"text": "a"}\n\n{"text": \n')),
-    ("c.jsonl", 'line 1 of {} has no text under "text"', lambda path: path.write_text('{"body": "a"}')),
-    ("d.jsonl", 'line 1 of {} has no text under "text"', lambda path: path.write_text('["text"]')),
-    ("e.jsonl", 'line 1 of {} has no text under "text"', lambda path: path.write_text('{"text": 3}')),
-    ("f.jsonl", "line 2 of {} is not UTF-8: byte 0x80", lambda path: path.write_bytes(BAD_LINE)),
-    ("g.jsonl", "line 1 of {} holds a lone surrogate (U+D800)", lambda path: path.write_text(SURROGATE)),
-    ("h.jsonl", "line 1 of {} is not JSON", lambda path: path.write_text("[" * 200_000)),
+    ("c.jsonl", 'line 1 of {} is no document with a text', lambda path: path.write_text('{"body": "a"}')),
+    ("d.jsonl", 'line 1 of {} is no document with a text', lambda path: path.write_text('["text"]')),
+    ("e.jsonl", 'line 1 of {} is no document with a text', lambda path: path.write_text('{"text": 3}')),
+    ("f.jsonl", "can't decode byte 0x80 in position 2", lambda path: path.write_bytes(BAD_LINE)),
+    ("g.jsonl", "line 1 of {} is no document with a text", lambda path: path.write_text(SURROGATE)),
+    ("h.jsonl", "line 1 of {} is no document with a text", lambda path: path.write_text("[" * 200_000)),
     ("i.jsonl", "line 1 of {} is longer than 64 MiB", lambda path: path.write_bytes(b"x" * (65 << 20))),
-    ("j.parquet", '{} has no column "text"; it has content', lambda path: write_parquet(path, content=["a"])),
-    ("k.parquet", 'row 2 of {} has no text under "text"', lambda path: write_parquet(path, text=["a", None])),
+    ("j.parquet", "row 1 of {} is no document with", lambda path: write_parquet(path, content=["a"])),
+    ("k.parquet", "row 2 of {} is no document with", lambda path: write_parquet(path, text=["a", None])),
     ("l.parquet", "{} cannot be read: ArrowInvalid", lambda path: path.write_bytes(b"PAR1 no")),
     ("m.txt.gz", "{} cannot be read: BadGzipFile", lambda path: path.write_text("plain")),
     ("n.txt.gz", "{} cannot be read: EOFError", lambda path: path.write_bytes(TORN)),
@@ -102,7 +102,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "pip install tokenizers" in refused(PLAY, "--out", tmp_path / "bpe", "--tokenizer", "bpe")
-    assert "pip install pyarrow" in refused(tmp_path / "a.parquet", "--out", tmp_path / "parquet")
+    assert "import of pyarrow" in refused(tmp_path / "a.parquet", "--out", tmp_path / "parquet")
     prepared(PLAY, "--out", tmp_path / "out")
 
 

@@ -14,7 +14,6 @@ from support.prepared import (
     prepared,
     refused,
     run_apart,
-    sentence,
     write_documents,
 )
 from support.vocabularies import cl100k_like
@@ -168,13 +167,6 @@ def test_a_disk_that_fails_is_a_sentence_and_the_command_goes_on(
     disk.broken = False
     prepared(*words)
     assert digests(tmp_path / "out") == digests(undisturbed)
-
-
-def test_a_file_size_limit_is_a_sentence(words: list[object]) -> None:
-    """As on a full disk, the operating system refuses to write on."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (7000, 7000))"
-    said = sentence(run_apart(*words, before=limit))
-    assert "cannot be written: File too large" in said and "the same command goes on" in said
 
 
 def test_another_command_on_the_folder_is_refused(texts: list[Path], tmp_path: Path) -> None:
