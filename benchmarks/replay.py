@@ -62,7 +62,7 @@ def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
 
 def lie() -> None:
     """In the last worker, as LIE in the environment says."""
-    kind, told = os.environ["LIE"], []
+    kind, told = os.environ["LIE"], list[int]()
 
     def on_run_start(state: Any, strategy: Any) -> None:
         if strategy.rank < strategy.world_size - 1:

@@ -12,12 +12,12 @@ from mingpt.base.command import CommandParser, run_command
 
 # Command: (the module whose `main` takes the arguments and returns the exit code, what the command does)
 COMMANDS = {
-    "verify": ("verify", "prove on this machine that kills and other numbers of workers change no bit"),
-    "doctor": ("doctor.command", "say why a cluster does not start, or who holds a run folder"),
-    "plan": ("plan.command", "say what a run needs, before it is started, and what fits"),
-    "prepare": ("prepare.command", "encode text into token shards"),
-    "timeline": ("timeline", "draw what happened to a run over time"),
-    "export": ("export", "write a run as a folder in Hugging Face's format"),
+    "verify": ("tools.verify", "prove on this machine that kills and other numbers of workers change no bit"),
+    "doctor": ("tools.doctor.command", "say why a cluster does not start, or who holds a run folder"),
+    "plan": ("tools.plan.command", "say what a run needs, before it is started, and what fits"),
+    "prepare": ("tools.prepare.command", "encode text into token shards"),
+    "timeline": ("report.plot", "draw what happened to a run over time"),
+    "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }
 
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         "command", choices=COMMANDS, metavar="COMMAND", help="followed by --help: its options"
     )
     command = parser.parse_args(arguments[:1]).command
-    module = importlib.import_module(f"mingpt.tools.{COMMANDS[command][0]}")
+    module = importlib.import_module(f"mingpt.{COMMANDS[command][0]}")
     exit_code: int = module.main(arguments[1:])
     return exit_code
 

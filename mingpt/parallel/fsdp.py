@@ -50,12 +50,12 @@ class FSDPReduction(Strategy):
         self.weights = dict(setup.model.named_parameters())
         self.rounds = max(map(len, setup.micro_batches_by_rank))
         self.found: dict[str, str] | None = None  # digests of gradients that count for nothing
-        self.scatters = self.make_scatters()
-        for unit, scatter in zip(self.units, self.scatters, strict=True):
-            unit.set_custom_reduce_scatter(scatter)
+        for number, unit in enumerate(self.units):
+            unit.set_custom_reduce_scatter(self.make_scatter(number))
 
-    def make_scatters(self) -> Sequence["ReduceScatter"]:
-        return [ReduceScatter(self, number) for number in range(len(self.units))]
+    def make_scatter(self, number: int) -> "ReduceScatter":
+        """What adds the gradients of unit `number`."""
+        return ReduceScatter(self, number)
 
     def shard(self) -> None:
         # Importing it takes 0.6 s, of which only runs with fsdp should know.
@@ -102,7 +102,8 @@ class FSDPReduction(Strategy):
 
     @contextlib.contextmanager
     def unreduced(self) -> Iterator[dict[str, str]]:
-        self.found = found = {}
+        found: dict[str, str] = {}
+        self.found = found
         yield found
         self.found = None
         if self.world_size == 1:  # FSDP2 exchanges nothing then
@@ -133,6 +134,7 @@ class ExactFSDPReduction(FSDPReduction):
     def __init__(self, setup: StrategySetup) -> None:
         memory = setup.context.connect_memory(setup.timeout_s)
         self.areas = Areas(memory) if memory else None
+        self.scatters: list[TreeReduceScatter] = []
         super().__init__(setup)
         self.first = 0  # the number of rank 0's micro-batch in the round under way
         self.partial_sums: PartialSums[list[Tensor]] = []  # of a rank that is alone
@@ -142,8 +144,9 @@ class ExactFSDPReduction(FSDPReduction):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
 
-    def make_scatters(self) -> Sequence["ReduceScatter"]:
-        return [TreeReduceScatter(self, number) for number in range(len(self.units))]
+    def make_scatter(self, number: int) -> "ReduceScatter":
+        self.scatters.append(TreeReduceScatter(self, number))
+        return self.scatters[number]
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         self.forward = forward

@@ -40,7 +40,7 @@ def numel_by_rank(shape: Sequence[int], workers: int) -> list[int]:
 def digest(tensor: Tensor) -> str:
     """SHA-256 of its elements, as hex digits."""
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(content.numpy()).hexdigest()
+    return hashlib.sha256(content.numpy().data).hexdigest()
 
 
 def row_norms(gradient: Tensor) -> Tensor:

@@ -3,10 +3,14 @@
 import functools
 import io
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+from mingpt.base.command import CommandParser, write_lines
+from mingpt.base.errors import UserError
+from mingpt.base.files import BadJson, reason_of, write_atomic
 from mingpt.report.files import SmallFile
 from mingpt.report.metrics import RunInfo, Sink, Values
 from mingpt.report.timeline import draw_timeline
@@ -111,3 +115,24 @@ def draw_loss(figure: Any, run: RunInfo, curves: dict[str, Curve]) -> None:
     axes.set_title(f"{run.run_dir.resolve().name}: {model['arch']}, {size}", parse_math=False)
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw what happened to a run over time, host by host: RUN/timeline.png, from RUN/run.json.
+
+    A training job does it by itself, at each evaluation and at the end.
+    """
+    parser = CommandParser("python -m mingpt timeline", main.__doc__)
+    parser.add_argument("run", metavar="RUN", help="run folder on a disk of this machine")
+    run_dir = Path(parser.parse_args(arguments).run)
+    path = run_dir / "timeline.png"
+    try:
+        picture = to_png(path.name, functools.partial(draw_timeline, run_dir=run_dir))
+        # The job may write its own at the same time.
+        write_atomic(path, picture, partial=run_dir / "timeline.drawn.png")
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{run_dir} has no run.json: give the folder of a run") from None
+    except (OSError, BadJson, ImportError) as error:
+        raise UserError(f"{path} cannot be drawn ({reason_of(error)})") from None
+    write_lines([str(path)])
+    return 0

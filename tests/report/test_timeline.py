@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from mingpt.report.history import Generation
-from mingpt.report.plot import figure_of
+from mingpt.report.plot import figure_of, main
 from mingpt.report.timeline import lay_out, shorten
-from mingpt.tools.timeline import main
 
 PHASES = {"start_s": 5.0, "evaluation_s": 10.0, "snapshot_wait_s": 3.0}
 

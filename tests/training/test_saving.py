@@ -42,11 +42,15 @@ def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Savi
         store=make_store(tmp_path),
         memory=MemorySnapshots(str(tmp_path), "id", tmp_path, 0),
         durable_step=0,
+        step=0,
+        manifest={},
+        discarded_after=[],
         folder=folder,
         own_step=-1,
         corpus=make_corpus(TEXT, config.data),
     )
     state: Any = SimpleNamespace(
+        skipped=(0, 0),
         step=10,
         windows_seen=80,
         tensors=lambda: TENSORS,

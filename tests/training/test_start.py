@@ -12,7 +12,7 @@ from conftest import SMALL
 from support.single_process import SingleProcess
 from support.snapshots import make_manifest, write
 
-from mingpt.base.errors import UnreadableSnapshot, UserError
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
 from mingpt.config.cli import build
 from mingpt.data import TextData
@@ -161,13 +161,15 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     manifest["data"]["sha256"] = "0" * 64 if changed == "data" else data.fingerprint
     manifest["config"]["seed"] += changed == "seed"
     manifest["config"]["trainer"]["log_every"] += changed == "log_every"
-    check = make_check(config, data, job_start=100)
+    check = make_check(config, data, job_start=100, discarded_after=[])
     if is_refused:
         with pytest.raises(UnreadableSnapshot, match="it is none of this job"):
             check(manifest, {})
     else:
         check(manifest, {})
-    make_check(config, data, job_start=None)(manifest, {})
+    make_check(config, data, job_start=None, discarded_after=[])(manifest, {})
+    with pytest.raises(CorruptSnapshot, match="computed differently"):
+        make_check(config, data, job_start=None, discarded_after=[step - 1])(manifest, {})
 
 
 def check_changed(changes: dict[str, Any], arch: str, resume: str) -> list[str]:
