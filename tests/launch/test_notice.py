@@ -1,6 +1,7 @@
 """launch/notice.sh against a metadata service of this machine that answers as those of the clouds do."""
 
 import http.server
+import os
 import subprocess
 from http import HTTPStatus
 from signal import SIGKILL, SIGTERM
@@ -66,10 +67,11 @@ def test_the_agent_gets_sigterm_only_when_its_machine_will_be_taken(answers: Ans
 
     agent = subprocess.Popen(["sleep", "60"])
     with serving(Metadata) as url:
-        given = {"PATH": "/usr/bin:/bin", "METADATA_URL": url, "NOTICE_EVERY_S": "0.1", "http_proxy": "none"}
-        notice = subprocess.Popen([ROOT / "launch/notice.sh", str(agent.pid)], env=given)
+        notice = subprocess.Popen(
+            [ROOT / "launch/notice.sh", str(agent.pid)],
+            env=os.environ | {"METADATA_URL": url, "NOTICE_EVERY_S": "0.1", "http_proxy": "none"},
+        )
         if not is_taken:
             wait_until(lambda: requests.count(TOKEN[0]) > 2)
             agent.kill()
-        ends = -agent.wait(20), notice.wait(20)
-    assert ends == ((SIGTERM, 0) if is_taken else (SIGKILL, 1))
+        assert (-agent.wait(20), notice.wait(20)) == ((SIGTERM, 0) if is_taken else (SIGKILL, 1))
