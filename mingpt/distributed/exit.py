@@ -1,6 +1,7 @@
 """How a worker exits: its exit code, its exit reason in the store, and what becomes of its peers."""
 
 import contextlib
+import faulthandler
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from mingpt.base.errors import ClaimLost, ExpectedError, NodeRefused, UserError
@@ -23,15 +25,50 @@ from mingpt.distributed.rendezvous import (
     PeerEnd,
     Rendezvous,
     kill_by_pidfd,
+    stack_path,
     wait_readable,
 )
 
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
+STACKS_AFTER = 0.9  # of timeout_s: before the others give a stuck worker up
+MAX_STACK_FILES = 20
 RELEASE_S = 5.0
 JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; an agent passes any other one on to its workers
 LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
+
+
+class StackFile:
+    """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
+
+    It is stuck when `note_progress` was called and then not again for `limit_s`. The timer is faulthandler's:
+    it needs no interpreter lock, which C code may hold. Raises OSError.
+    """
+
+    def __init__(self, path: Path, limit_s: float) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self.path, self.limit_s = path, limit_s
+        self.armed_at = 0.0
+        self.file = path.open("ab")
+        faulthandler.register(signal.SIGUSR2, self.file)
+
+    def note_progress(self) -> None:
+        """Not stuck. Stacks that were written of a wait that has ended are dropped."""
+        now = time.monotonic()
+        waited_s = now - self.armed_at
+        if waited_s > self.limit_s / 20:  # seldom, since each time starts a thread
+            self.armed_at = now
+            faulthandler.dump_traceback_later(self.limit_s, file=self.file)
+        if waited_s > self.limit_s:
+            with contextlib.suppress(OSError):  # then they stay
+                self.file.truncate(0)
+
+    def close(self) -> None:
+        """Remove the file if nothing was written."""
+        faulthandler.cancel_dump_traceback_later()
+        if os.fstat(self.file.fileno()).st_size == 0:
+            self.path.unlink(missing_ok=True)
 
 
 class ProcessExit:
@@ -50,6 +87,7 @@ class ProcessExit:
         self.release_claims: Callable[[], None] = lambda: None
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
         self.note_failure: Callable[[str], None] | None = None  # on rank 0: for run.json
+        self.stacks: StackFile | None = None
         self.noting = threading.Lock()
         self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
@@ -68,7 +106,21 @@ class ProcessExit:
         """Have `note` called, once, with the reason of a failure after which no generation follows."""
         self.note_failure = note
 
+    def open_stacks(self, run_dir: str, is_kept: bool) -> None:
+        """Have this worker write its stacks if it is stuck from here on; if `is_kept`, remove old ones."""
+        folder = Path(run_dir) / "stacks"
+        name = self.rendezvous.generation if self.rendezvous else ""
+        with contextlib.suppress(OSError):  # a full disk, of which other files tell: then it writes none
+            found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if is_kept else []
+            for number, old in enumerate(found):
+                is_empty = not os.path.getsize(old) and name[:8] not in old.name  # of a killed worker
+                if is_empty or number >= MAX_STACK_FILES:
+                    old.unlink()
+            self.stacks = StackFile(stack_path(folder, name, self.launch.rank), STACKS_AFTER * self.timeout_s)
+
     def record_exit_reason(self, why: str, agreed: bool = False) -> None:
+        if self.stacks is not None:
+            try_within(NOTE_FAILURE_S, self.stacks.close)
         if self.rendezvous is not None:
             self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
@@ -174,7 +226,7 @@ class ProcessExit:
         self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
         self.exiting.acquire()
         if is_lost_peer(error) and is_timeout(error):
-            self.leave_peers(f"{TIMED_OUT} after {self.timeout_s:g} s", are_frozen=True)
+            self.leave_peers(f"{TIMED_OUT} {self.timeout_s:g} s", are_frozen=True)
         elif is_lost_peer(error):
             self.leave_peers(f"{LOST_PEER} ({first_line(error)})", are_frozen=False)
         else:

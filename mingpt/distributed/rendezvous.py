@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import select
 import signal
 import time
@@ -28,7 +29,7 @@ from mingpt.base.errors import PeersMissing
 from mingpt.base.system import run_within
 from mingpt.distributed.launch import Launch
 
-TIMED_OUT = "timed out waiting for a peer"
+TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
@@ -83,9 +84,9 @@ def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
     return [keys[fd] for fd, _ in poller.poll(1000 * timeout_s)]
 
 
-def kill_by_pidfd(pidfd: int) -> None:
+def kill_by_pidfd(pidfd: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(OSError):  # it has gone
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        signal.pidfd_send_signal(pidfd, number)
 
 
 class PeerEnd(Enum):
@@ -111,25 +112,30 @@ class GenerationEnd:
 
     world_size: int
     exit_reasons: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
+    name: str = ""
 
     def step(self) -> int | None:
         """The last step that the generation had completed."""
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
 
-    def sentence(self) -> str:
+    def sentence(self, stacks: Path | None = None) -> str:
+        """`stacks` is the folder where workers that were stuck have written where they are."""
         reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
         parts = []
+        timeouts = [why.removeprefix(TIMED_OUT) for why in reasons.values() if why.startswith(TIMED_OUT)]
+        paths = [stack_path(stacks, self.name, rank) for rank in (missing or reasons)] if stacks else []
+        places = dict.fromkeys(stuck_place(path) for path in paths if timeouts and path.exists())
+        where = f": {'; '.join(places)}" if places else ""
         if missing:
-            timeouts = [why.removeprefix(TIMED_OUT) for why in reasons.values() if why.startswith(TIMED_OUT)]
-            what = f"timed out{timeouts[0]}" if timeouts else "vanished"
+            what = f"did not answer for{timeouts[0]}{where}" if timeouts else "vanished"
             parts.append(f"{list_workers(missing)} {what}")
         parts += [f"worker {rank} {why}" for rank, why in reasons.items() if why.startswith(FAILED)]
         if parts:
             return "; ".join(parts)
         lost = [why for why in reasons.values() if why.startswith(LOST_PEER)]
         others = {passive(why) for why in reasons.values() if why not in lost}
-        return "; ".join(([f"the workers {max(lost, key=len)}"] if lost else []) + sorted(others))
+        return "; ".join(([f"the workers {max(lost, key=len)}"] if lost else []) + sorted(others)) + where
 
 
 def passive(why: str) -> str:
@@ -278,7 +284,7 @@ class Rendezvous:
             if round is None or round + 1 == self.launch.round:
                 found = {rank: read_exit_reason(store, name, rank) for rank in range(world_size)}
                 reasons = {rank: reason for rank, reason in found.items() if reason is not None}
-                previous = GenerationEnd(world_size, reasons)
+                previous = GenerationEnd(world_size, reasons, name)
                 before = json.loads(read_key(store, "failed_starts") or "[]")
                 failed = FailedStarts(*before).followed_by(previous)
                 store.set("failed_starts", json.dumps(failed))
@@ -364,6 +370,21 @@ def read_exit_reason(store: Any, generation: str, rank: int) -> dict[str, Any] |
     """The exit reason that a rank has recorded, if it has."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
+
+
+def stuck_place(stacks: Path) -> str:
+    """The innermost line of the main thread, outside of libraries if it has such."""
+    main_thread = stacks.read_text(errors="replace").rpartition("hread 0x")[2]  # it comes last
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
+    own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
+    if not own:
+        return "it wrote no stacks (stopped, or its machine is lost)"
+    path, line, function = own[0]
+    return f"{Path(path).name}:{line} in {function}"
+
+
+def stack_path(folder: Path, generation: str, rank: int) -> Path:
+    return folder / f"worker-{rank}-{generation[:8]}.txt"
 
 
 def member_key(generation: str, rank: int) -> str:

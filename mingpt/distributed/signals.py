@@ -4,6 +4,7 @@ A thread receives them: Python runs signal handlers in the main thread only, and
 collective. torch is not imported here, so that a worker listens before it does anything that takes time.
 """
 
+import faulthandler
 import logging
 import os
 import signal
@@ -61,7 +62,9 @@ class StopSignal:
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe is what counts
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # mingpt.launch.agent blocks them
+        faulthandler.register(signal.SIGUSR2, 2)  # to stderr, until there is a run folder
+        # mingpt.launch.agent blocks them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGUSR2])
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 
@@ -76,6 +79,8 @@ class StopSignal:
     def note_progress(self) -> None:
         """Something that all ranks do together is complete."""
         self.progress_at = time.monotonic()
+        if self.exit.stacks and self.launch.world_size > 1:
+            self.exit.stacks.note_progress()
 
     def remove_stop_file(self) -> None:
         """Remove it, so that the same command goes on from here."""

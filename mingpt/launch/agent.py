@@ -22,6 +22,7 @@ from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
+from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd
 from mingpt.distributed.signals import SIGNALS, StopSignal
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     with tempfile.TemporaryDirectory(prefix=AGENT_FOLDER) as folder:
         stop = StopRequest(Path(folder) / "status")
         stop_signal.close(stop.note)
+        signal.signal(signal.SIGUSR2, pass_on)
         register_rendezvous(stop)
         os.environ[STATUS_FILE] = str(stop.status_file)
         os.environ[AGENT_PID] = str(os.getpid())
@@ -113,7 +115,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         # The workers inherit this thread's mask: these signals wait until their StopSignal unblocks them.
         # Another thread of this process, which does not block them, receives the agent's own.
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGUSR2])
         failures: Mapping[int, Any] = {}  # torch's ProcessFailure, by rank
         try:
             agent(*command)
@@ -138,6 +140,13 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
                     "(trainer.max_restarts)\n"
                 )
     os._exit(code)
+
+
+def pass_on(number: int, frame: FrameType | None) -> None:
+    """The handler of SIGUSR2: the workers write their stacks."""
+    for pidfd in find_local_peers(os.getpid()).values():
+        kill_by_pidfd(pidfd, number)
+        os.close(pidfd)
 
 
 def register_rendezvous(stop: StopRequest) -> None:

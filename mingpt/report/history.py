@@ -217,7 +217,11 @@ class RunHistory:
             reported = start.previous.step() if start.previous else None
             last["exact"] = reported is not None and reported >= recorded
             last["to_step"] = max(recorded, reported or 0, start.step)
-            last["end"] = start.previous.sentence() if start.previous else unknown_end(last, start)
+            last["end"] = (
+                start.previous.sentence(self.path.with_name("stacks"))
+                if start.previous
+                else unknown_end(last, start)
+            )
             # From the last record until now, unless the whole job had ended.
             waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
         elif is_for_node:

@@ -62,7 +62,7 @@ def shorten(end: str) -> str:
     """A few words of how a generation ended."""
     words = re.split(r" \(|;|:", end.removeprefix("the workers were ").removeprefix("the "))[0]
     words = re.sub(r"workers \d+(, \d+){3,}", lambda ranks: f"{ranks[0].count(',') + 1} workers", words)
-    return textwrap.shorten(words, 30, placeholder=" ...")
+    return textwrap.shorten(words, 34, placeholder=" ...")
 
 
 def unit_of(seconds: float) -> str:

@@ -225,6 +225,7 @@ class Trainer:
                 assignment,
                 self.saving.store.url,
             )
+        self.context.exit.open_stacks(self.config.run_dir, bool(self.run_logger))
         self.saving.allocate()
         events.emit("run_start", state=state, strategy=self.strategy)
         return True

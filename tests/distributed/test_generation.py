@@ -72,7 +72,7 @@ def test_a_peer_that_left_no_orderly_reason_is_lost(
         ({}, "workers 0, 1 vanished"),
         ({"r0": NO_PEER}, "worker 1 vanished"),
         ({"r0": "finished"}, "worker 1 vanished"),
-        ({"r0": f"{TIMED_OUT} after 2.5 s"}, "worker 1 timed out after 2.5 s"),
+        ({"r0": f"{TIMED_OUT} 2.5 s"}, "worker 1 did not answer for 2.5 s"),
         ({"r0": NO_PEER, "r1": FAILED}, f"worker 1 {FAILED}"),
         ({"r0": FAILED, "r1": FAILED}, f"worker 0 {FAILED}; worker 1 {FAILED}"),
         (

@@ -56,6 +56,20 @@ def test_a_stuck_worker_leaves_when_its_sibling_is_gone(
 
 
 @pytest.mark.slow
+def test_the_place_where_a_worker_is_stuck_is_told(start: Start, text: Path, tmp_path: Path) -> None:
+    """Though its C code holds the interpreter lock."""
+    code = STUCK.format(folder=str(tmp_path), ranks="1").replace("ctypes.CDLL", "ctypes.PyDLL")
+    program = changed_program(tmp_path, code)
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 4}
+    job = start(command(launcher=torchrun(2, restarts=1), program=program, **settings))
+    assert job.wait() == 0, job.err()
+    line = program.read_text().partition("PyDLL")[0].count("\n") + 1
+    place = f"changed_train.py:{line} in on_step_start"
+    assert f"worker 1 did not answer for 4 s: {place} at step 12; resumed from" in job.err()
+    assert len(list((tmp_path / "run/stacks").iterdir())) == 2, "the second generation was undisturbed"
+
+
+@pytest.mark.slow
 def test_workers_that_are_all_stuck_leave_timeout_s_after_sigterm(
     start: Start, text: Path, tmp_path: Path
 ) -> None:

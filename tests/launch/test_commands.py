@@ -97,7 +97,9 @@ def test_every_script_parses_and_its_flags_and_settings_are_known(name: str, scr
             settings = shlex.split(line.partition("train.py")[2].partition("|")[0].removesuffix(")"))
             parse([word for word in settings if "=" in word])
     lines = [line.partition(" #")[0] for line in commands(script) if "--print_config" not in line]
-    assert name == "elastic.sh" or any("train.py" in line or "node.sh" in line for line in lines)
+    assert name in ("elastic.sh", "notice.sh") or any(
+        "train.py" in line or "node.sh" in line for line in lines
+    )
 
 
 def test_the_commands_of_the_page_on_clusters_are_those_of_the_recipes() -> None:

@@ -39,7 +39,7 @@ def test_a_bar_tells_its_phases_and_the_night_between_two_jobs_is_cut_out() -> N
     ("end", "word"),
     [
         ("worker 1 failed (ValueError: twice two)", "worker 1 failed"),
-        ("workers 0, 1, 2, 3, 4, 5 timed out after 60 s; worker 7 failed", "6 workers timed out after 60 s"),
+        ("workers 0, 1, 2, 3, 4 did not answer for 60 s: a.py:1 in f", "5 workers did not answer for 60 s"),
         ("the workers lost a peer (Connection closed)", "workers lost a peer"),
         ("the workers were told to stop by SIGTERM", "told to stop by SIGTERM"),
         ("failed: the snapshot of step 7 cannot be written", "failed"),
