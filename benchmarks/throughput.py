@@ -6,6 +6,8 @@
 A row per size, as JSON. `products` is what the arithmetic of a step would take at the rate measured for large
 products, over what the step took. A part's share is the time in the main thread that ends with the event of
 that part; `reduction` is what is left of it after the last backward pass, and `optimizer` includes clipping.
+CPU seconds and page faults of a step, and peak memory, are rank 0's: with and without `trainer.parallel=fsdp`
+they show what sharding costs, also on cores that others use.
 On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and
 backward are then those of their launches. Wants cores that nobody else uses.
 """
@@ -13,6 +15,8 @@ backward are then those of their launches. Wants cores that nobody else uses.
 import argparse
 import functools
 import json
+import os
+import resource
 import statistics
 import sys
 import time
@@ -20,7 +24,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import Settings, argument_parser, arguments_of, product_rate, row, wait_for_success, work_folder
+from common import (
+    Settings,
+    argument_parser,
+    arguments_of,
+    process_mb,
+    product_rate,
+    row,
+    wait_for_success,
+    work_folder,
+)
 from steps_against import BIG, SIZES
 
 from mingpt.base import events
@@ -50,6 +63,8 @@ ENDS = {
     "optimizer_end": "optimizer",
     "save_end": "snapshot",
 }
+# Of rank 0: CPU seconds and page faults per step, and its peak.
+USAGE = ("user_s", "system_s", "page_faults", "peak_mb")
 TIMES = "times.json"
 
 
@@ -61,6 +76,7 @@ class StepTimes:
         self.warm_up = max(1, config.trainer.max_steps // 4)
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.steps: list[float] = []
+        self.usage = resource.getrusage(resource.RUSAGE_SELF)  # before the first step that counts
         self.is_rank_0 = False
         self.step_began = self.part_began = 0.0
         events.subscribe("worker_start", self.on_worker_start)
@@ -77,6 +93,7 @@ class StepTimes:
     def on_step_start(self, step: int) -> None:
         if step == self.warm_up:
             self.parts = dict.fromkeys(PARTS, 0.0)
+            self.usage = resource.getrusage(resource.RUSAGE_SELF)
         self.step_began = self.part_began = time.perf_counter()
 
     def on_save_start(self, kind: str, step: int) -> None:
@@ -96,8 +113,13 @@ class StepTimes:
             return
         steps = self.steps[self.warm_up :]
         tokens = self.config.trainer.batch_size * self.config.data.block_size
+        first, last = self.usage, resource.getrusage(resource.RUSAGE_SELF)
         measured = {
             "steps": steps,
+            "user_s": (last.ru_utime - first.ru_utime) / len(steps),
+            "system_s": (last.ru_stime - first.ru_stime) / len(steps),
+            "page_faults": (last.ru_minflt - first.ru_minflt) / len(steps),
+            "peak_mb": process_mb(os.getpid(), "VmHWM"),
             "parts": {part: seconds / len(steps) for part, seconds in self.parts.items()},
             "parameters": sum(weight.numel() for weight in state.model.parameters()),
             "tokens_per_step": tokens,
@@ -142,6 +164,7 @@ def measure_size(size: str, rate: float, arguments: argparse.Namespace) -> dict[
         "parameters": runs[0]["parameters"],
         "steps_per_s": round(1 / step_s, 3),
         "step_s": [round(median, 5) for median in medians],
+        **{key: round(statistics.median(run[key] for run in runs), 4) for key in USAGE},
         "tokens_per_s": round(runs[0]["tokens_per_step"] / step_s),
         "product_rate": round(rate / 1e9),
         "products": round(runs[0]["flops_per_step"] / rate / step_s, 3),

@@ -20,9 +20,8 @@ from mingpt.distributed.device import (
     check_device_types,
     find_device,
     find_environment,
-    keeps_freed_memory,
+    keep_freed_memory,
     resolve_dtype,
-    tune_malloc,
 )
 from mingpt.distributed.exit import ProcessExit
 from mingpt.distributed.launch import Launch
@@ -93,7 +92,7 @@ class DistributedContext:
         dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if self.device.type == "cpu":
-            tune_malloc(keeps_freed_memory(config))
+            keep_freed_memory()
 
     def environment(self) -> Environment:
         """What the bits depend on besides the configuration."""

@@ -12,10 +12,8 @@ from mingpt.distributed.launch import Launch
 if TYPE_CHECKING:
     import torch
 
-    from mingpt.config import TrainerConfig
-
 # Of glibc's malloc.h.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
@@ -139,24 +137,26 @@ def enable_determinism() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def keeps_freed_memory(config: "TrainerConfig") -> bool:
-    """Whether workers on a CPU keep what they free: where each holds everything, and is to be fast."""
-    return config.parallel == "ddp" and not config.shard_optimizer
+def use_one_arena() -> None:
+    """Have all threads of this process share glibc's freed memory; of use before there is another thread.
 
-
-def tune_malloc(keeps_freed: bool) -> None:
-    """Have glibc keep freed memory: it would return large blocks that every step faults in again.
-
-    Or return large blocks at once: where weights are gathered and freed all the time, what is kept of many
-    sizes, by many threads, soon takes twice the memory (gpt2 12 x 768, two workers, shard_optimizer: 4.8 GB
-    instead of 2.9).
+    Later each has an arena of its own already, and what one has freed is of no use to the others.
     """
+    set_malloc_option(M_ARENA_MAX, 1)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory: it would return large blocks that every step faults in again."""
+    set_malloc_option(M_MMAP_MAX, 0)
+    set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
+    set_malloc_option(M_TOP_PAD, 64 << 20)
+
+
+def set_malloc_option(option: int, value: int) -> None:
+    """glibc's mallopt; nothing where there is none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    keep = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20))
-    give_back = ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 1 << 20))
     if mallopt:
-        for option, value in keep if keeps_freed else give_back:
-            mallopt(option, value)
+        mallopt(option, value)
 
 
 def usable_cores() -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mingpt.base import events
 from mingpt.base.errors import NonRetryableError, PeersMissing, StopRequested, UserError
+from mingpt.distributed.device import use_one_arena
 from mingpt.distributed.exit import ProcessExit, describe_failure, first_line, is_lost_peer
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import note_failed_start
@@ -34,6 +35,7 @@ class Worker:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by whoever started us
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
+        use_one_arena()
         gc.disable()  # importing torch takes an eighth less time without the garbage collector
         try:
             self.launch = Launch.from_environment()

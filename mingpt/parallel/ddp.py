@@ -24,6 +24,10 @@ ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
 
 
+def fits_one_bucket(nbytes: int) -> bool:
+    return nbytes <= BUCKET_BYTES
+
+
 def make_buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
     """Numbers of parameters in the likely order of a backward pass.
 

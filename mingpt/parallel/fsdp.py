@@ -3,6 +3,7 @@
 A block's weights are gathered for its forward and its backward pass and freed after each, so all ranks pass
 through the blocks together: they take micro-batches in turns, in rounds, and a rank without one in the last
 round computes a dummy that is not counted. After each backward pass of a block its gradients are scattered.
+A model that fits one bucket of ddp.py is gathered and scattered whole.
 
 `reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank adds the ranks' micro-batches to
 its rows of the sum along the tree of tree.py, in their order, so the bits are those of ExactReduction.
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from mingpt.base import events
 from mingpt.distributed.shared_memory import SharedMemory
-from mingpt.parallel.ddp import allocate
+from mingpt.parallel.ddp import allocate, fits_one_bucket
 from mingpt.parallel.exact import add_lists
 from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, digest
 from mingpt.parallel.tree import PartialSums, push
@@ -41,7 +42,9 @@ class FSDPReduction(Strategy):
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
         self.group = make_group(self.context.launch.is_distributed, setup.timeout_s)
-        self.units: list[Any] = [*setup.blocks, setup.model]  # the last one holds what is in no block
+        self.units: list[Any] = [setup.model]  # holds what is in no block
+        if not fits_one_bucket(sum(weight.nbytes for weight in setup.model.parameters())):
+            self.units = [*setup.blocks, setup.model]
         self.shard()
         allocate(setup.model, self.context.device)
         for unit in self.units:  # from here on its parameters stay the same objects

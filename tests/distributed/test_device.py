@@ -1,5 +1,7 @@
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,24 @@ from mingpt.distributed.device import (
 )
 
 CPU = torch.device("cpu")
+# Prints the page faults of 8 MB in the first thread, and then in another one.
+FAULTS = """
+import resource, threading
+from mingpt.distributed.device import keep_freed_memory
+from mingpt.launch.worker import Worker
+
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(8 << 20)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+Worker()
+thread = threading.Thread(target=touch)
+keep_freed_memory()
+touch()
+thread.start()
+thread.join()
+"""
 
 
 def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -111,3 +131,10 @@ def test_workers_with_different_kinds_of_devices_are_refused() -> None:
     check_device_types(["cpu", "cpu"])
     with pytest.raises(UserError, match="by rank: cuda, cpu, cuda"):
         check_device_types(["cuda", "cpu", "cuda"])
+
+
+def test_what_a_worker_has_freed_is_used_again_by_all_of_its_threads() -> None:
+    """glibc returns it to the kernel otherwise, or keeps it for the one thread."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    first, other = map(int, done.stdout.split())
+    assert other < 0.1 * first

@@ -38,13 +38,15 @@ def test_the_bits_are_those_of_one_process_under_ddp(results: Results, kind: str
         ("fsdp gpt2 float32, kept", "ddp gpt2 float32"),
         ("fsdp gpt2 float32, recomputed", "ddp gpt2 float32"),
         ("fsdp modern bfloat16, recomputed", "ddp modern bfloat16"),
+        ("fsdp gpt2 float32, one unit", "ddp gpt2 float32"),
+        ("fsdp modern bfloat16, one unit", "ddp modern bfloat16"),
         ("fsdp, idle", "ddp, idle"),
     ],
 )
 def test_what_saves_memory_or_time_leaves_the_bits_alone(
     results: Results, case: str, same: str, ranks: int
 ) -> None:
-    """Weights kept after the forward pass, activations computed again, and a rank with dummies alone."""
+    """Weights kept, activations computed again, all weights gathered at once, a rank with dummies alone."""
     assert_pieces(of_ranks(results, case, ranks), results[1][0][same])
 
 

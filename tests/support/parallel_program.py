@@ -44,6 +44,7 @@ class Case:
     recompute: bool = False
     param_dtype: str | None = None
     micro_batches: int = MICRO_BATCHES
+    bucket_bytes: int = 4096  # so that a small model has several
     ranks: Sequence[int] = RANKS
 
 
@@ -89,6 +90,10 @@ GROUPS: dict[str, dict[str, Case]] = {
         "fsdp gpt2 float32, recomputed": Case("fsdp", recompute=True),
         "fsdp modern bfloat16, recomputed": Case("fsdp", arch="modern", dtype="bfloat16", recompute=True),
         "fsdp gpt2 float32, fast": Case("fsdp", "fast"),
+        "fsdp gpt2 float32, one unit": Case("fsdp", bucket_bytes=1 << 20),
+        "fsdp modern bfloat16, one unit": Case(
+            "fsdp", arch="modern", dtype="bfloat16", recompute=True, bucket_bytes=1 << 20
+        ),
         "ddp, idle": Case(micro_batches=2, ranks=ALONE),
         "fsdp, idle": Case("fsdp", micro_batches=2),
         "narrow": Case("fsdp", param_dtype="bfloat16"),
@@ -119,6 +124,7 @@ def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strateg
         param_dtype=torch.bfloat16 if case.param_dtype else None,
         autocasts=functools.partial(autocast, case),
     )
+    ddp.BUCKET_BYTES = case.bucket_bytes
     strategy = make(setup)
     model.init_buffers()
     for name, weight in strategy.held_weights().items():
@@ -228,7 +234,6 @@ def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
 
 
 def main(output: Path, group: str) -> None:
-    ddp.BUCKET_BYTES = 4096  # so that a small model has several buckets
     import torch._dynamo  # imported once, before the forks, of which several would import it
     import torch.distributed.fsdp  # noqa: F401
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mingpt.distributed.device import keeps_freed_memory
 from mingpt.model import cpu_ops, gpt, loss
 from mingpt.parallel.ddp import BUCKET_BYTES
 from mingpt.tools.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
@@ -197,20 +196,24 @@ def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
     head = FLOAT_BYTES * work.vocab_size * work.config.model.n_embd
     if work.config.trainer.reduction == "fast" and work.workers > 1:
         sums += 1  # DistributedDataParallel keeps gradients in its buckets
-    backward = {
-        "gradients": sums * whole,
-        "activations": kept(work) + casts(work),
-        "work": max(loss_work(work), backward_work(work) + head),
-    }
-    if work.on_cpu and keeps_freed_memory(work.config.trainer):
-        # Freed blocks of other sizes are of no use to the last micro-batch's gradient and to the copies that
-        # are sent, received and gathered, bucket by bucket.
-        backward["freed"] = (4 if work.workers > 1 else 1) * whole
     return {
-        "backward begins": backward,
+        "backward begins": {
+            "gradients": sums * whole,
+            "activations": kept(work) + casts(work),
+            "work": max(loss_work(work), backward_work(work) + head),
+            "freed": freed(work),
+        },
         "backward ends": {"gradients": max(sums, 1) * whole, "work": backward_work(work) + head},
         "reduction": {"gradients": whole, "work": in_flight(work)},
     }
+
+
+def freed(work: Workload) -> int:
+    """Kept by glibc between blocks of other sizes; measured with 10.65 M and 85 M parameters.
+
+    It is a gradient and half of the activations, at most.
+    """
+    return FLOAT_BYTES * work.parameters + (kept(work) + casts(work)) // 2 if work.on_cpu else 0
 
 
 def in_flight(work: Workload) -> int:
@@ -246,6 +249,7 @@ def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
             "activations": kept(work) + casts(work),
             "gathered": gathered(work),
             "work": max(loss_work(work), backward_work(work) + copies * block),
+            "freed": freed(work),
         },
         "backward ends": {
             "gradients": sums + own + copies * root,

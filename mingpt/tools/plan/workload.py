@@ -16,6 +16,7 @@ from mingpt.data.source import load_named_tokenizer
 from mingpt.data.windows import Data, TextData, train_tokenizer
 from mingpt.model import parameter_shapes
 from mingpt.optim import state_shapes
+from mingpt.parallel.ddp import fits_one_bucket
 from mingpt.parallel.tree import cover
 from mingpt.training.run_data import find_tokenizer_file
 
@@ -56,7 +57,9 @@ class Workload:
 
     @property
     def root_parameters(self) -> int:
-        """In no block: embeddings, last norm, head."""
+        """Embeddings, last norm, head; under fsdp all of them, where a model is gathered whole."""
+        if self.config.trainer.parallel == "fsdp" and fits_one_bucket(FLOAT_BYTES * self.parameters):
+            return self.parameters
         return self.parameters - self.config.model.n_layer * self.block_parameters
 
     @functools.cached_property
