@@ -6,14 +6,6 @@ from conftest import ROOT
 from mingpt.base import events
 
 
-def test_callbacks_run_in_the_order_of_their_subscription_with_the_details() -> None:
-    received: list[tuple[str, object]] = []
-    events.subscribe("run_end", lambda state: received.append(("first", state)))
-    events.subscribe("run_end", lambda state: received.append(("second", state)))
-    events.emit("run_end", state=3)
-    assert received == [("first", 3), ("second", 3)]
-
-
 def test_subscribing_to_an_unknown_event_names_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"no event 'step_ends'; there are .*step_end, "):
         events.subscribe("step_ends", print)

@@ -135,7 +135,6 @@ def test_a_node_that_computes_wrongly_leaves_and_the_others_finish_with_the_righ
     undisturbed = tmp_path / "undisturbed"
     alone = start(command(run_dir=undisturbed, **underscored(given)))
     assert alone.wait() == 0, alone.err()
-    assert tensor_hash(undisturbed, 100)[:16] in job.hashes(100)
     assert tensor_hash(job.newest_run_dir(honest), 100) == tensor_hash(undisturbed, 100)
 
 
