@@ -116,8 +116,8 @@ class FSDPReduction(Strategy):
     def note_digest(self, number: int, gradients: Tensor) -> None:
         """Of all gradients of unit `number` that this rank has computed, if that is asked for."""
         if self.found is not None:
-            is_last = number == len(self.units) - 1
-            self.found["the tensors of no block" if is_last else f"block {number}"] = digest(gradients)
+            is_model = self.units[number] is self.setup.model  # or what is in no block of its own
+            self.found["the model" if is_model else f"block {number}"] = digest(gradients)
 
     def gradients(self) -> dict[str, Tensor]:
         gradients = {
