@@ -59,10 +59,20 @@ class Replay:
         self.first_step = state.step
         # A worker without a micro-batch in a step computes the first one, too.
         self.numbers = [share.start if share else 0 for share in self.strategy.setup.micro_batches_by_rank]
+        self.every = config.trainer.replay_every if self.are_alike() else 0
+
+    def are_alike(self) -> bool:
+        """Whether all workers have processors of one kind, as equal bits need. Collective."""
+        has = torch.cpu.get_capabilities()
+        flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
+        kinds = self.context.all_gather_object((self.saving.environment.device, flags))
+        if kinds.count(kinds[0]) < len(kinds) and self.context.rank == 0:
+            log.warning("the workers have processors of several kinds: what they compute is not compared")
+        return kinds.count(kinds[0]) == len(kinds)
 
     def is_due(self) -> bool:
         """At a generation's first step, every `trainer.replay_every` steps, and at the last one."""
-        every, step = self.config.trainer.replay_every, self.state.step
+        every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
         return every > 0 and (is_end or step % every == 0)
 

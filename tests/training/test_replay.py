@@ -34,7 +34,13 @@ events.subscribe("run_start", on_run_start)
 class Computer(Replay):
     """`wrong` are, by rank, the calls of `digests` that give another result, or "always"."""
 
-    def __init__(self, context: DistributedContext, wrong: dict[int, Any], copies: dict[int, float]) -> None:
+    def __init__(
+        self,
+        context: DistributedContext,
+        wrong: dict[int, Any],
+        copies: dict[int, float],
+        device: str = "cpu",
+    ) -> None:
         shares = [range(2 * rank, 2 * rank + 2) for rank in range(context.world_size)]
         setup = SimpleNamespace(micro_batches_by_rank=shares)
         strategy = SimpleNamespace(setup=setup, weights_are_sharded=False, updates_are_sharded=True)
@@ -44,7 +50,7 @@ class Computer(Replay):
             strategy=strategy,
             tensors=lambda: {"model.a": weight, "optimizer.a.step": torch.tensor(float(context.rank))},
         )
-        anything: Any = SimpleNamespace(train=None)
+        anything: Any = SimpleNamespace(train=None, environment=SimpleNamespace(device=device))
         super().__init__(build(SMALL), context, state, anything, anything, anything)
         self.wrong, self.calls = wrong.get(context.rank, ()), 0
 
@@ -86,7 +92,12 @@ def test_who_differs_from_itself_or_from_most_is_named(
 def test_a_copy_that_has_drifted_is_told_from_a_gradient(workers: int, named: list[int]) -> None:
     found = run_ranks(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
     assert found == [(named, "holds another copy of model.a")] * workers
-    assert run_ranks(workers, lambda context: Computer(context, {}, {}).compare_copies()) == [None] * workers
+
+
+@pytest.mark.parametrize(("kinds", "is_due"), [("aaa", True), ("aab", False)])
+def test_workers_with_processors_of_several_kinds_are_not_compared(kinds: str, is_due: bool) -> None:
+    found = run_ranks(3, lambda context: Computer(context, {}, {}, kinds[context.rank]).is_due())
+    assert found == [is_due] * 3
 
 
 @pytest.mark.parametrize(
