@@ -46,7 +46,8 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
     assert comes_first or mark.read_text() == "SIGHUP"
     code, said = stop.exit_code(), capsys.readouterr().err
     assert code == (0 if comes_first else 1), "a worker that was killed has written no code"
-    assert said.startswith("stopped by SIGHUP before" if comes_first else "error: the job was told to stop")
+    # Newer versions of torch log lines of their own before.
+    assert ("stopped by SIGHUP before" if comes_first else "error: the job was told to stop") in said
     stop.status_file.write_text("2 ")
     assert stop.exit_code() == 2 and capsys.readouterr().err == "", "a worker has ended the job, and said why"
     with pytest.raises(SignalException):  # a second one reaches workers that are stuck
