@@ -66,10 +66,10 @@ def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
 
     if wanted == "auto":
         if device.type == "cuda":
-            native = torch.cuda.get_device_capability() >= (8, 0)
+            is_fast = torch.cuda.get_device_capability() >= (8, 0)
         else:
-            native = device.type == "cpu" and has_fast_bfloat16()
-        return torch.bfloat16 if native else torch.float32
+            is_fast = device.type == "cpu" and has_fast_bfloat16()
+        return torch.bfloat16 if is_fast else torch.float32
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 

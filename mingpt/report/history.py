@@ -66,8 +66,8 @@ def read_durable_step(run_dir: Path, run_id: str) -> int:
 
 def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
     """Where workers have computed differently, as far as run.json tells, and who of them may be wrong."""
-    history = load_history(run_dir)
-    return history.get("suspects", []) if history and history["id"] == run_id else []
+    history = load_history(run_dir, run_id)
+    return history.get("suspects", []) if history else []
 
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
@@ -255,11 +255,15 @@ class RunHistory:
         self.content["durable_step"] = step
         self.file.write_in_background(self.encode())
 
-    def note_suspects(self, step: int, after: int, workers: list[str], durable_step: int) -> None:
-        """At `step` these workers differed from others; nothing saved past the step `after` is used."""
+    def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
+        """At `step` these workers differed from others; nothing saved past the step `after` is used.
+
+        Written before anything is set aside: whoever is killed meanwhile must not forget it.
+        """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
-        self.content["durable_step"] = durable_step
+        self.content["durable_step"] = 0  # not known until then
+        self.file.write(self.encode())
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
         """The current generation has completed `step`, at so many seconds per step, and has these PHASES."""

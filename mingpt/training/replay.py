@@ -152,9 +152,11 @@ class Replay:
             f"step {self.state.step + 1}: {' or '.join(workers)} {what}: its update is not made, and what "
             f"was saved after step {trusted} is not used"
         )
+        if run_logger:
+            run_logger.history.note_suspects(self.state.step, trusted, workers)
         durable_step = self.saving.discard_after(trusted)
         if run_logger:
-            run_logger.history.note_suspects(self.state.step, trusted, workers, durable_step)
+            run_logger.history.note_durable(durable_step)
             run_logger.failed(self.state.step, sentence)
         context.all_gather_object(None)  # all have set aside what they have
         accused = {nodes[rank][0]: (nodes[rank][1], sentence) for rank in ranks}
