@@ -221,13 +221,13 @@ def seconds_to_import_torch() -> float:
     return time.monotonic() - began
 
 
-def product_rate(device: str, threads: int) -> float:
-    """The machine's own rate: FLOP/s of a large bfloat16 product, the best of five."""
+def product_rate(device: str, threads: int, dtype: str = "bfloat16") -> float:
+    """The machine's own rate: FLOP/s of a large product in this type, the best of five."""
     import torch
 
     torch.set_num_threads(threads)
     size = 8192 if device.startswith("cuda") else 2048
-    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()

@@ -3,13 +3,15 @@
     git worktree add /tmp/older COMMIT && python benchmarks/steps_against.py /tmp/older    # 10 minutes
     python benchmarks/steps_against.py --reduction [--parallel fsdp]     # exact over fast, half an hour
     python benchmarks/steps_against.py --scaling                         # 1, 2 and 4 workers, half an hour
+    python benchmarks/steps_against.py --jobs       # two workers over two jobs of one worker, 20 minutes
     python benchmarks/steps_against.py --nanogpt CHECKOUT TEXT --sizes cpu           # 15 minutes
     python benchmarks/steps_against.py /tmp/older --sizes default --rounds 1         # a minute
 
 Runs of two workers under torchrun, without evaluations and snapshots, on two cores that nobody else uses. A
 step's time is the median over the records of metrics.jsonl after the first quarter. A row per round, as JSON,
 then the median of the paired ratios with their range: ours over the other checkout's; exact over fast
-reduction; `efficiency`, the tokens/s of W workers over W times those of one; nanoGPT's over ours.
+reduction; `efficiency`, the tokens/s of W workers over W times those of one, or over those of two jobs of one
+worker and half the batch each, at once; nanoGPT's over ours.
 
 nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
 settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its
@@ -21,6 +23,7 @@ than 0.95 for two workers at 10M, or 0.92 at another size.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -30,6 +33,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,7 @@ from common import (
     work_folder,
 )
 
+from mingpt.config import TrainerConfig
 from mingpt.tools.jobs import ROOT, clean_environment
 
 CPU = {
@@ -92,12 +97,11 @@ class Bench:
     """Our step times, each of a run in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.runs = folder, 0
+        self.folder, self.runs = folder, itertools.count(1)
 
     def step_s(self, settings: Settings, workers: int = 2, checkout: Path = ROOT) -> float:
         """Raises RuntimeError if the run fails, or is not compiled where it should be."""
-        self.runs += 1
-        run_dir = self.folder / f"run{self.runs}"
+        run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
         own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
         train(run_dir, STEPS_ALONE | own, workers=workers, checkout=checkout)
@@ -153,6 +157,21 @@ def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
             least = EFFICIENCY_OF_10M if size == "10M" else EFFICIENCY
             is_good = statistics.median(efficiencies) >= least
     return is_good
+
+
+def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
+    """What two workers cost each other, and what the exchange costs, apart: two jobs share the memory bus."""
+
+    def two_jobs_s() -> float:
+        batch_size = SIZES[size].get("trainer.batch_size", TrainerConfig().batch_size)
+        settings = SIZES[size] | {"trainer.batch_size": batch_size // 2}
+        with ThreadPoolExecutor(2) as pool:
+            return statistics.fmean(pool.map(lambda _: bench.step_s(settings, 1), range(2)))
+
+    variants = {"two workers": functools.partial(bench.step_s, SIZES[size]), "two jobs": two_jobs_s}
+    found = measure_in_turns(variants, arguments.rounds, size=size)
+    row(size=size, **median_and_spread(paired(found, "two jobs", "two workers"), name="efficiency"))
+    return True
 
 
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
@@ -219,6 +238,7 @@ def main() -> int:
     what.add_argument("checkout", type=Path, nargs="?")
     what.add_argument("--reduction", action="store_true")
     what.add_argument("--scaling", action="store_true")
+    what.add_argument("--jobs", action="store_true")
     what.add_argument("--nanogpt", nargs=2, metavar=("CHECKOUT", "TEXT"))
     parser.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="of --reduction")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default and cpu, or 10M in place of cpu")
@@ -227,6 +247,8 @@ def main() -> int:
     measure, sizes = against_checkout, ["default", "cpu"]
     if arguments.reduction or arguments.scaling:
         measure, sizes = exact_over_fast if arguments.reduction else scaling, ["default", "10M"]
+    elif arguments.jobs:
+        measure, sizes = beside_two_jobs, ["default", "10M"]
     elif arguments.nanogpt:
         measure, sizes = beside_nanogpt, ["cpu", "10M"]
     with work_folder() as folder:

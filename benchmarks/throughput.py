@@ -4,10 +4,10 @@
     python benchmarks/throughput.py --sizes default --rounds 1             # half a minute
 
 A row per size, as JSON. `products` is what the arithmetic of a step would take at the rate measured for large
-products, over what the step took. A part's share is the time in the main thread that ends with the event of
-that part; `reduction` is what is left of it after the last backward pass, and `optimizer` includes clipping.
-CPU seconds and page faults of a step, and peak memory, are rank 0's: with and without `trainer.parallel=fsdp`
-they show what sharding costs, also on cores that others use.
+products in the run's type, over what the step took. A part's share is the time in the main thread that ends
+with the event of that part; `reduction` is what is left of it after the last backward pass, and `optimizer`
+includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's: with and without
+`trainer.parallel=fsdp` they show what sharding costs, also on cores that others use.
 On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and
 backward are then those of their launches. Wants cores that nobody else uses.
 """
@@ -50,6 +50,7 @@ QUIET = {
     "trainer.eval_every": 10**6,
     "trainer.sample_tokens": 0,
     "trainer.log_every": 10**6,
+    "trainer.replay_every": 0,
     "data.val_fraction": 0.01,
 }
 PARTS = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
@@ -148,12 +149,13 @@ def measure(settings: Settings, workers: int, more: Sequence[str]) -> dict[str, 
         measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())
         manifest = json.loads(max(run_dir.glob("snapshots/step_*.json")).read_text())
     environment = manifest["software"]
-    return measured | {"torch": environment["torch"], "device": environment["device"]}
+    return measured | {name: environment[name] for name in ("torch", "device", "dtype")}
 
 
-def measure_size(size: str, rate: float, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_size(size: str, device: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of a size."""
     runs = [measure(SIZES[size], arguments.workers, arguments.settings) for _ in range(arguments.rounds)]
+    rate = product_rate(device, arguments.workers, runs[0]["dtype"])
     medians = [statistics.median(run["steps"]) for run in runs]
     step_s = statistics.median(medians)
     mean_s = statistics.fmean(statistics.fmean(run["steps"]) for run in runs)
@@ -171,6 +173,7 @@ def measure_size(size: str, rate: float, arguments: argparse.Namespace) -> dict[
         "shares": {part: round(seconds / mean_s, 4) for part, seconds in parts.items()},
         "torch": runs[0]["torch"],
         "device": runs[0]["device"],
+        "dtype": runs[0]["dtype"],
     }
 
 
@@ -184,9 +187,8 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", help="further settings of the run")
     arguments = parser.parse_intermixed_args()
     device = "cuda" if "trainer.device=cuda" in arguments.settings else "cpu"
-    rate = product_rate(device, arguments.workers)
     for size in arguments.sizes:
-        row(**measure_size(size, rate, arguments))
+        row(**measure_size(size, device, arguments))
     return 0
 
 
