@@ -34,12 +34,13 @@ mingpt.training.start.check_workers = lambda *_: None
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         {},
         pytest.param({"trainer__parallel": "fsdp"}, marks=pytest.mark.weekly),
-        pytest.param({"trainer__shard_optimizer": True}, marks=pytest.mark.slow),
+        {"trainer__shard_optimizer": True},
     ],
     ids=["ddp", "fsdp", "sharded optimizer"],
 )

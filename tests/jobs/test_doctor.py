@@ -42,6 +42,7 @@ def test_a_healthy_cluster_gets_a_table_and_one_line(start: Start, text: Path, t
     assert list(tmp_path.iterdir()) == []  # what it has tried is removed again
 
 
+@pytest.mark.slow
 def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
     start: Start, text: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def test_a_run_whose_snapshots_live_in_an_object_store_resumes(
         assert not list(tmp_path.glob("snapshots/*"))
 
 
+@pytest.mark.slow
 def test_a_url_in_memory_serves_one_process_and_no_job(
     start: Start, finish: Finish, text: Path, tmp_path: Path
 ) -> None:

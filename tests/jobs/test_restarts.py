@@ -26,7 +26,8 @@ from mingpt.snapshot import SnapshotStore
 from mingpt.tools.jobs import descendants, read_history, torchrun
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_costs_no_bit(
     victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

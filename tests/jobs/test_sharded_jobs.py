@@ -26,13 +26,14 @@ FSDP: dict[str, Any] = {"trainer__parallel": "fsdp"}
 SHARDED_OPTIMIZER: dict[str, Any] = {"trainer__shard_optimizer": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
         (2, FSDP),
-        pytest.param(3, FSDP | {"trainer__recompute": "block"}, marks=pytest.mark.slow),
+        (3, FSDP | {"trainer__recompute": "block"}),
         pytest.param(2, FSDP | {"trainer__fsdp_reshard": False}, marks=pytest.mark.weekly),
-        pytest.param(3, SHARDED_OPTIMIZER, marks=pytest.mark.slow),
+        (3, SHARDED_OPTIMIZER),
     ],
 )
 def test_a_sharded_run_is_that_of_ddp(

@@ -28,6 +28,7 @@ from mingpt.distributed.signals import REPEAT_S
 from mingpt.tools.jobs import Job, descendants, read_history, torchrun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["SIGTERM", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("SIGUSR1", "STOP"))],
