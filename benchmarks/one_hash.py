@@ -4,9 +4,9 @@
     python benchmarks/one_hash.py --workers 1,2 --steps 2 --no_jobs     # a minute or two
 
 Both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped; under fsdp also
-with recomputed activations. Every run is the trainer's own, in workers forked after one import of torch; then
-each strategy once more as a job under torchrun. One row per configuration, as JSON; exit code 1 unless each
-has one hash.
+with recomputed activations. The last configuration is wide enough for fsdp to gather block by block. Every
+run is the trainer's own, in workers forked after one import of torch; then each strategy once more as a job
+under torchrun. One row per configuration, as JSON; exit code 1 unless each has one hash.
 """
 
 import itertools
@@ -35,6 +35,7 @@ SETTINGS = {
     "trainer.eval_windows": 4, "trainer.log_every": 20, "trainer.sample_tokens": 0, "trainer.device": "cpu",
     "snapshot.every": 1000, "snapshot.memory_every": 0, "optimizer.grad_clip": 0.2,
 }  # fmt: skip
+WIDE = 768  # more than 25 MiB of weights, which is what fsdp gathers whole
 
 
 def train_forked(settings: Settings, workers: int) -> None:
@@ -74,7 +75,9 @@ def configurations() -> Iterator[dict[str, object]]:
     for arch, optimizer, dtype in itertools.product(
         ("gpt2", "modern"), ("adamw", "muon"), ("float32", "bfloat16")
     ):
-        yield {"model.arch": arch, "optimizer.name": optimizer, "trainer.dtype": dtype}
+        chosen: dict[str, object] = {"model.arch": arch, "optimizer.name": optimizer, "trainer.dtype": dtype}
+        yield chosen
+    yield chosen | {"model.n_embd": WIDE}
 
 
 def main() -> int:
