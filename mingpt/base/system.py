@@ -24,7 +24,7 @@ class OutOfTime(Exception):
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`, or raise what it raises. Raises OutOfTime after `limit_s` seconds."""
+    """Return the result of `work`, or raise its exception. Raises OutOfTime after `limit_s` seconds."""
     outcome, thread = start(work)
     thread.join(limit_s)
     if not outcome.done():

@@ -79,7 +79,7 @@ def find_files(path: str) -> tuple[Path, list[str], bool]:
             listed = os.listdir(path)
         except OSError as error:
             raise UserError(f"data.path {path} cannot be read: {error.strerror}") from None
-        names = [name for name in listed if name.endswith(".bin") and name[0] != "."]  # as with *
+        names = [name for name in listed if name.endswith(".bin") and name[0] != "."]  # * omits hidden files
         if not names:
             raise UserError(
                 f"data.path {path} has no .bin file: name a text, or a folder of token shards, which "

@@ -61,7 +61,7 @@ class StackFile:
             self.armed_at = now
             faulthandler.dump_traceback_later(self.limit_s, file=self.file)
         if waited_s > self.limit_s:
-            with contextlib.suppress(OSError):  # then the stacks stay
+            with contextlib.suppress(OSError):  # the stacks stay then
                 self.file.truncate(0)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class ProcessExit:
         self.note_failure = note
 
     def open_stacks(self, run_dir: str, is_kept: bool) -> None:
-        """Have this worker write its stacks if it is stuck from here on; if `is_kept`, remove old ones."""
+        """Have this worker write its stacks if it is stuck from now on; if `is_kept`, remove old files."""
         folder = Path(run_dir) / "stacks"
         name = self.rendezvous.generation if self.rendezvous else ""
         with contextlib.suppress(OSError):  # a full disk, which other files report: no stacks then
@@ -196,7 +196,7 @@ class ProcessExit:
             self.exit_on_signal(number, is_first=False)
 
     def how_peer_ended(self, rank: int) -> PeerEnd | None:
-        """How a worker that has exited ended, by its exit reason; None if the store does not answer."""
+        """The end of a worker that has exited, by its exit reason; None if the store does not answer."""
         answers, reason = self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
         return PeerEnd.of(reason) if answers else None
 

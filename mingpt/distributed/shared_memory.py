@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CREDENTIALS = struct.Struct("iii")  # process, user and group, by SO_PEERCRED
 GRANULARITY = 1 << 20  # bytes, of which a segment's size is a multiple
-MEETING_SHARE = 0.25  # of the time limit, for which the ranks wait for one that does not connect
+MEETING_SHARE = 0.25  # share of the time limit, for which the ranks wait for a peer to connect
 
 
 class SharedMemory:
@@ -34,7 +34,7 @@ class SharedMemory:
         ... write to `memory.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...
         memory.barrier()
         ... read from all segments; perhaps write, and another barrier ...
-        memory.end()  # unless something else keeps the next exchange from overwriting what is read
+        memory.end()  # unless something else keeps the next exchange from overwriting the segments
 
     The methods raise an error that `is_lost_peer` knows if a peer is gone, or silent for `timeout_s`.
     """

@@ -26,7 +26,7 @@ REASONS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "STOP")
 SIGNALS = [
     signal.Signals[name]
     for name in REASONS[:-1]
-    if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
+    if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup ignores it
 ]
 POLL_S = 0.2
 # Signals this close together are one request: an agent that receives a signal passes it on to its workers.

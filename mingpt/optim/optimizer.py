@@ -112,8 +112,8 @@ def linear(progress: float) -> float:
     return 1.0 - progress
 
 
-# By `optimizer.schedule`: functions from progress after warm-up, 0 to 1, to a factor from 1 to 0 between peak
-# and minimum.
+# Schedules, by `optimizer.schedule`: functions from progress after warm-up, 0 to 1, to a factor from 1 to 0
+# between peak and minimum.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": cosine,
     "linear": linear,

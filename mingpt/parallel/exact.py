@@ -141,7 +141,7 @@ class BucketReducer:
     def sum_in_memory(
         self, memory: SharedMemory, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """`sum_along_tree` in shared memory: a segment holds a rank's parts, the first part the sums."""
+        """Add along the tree in shared memory: segments hold the ranks' parts, the first part the sums."""
         size, counts = sum(sizes), [len(nodes) for nodes in self.covers]
         memory.begin(max(counts) * size * like.element_size())
         for place, of_node in enumerate(pieces):

@@ -6,7 +6,7 @@ the last round computes a dummy that is not counted. After each backward pass of
 scattered. A model that fits one bucket of ddp.py is gathered and scattered whole.
 
 `reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank adds the ranks' micro-batches,
-in their order along the tree of tree.py, to its rows of the sum. The bits are those of ExactReduction.
+in their order along the tree of tree.py, to its rows of the sum. ExactReduction gives the same bits.
 """
 
 import contextlib

@@ -231,5 +231,5 @@ class Strategy(ABC):
         loss.mul(0.0).backward()  # type: ignore[no-untyped-call]
 
 
-# By `trainer.parallel` and `trainer.reduction`; parallel/__init__.py registers the strategies.
+# The strategies by `trainer.parallel` and `trainer.reduction`; parallel/__init__.py registers them.
 STRATEGIES: dict[tuple[str, str], type[Strategy]] = {}

@@ -175,12 +175,12 @@ def remove_folder(folder: Path, why: str | None = None) -> None:
     if why:
         log.warning("removing %s from memory: %s", folder, why)
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # the memory cannot be used; whoever has the folder says so
+    with contextlib.suppress(OSError):  # the memory cannot be used; the folder's owner reports it
         owner_file(folder).unlink(missing_ok=True)
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """(size,) uint8 backed by a file. Raises OSError if there is no room; a sparse file would SIGBUS."""
+    """Map a file as (size,) uint8. Raises OSError if there is no room; a sparse file would raise SIGBUS."""
     if not hasattr(os, "posix_fallocate"):
         raise OSError(errno.ENOSYS, "this system has no posix_fallocate")
     with open(path, "a+b") as file:

@@ -236,7 +236,7 @@ class SnapshotStore(FileStore):
         self.remove_file(file_name(step, "json"))
         self.fsync_folder()
         for name in files_of(self.names(), step):
-            self.remove_file(name)  # it may be gone: a late listing
+            self.remove_file(name)  # the file may be gone: a listing may be out of date
         self.fsync_folder()
 
     def discard(self, step: int) -> None:
