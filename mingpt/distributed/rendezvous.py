@@ -143,7 +143,7 @@ class GenerationEnd:
 
 
 def passive(why: str) -> str:
-    """The exit reason of all workers: "the workers were told to stop by SIGTERM", "the workers finished"."""
+    """A clause on an exit reason: "the workers were told to stop by SIGTERM", "the workers finished"."""
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 

@@ -168,7 +168,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def finish_step(self) -> None:
-        """Complete the gradients after the last micro-batch. Raises if ranks could not exchange them."""
+        """Complete the gradients after the last micro-batch.
+
+        Raises the error that kept ranks from exchanging gradients, often a lost peer.
+        """
 
     @abstractmethod
     def unreduced(self) -> AbstractContextManager[dict[str, str]]:
@@ -178,7 +181,10 @@ class Strategy(ABC):
         """
 
     def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, str]:
-        """Digests of the gradients of (B, T) tokens, see `unreduced`. Collective if weights are sharded."""
+        """The digests of the gradients of (B, T) tokens; see `unreduced`.
+
+        Collective if weights are sharded.
+        """
         with self.unreduced() as found:
             with self.setup.autocasts():
                 loss = self.forward(inputs, targets)

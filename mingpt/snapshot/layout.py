@@ -65,7 +65,7 @@ def unfinished_name(step: int) -> str:
 
 
 def step_of(name: str, kind: str | None = None) -> int | None:
-    """The step of the snapshot to which the file `name` (of kind "json", "safetensors" or any) belongs."""
+    """The step to whose snapshot the file `name` (of kind "json", "safetensors" or any) belongs, or None."""
     match = FILE_NAME.fullmatch(name)
     if not match:
         return None

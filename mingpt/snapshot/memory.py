@@ -77,7 +77,7 @@ class MemorySnapshots:
         return snapshots
 
     def remove_newer(self, step: int) -> None:
-        """Remove the snapshots past `step`, to which the user has turned back to start a job from it."""
+        """Remove the snapshots past `step`, from which the job starts: the user has turned back to it."""
         for path in self.folders():
             store = SnapshotStore(str(path))
             for newer in store.steps():
