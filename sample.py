@@ -1,8 +1,8 @@
 """Generate text with a trained model: python sample.py out/default --prompt "..." --tokens 300.
 
 Prints the prompt, then the text, and nothing else; between several samples a line of dashes. A sample ends
-early where the model ends its document. In a terminal, without a prompt, it asks for one again and again:
-Ctrl-C stops the text, Ctrl-D ends.
+early where the model ends its document. In a terminal, without --prompt, the program asks for prompts again
+and again: Ctrl-C stops the text, Ctrl-D ends.
 """
 
 import argparse
@@ -138,7 +138,7 @@ def sample(arguments: argparse.Namespace) -> None:
         text = ",".join(map(str, prompt))
     elif not is_interactive:
         text, prompt = read_prompt(arguments, tokenizer)
-    # Tables grow with the context's length, so there is no more of it than these tokens can fill.
+    # Tables grow with the context's length, so the context is no longer than these tokens can fill.
     block_size = min(weights.block_size, (len(prompt) or TERMINAL_LINE) + arguments.tokens)
     model = GPT(weights.model, vocab_size=vocab_size, block_size=block_size)
     load_weights(model, weights.tensors, arguments.run)
@@ -150,7 +150,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def find_device(wanted: str) -> "torch.device":
-    """The device that `--device` names. Raises UserError if it is not there."""
+    """The device that `--device` names. Raises UserError if there is no such device."""
     import torch
 
     if wanted == "auto":
@@ -181,7 +181,7 @@ def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Nam
 def write_samples(
     model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Write each sample behind `text`, whose tokens are `prompt`; without a tokenizer, its tokens."""
+    """Write each sample after `text`, whose tokens are `prompt`; without a tokenizer, write tokens."""
     for number, tokens in enumerate(samples(model, tokenizer, prompt, arguments)):
         if number:
             sys.stdout.write(SEPARATOR)
@@ -193,7 +193,7 @@ def write_samples(
 def samples(
     model: "GPT", tokenizer: "Tokenizer | None", prompt: list[int], arguments: argparse.Namespace
 ) -> Iterator[Iterable[int]]:
-    """The tokens of each sample; a single one yields them as they come, several are generated together."""
+    """Yield each sample's tokens: a single one's as they come, several samples generated together."""
     from mingpt.model import generate_batch
 
     for first in range(0, arguments.num_samples, BATCH):
@@ -231,7 +231,7 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
 
 
 def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """The text to continue, by default the tokenizer's, and its tokens. Raises UserError."""
+    """The text to continue, by default the tokenizer's default prompt, and its tokens. Raises UserError."""
     if text is None:
         tokens = tokenizer.default_prompt()
         return tokenizer.decode(tokens), tokens
@@ -254,7 +254,7 @@ def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[i
 
 
 def write_pieces(pieces: Iterator[str], stop: str | None) -> None:
-    """Write text as it comes, up to `stop`; as many characters as may be its beginning wait for the next."""
+    """Write text as it comes, up to `stop`; characters that may begin `stop` wait for the next piece."""
     held, waiting = "", len(stop) - 1 if stop else 0
     for piece in pieces:
         held += piece

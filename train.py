@@ -1,7 +1,7 @@
 """Train a GPT: python train.py [CONFIG.yaml] [section.key=value ...], alone or under torchrun. See README.md.
 
-Exit codes: 0 finished, or stopped; 2 something only the user can put right; 1 anything else; under torchrun
-128 + signal when told to stop by a signal other than SIGUSR1.
+Exit codes: 0 finished, or stopped; 2 a mistake that only the user can correct; 1 anything else; under
+torchrun 128 + signal when told to stop by a signal other than SIGUSR1.
 """
 
 import sys

@@ -9,6 +9,7 @@ comments and docstrings is that of lines that are not blank.
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,9 @@ LOOSE = {"__init__.py", "__main__.py"}
 MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 105, 500, 60
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Where docstrings are read, and the words with which none begins: the noun is left out.
+READ = ("mingpt", "train.py", "sample.py", "launch", "tests", "benchmarks", "tutorial")
+NO_NOUN = re.compile(r"(Of|Those|That|Whose)\b")
 
 
 @dataclass(frozen=True)
@@ -123,16 +127,33 @@ def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
     return tokenize.generate_tokens(io.StringIO(text).readline)
 
 
+def docstrings_of(text: str) -> Iterator[tuple[ast.stmt, str]]:
+    """Each docstring of a file, as the statement that holds it and its text."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | Function):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield node.body[0], docstring
+
+
+def without_noun(files: Iterable[Path]) -> list[str]:
+    """The place and the first line of each docstring that begins with a word of NO_NOUN."""
+    return [
+        f"{path}:{statement.lineno} {docstring.splitlines()[0]}"
+        for path in files
+        for statement, docstring in docstrings_of(path.read_text())
+        if NO_NOUN.match(docstring)
+    ]
+
+
 def share_of_words(files: Iterable[Path]) -> float:
     """Lines with a comment or of a docstring, over all that are not blank."""
     words = lines = 0
     for path in files:
         text = path.read_text()
         found = {token.start[0] for token in tokens_of(text) if token.type == tokenize.COMMENT}
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
-                docstring = node.body[0]
-                found |= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+        for statement, _ in docstrings_of(text):
+            found |= set(range(statement.lineno, (statement.end_lineno or 0) + 1))
         filled = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()}
         words, lines = words + len(found & filled), lines + len(filled)
     return words / lines
@@ -182,6 +203,7 @@ def main() -> int:
     broken += [f"a file of more than {MAX_FILE_LINES} lines"] if file_lines > MAX_FILE_LINES else []
     broken += [f"a function of more than {MAX_FUNCTION_LINES} lines"] * (function_lines > MAX_FUNCTION_LINES)
     broken += excess
+    broken += [f"a docstring begins without its noun: {place}" for place in without_noun(python_files(*READ))]
     sys.stdout.write("\n".join([*lines, *(f"broken: {rule}" for rule in broken)]) + "\n")
     return 1 if broken else 0
 

@@ -28,11 +28,12 @@ def test_each_limit_of_a_budget_that_is_passed_is_a_sentence() -> None:
     ]
 
 
-def test_comments_and_docstrings_are_counted_by_lines_that_are_not_blank(tmp_path: Path) -> None:
+def test_docstrings_are_counted_with_comments_and_begin_with_a_noun(tmp_path: Path) -> None:
     house = runpy.run_path(str(ROOT / ".ci" / "house.py"))
     path = tmp_path / "file.py"
-    path.write_text('"""Two\n\nlines."""\n\nx = 1  # a reason\ny = """no docstring"""\nz = 3\n')
-    assert house["share_of_words"]([path]) == 3 / 5
+    path.write_text('"""Those\n\nlines."""\n\nx = 1  # a reason\ny = """Of no docstring"""\nz = 3\n')
+    # The share is that of lines that are not blank.
+    assert (house["share_of_words"]([path]), house["without_noun"]([path])) == (3 / 5, [f"{path}:1 Those"])
 
 
 def test_every_room_says_what_it_promises() -> None:

@@ -1,4 +1,4 @@
-"""What every room stands on: errors that say what becomes of the job, events, and what is done with files.
+"""Code that every room uses: errors that decide what becomes of the job, events, files, URLs, commands.
 
-Knows no other room.
+Imports no other room.
 """

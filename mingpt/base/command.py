@@ -1,7 +1,7 @@
 """The frame of a command: its parser, its messages and its exit code.
 
-A mistake of the user's is one sentence that begins with "error:", and exit code 2. Messages and errors are
-shown without the credentials of the URLs in them.
+A user's mistake is reported in one sentence that begins with "error:", with exit code 2. Messages and errors
+are shown without the credentials of the URLs in them.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from mingpt.base.urls import RedactingFormatter, redact
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A command line on which a mistake is a UserError, and an option's name is spelled in full."""
+    """A parser that raises UserError for a mistake, and takes no abbreviated options."""
 
     def __init__(self, prog: str, description: str | None, usage: str | None = None) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command with these arguments. Returns its exit code; 2, and one sentence, for a UserError."""
+    """Run a command and return its exit code. A UserError is printed as one sentence, with exit code 2."""
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
@@ -43,6 +43,6 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout."""
+    """Write lines to stdout, without the credentials of URLs."""
     sys.stdout.write(redact("".join(f"{line}\n" for line in lines)))
     sys.stdout.flush()

@@ -1,16 +1,16 @@
-"""What a failure means for the job. `worker.Worker` turns each of these into an exit code."""
+"""Exceptions, by what a failure means for the job. `worker.Worker` turns them into exit codes."""
 
 
 class UserError(ValueError):
-    """Something only the user can put right, said in one sentence. Ends the job with exit code 2."""
+    """A mistake that only the user can correct, described in one sentence. Ends the job with exit code 2."""
 
 
 class ExpectedError(RuntimeError):
-    """An error that its one sentence explains: no traceback is printed. Exit code 1; torchrun may restart."""
+    """An error that one sentence explains, without a traceback. Exit code 1; torchrun may restart."""
 
 
 class PeersMissing(ExpectedError):
-    """This generation ends because other workers did not come, or because the next one leaves a node out."""
+    """This generation ends: other workers did not arrive, or the next generation leaves out a node."""
 
 
 class StopRequested(Exception):
@@ -26,23 +26,23 @@ class NonRetryableError(ExpectedError):
 
 
 class ClaimLost(ExpectedError):
-    """The place that this process writes to is no longer its own."""
+    """This process no longer holds the claim to the run folder or snapshot folder that it writes to."""
 
 
 class SupersededError(ClaimLost, NonRetryableError):
-    """Another job has taken over the place that this one writes to. Raised on the rank that writes there."""
+    """Another job has taken over the folder that this job writes to. Raised on the rank that writes there."""
 
 
 class LaterGeneration(ClaimLost):
-    """A later generation of this job writes there: this worker was frozen, or cut off from the others."""
+    """A later generation of this job has taken over the folder: this worker was frozen, or cut off."""
 
 
 class NodeRefused(UserError):
-    """This node cannot take part in a job that goes on without it. Raised on all ranks of the node alone."""
+    """This node cannot take part in the job, which continues without it. Raised on this node's ranks only."""
 
 
 class NonFiniteError(NonRetryableError):
-    """A loss or a gradient is NaN or infinite; the update is in no snapshot."""
+    """A loss or a gradient is NaN or infinite; no snapshot holds the update."""
 
 
 class CorruptSnapshot(Exception):

@@ -36,7 +36,7 @@ _subscribers: dict[str, list[Callback]] = {}
 
 
 def subscribe(name: str, callback: Callback) -> None:
-    """Call `callback(**details)` at each such event. Raises ValueError for a name that EVENTS lacks."""
+    """Call `callback(**details)` at each event `name`. Raises ValueError for a name that is not in EVENTS."""
     if name not in EVENTS:
         raise ValueError(f"there is no event {name!r}; there are {', '.join(EVENTS)}")
     _subscribers.setdefault(name, []).append(callback)

@@ -1,6 +1,7 @@
-"""What every room does with files: write one whole or not at all, try again, read JSON that may be damaged.
+"""File operations for every room: atomic writes, retries, and reading JSON that may be damaged.
 
-A worker imports no pydantic before it listens for signals, so what runs until then must not import this file.
+A worker must not import pydantic before it listens for signals. Code that runs until then must therefore not
+import this file.
 """
 
 import contextlib
@@ -16,18 +17,18 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 
-# What a driver of fsspec may raise: each has exceptions of its own, of aiohttp, botocore or paramiko say.
+# Each driver of fsspec raises exceptions of its own, from aiohttp, botocore or paramiko for example.
 DriverError = Exception
 RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of object stores
-PIECE_BYTES = 16 << 20  # of a large file at once; drivers give a request to a URL a few minutes
-MAX_JSON_BYTES = 64 << 20  # of a file; a run's or a data set's takes a few thousand
+PIECE_BYTES = 16 << 20  # of a large file per request; drivers end a request to a URL after a few minutes
+MAX_JSON_BYTES = 64 << 20  # per file; a JSON file of a run or a data set has a few thousand
 MAX_JSON_VALUES = 200_000  # each may cost 70 bytes once it is parsed; a real file has thousands
 # Values in JSON that several rooms read.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
 Sha256 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]
 Sync = Literal["nothing", "file", "folder"]
 T = TypeVar("T")
-make_adapter = functools.cache(pydantic.TypeAdapter)  # which takes long
+make_adapter = functools.cache(pydantic.TypeAdapter)  # making an adapter is slow
 log = logging.getLogger(__name__)
 
 
@@ -40,11 +41,11 @@ def atomic_file(
 ) -> Iterator[io.FileIO]:
     """Open a file for writing that appears at `path` when the block ends, or not at all.
 
-    Until then it is called `partial`, by default `<name>.partial` beside it. An error removes it; the file
-    of before is still there. `sync` says what is made durable: nothing, the file before it gets its name, or
-    also its folder afterwards. `before_rename` is called right before the file gets its name, since storage
+    Until then the file is called `partial`, by default `<name>.partial` beside `path`. An error removes it,
+    and the previous file at `path` stays. `sync` tells what is made durable: nothing, the file before it is
+    renamed, or also its folder afterwards. `before_rename` is called right before the rename, since storage
     may have hung for long. It raises an error or returns False if the file must not appear any more; after
-    False nothing is removed either, because the folder is another job's.
+    False the partial file stays, because the folder belongs to another job.
     """
     partial = partial or Path(path).with_name(f"{Path(path).name}.partial")
     try:
@@ -57,7 +58,7 @@ def atomic_file(
             return
         os.replace(partial, path)
     except BaseException:
-        remove_quietly(partial)  # on a full disk it would take the room of others
+        remove_quietly(partial)  # on a full disk it would take space from other files
         raise
     if sync == "folder":
         fsync_path(Path(path).parent)
@@ -70,14 +71,14 @@ def write_atomic(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Write a whole file as `atomic_file` does; text is written as UTF-8. Raises OSError."""
+    """Write a whole file by `atomic_file`; text is written as UTF-8. Raises OSError."""
     with atomic_file(path, partial, sync, before_rename) as file:
         write = functools.partial(os.write, file.fileno())
         write_all(write, content.encode() if isinstance(content, str) else content)
 
 
 def write_all(write: Callable[[memoryview], int | None], content: bytes | memoryview) -> None:
-    """Call `write` until it has taken all bytes; on a disk that fills up it takes a part before it raises."""
+    """Call `write` until all bytes are written; on a disk that fills up it takes a part, then raises."""
     remaining = memoryview(content)
     while remaining:
         written = write(remaining) or 0
@@ -94,7 +95,7 @@ def fsync_path(path: str | Path) -> None:
 
 
 def remove_quietly(path: str | Path) -> None:
-    """Remove a file that may not be there. A failure is no error: the file only takes room."""
+    """Remove a file that may not exist. A failure is no error: the file only takes space."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -104,10 +105,10 @@ def remove_quietly(path: str | Path) -> None:
 
 
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:
-    """Return the result of `work`, which is tried again after each of `pauses_s` seconds.
+    """Return the result of `work`, which is tried again after a pause of each of `pauses_s` seconds.
 
-    Before a pause `on_failure` gets the error, for a line in the log; it raises if another attempt is of no
-    use. The error of the last attempt is raised.
+    Before a pause, `on_failure` gets the error to log it; it raises if another attempt is of no use. The
+    error of the last attempt is raised.
     """
     for pause_s in pauses_s:
         try:
@@ -125,7 +126,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class BadJson(ValueError):
-    """Content that is no JSON, or not of the expected form. `place` leads to the value that is wrong."""
+    """Content that is no JSON, or not of the expected form. `place` has the keys to the wrong value."""
 
     def __init__(self, reason: str, place: tuple[str | int, ...] = ()) -> None:
         self.place = place
@@ -136,7 +137,7 @@ class BadJson(ValueError):
 def read_json(path: Path, form: Any = Any) -> Any:
     """Return the plain value of a JSON file, which `check_json` has checked against `form`.
 
-    Raises OSError, and BadJson also for a file of more than MAX_JSON_BYTES.
+    Raises OSError, or BadJson, also for a file of more than MAX_JSON_BYTES.
     """
     with open(path, "rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
@@ -157,7 +158,7 @@ def parse_json(content: bytes | str, strict: bool = False) -> Any:
     try:
         text = content.decode() if isinstance(content, bytes) else content
         if strict:
-            if sum(map(text.count, ",[{")) > MAX_JSON_VALUES:  # those within texts count, too
+            if sum(map(text.count, ",[{")) > MAX_JSON_VALUES:  # marks inside strings count, too
                 raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
             hooks = {"object_pairs_hook": unique_keys, "parse_constant": refuse_constant}
         return json.loads(text, **hooks)
@@ -177,13 +178,13 @@ def check_json(value: Any, form: type[T]) -> T:
 
 
 def bad_json(error: pydantic.ValidationError) -> BadJson:
-    """Return which value is wrong first, and why."""
+    """Return the error for the first wrong value, with the reason."""
     first = error.errors(include_url=False, include_input=False)[0]
     return BadJson(first["msg"], first["loc"])
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a key that is there twice."""
+    """Return the pairs as a dictionary. Raises ValueError for a repeated key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

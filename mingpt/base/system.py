@@ -1,7 +1,7 @@
-"""What the operating system is asked for: a thread with a limit of time, the addresses of this host.
+"""Services of the operating system: threads with a time limit, and the addresses of this host.
 
-Work that may hang, on a dead disk say, is done by a thread, and its caller waits for a limited time. IPv4
-addresses and the interfaces that have them are read on Linux without the program `ip`.
+Work that may hang, on a dead disk for example, runs in a thread, and its caller waits for a limited time.
+IPv4 addresses and their interfaces are read from the Linux kernel, without the program `ip`.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ IFREQ_BYTES, MAX_ADDRESSES = 40, 512
 
 
 class OutOfTime(Exception):
-    """Work is not done within its time limit; its thread goes on, and nobody waits for it."""
+    """The work did not end within its time limit. Its thread keeps running, and nothing waits for it."""
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`, or raise what it raises. Raises OutOfTime after `limit_s` seconds."""
+    """Return the result of `work`, or raise its exception. Raises OutOfTime after `limit_s` seconds."""
     outcome, thread = start(work)
     thread.join(limit_s)
     if not outcome.done():
@@ -33,7 +33,7 @@ def run_within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def try_within(limit_s: float, work: Callable[[], object]) -> bool:
-    """Whether `work` ends within `limit_s` seconds. Python prints what it raises, as for any thread."""
+    """Whether `work` ends within `limit_s` seconds. Its exception is printed, as for any thread."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -41,7 +41,7 @@ def try_within(limit_s: float, work: Callable[[], object]) -> bool:
 
 
 def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    """Begin `work` in a thread that ends with this process; the future gets its result, or what it raises."""
+    """Run `work` in a daemon thread; the future gets its result or its exception."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -56,7 +56,7 @@ def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
 
 
 def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
-    """(interface, address with its network), the first address of an interface first. Raises OSError."""
+    """Return (interface, address with its network), an interface's first address first. Raises OSError."""
     buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)
     place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     found = []

@@ -1,8 +1,8 @@
 """URLs: opened by the drivers of fsspec, and shown without their credentials.
 
-Credentials are used, and never shown: not on the terminal, in a log, or in a file of the run. Shown are
-`sftp://user:***@host/path` and `https://host/file?***`. Whatever else is secret belongs in the environment,
-which nothing here ever prints.
+Credentials are never shown: not on the terminal, in a log, or in a file of the run. URLs are shown as
+`sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in the environment, which is
+never printed.
 """
 
 import logging
@@ -14,12 +14,12 @@ from mingpt.base.errors import UserError
 HIDDEN = "***"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 PASSWORD = re.compile(r"(://[^/?#@:]*:)[^/?#]*@")
-TOKEN = re.compile(r"(https?://)[^/?#@:]*@")  # elsewhere it is a name: abfs://container@account
-QUERY = re.compile(r"\?[^?]*=.*")  # signed, as by S3; a ? without = is a pattern of names
+TOKEN = re.compile(r"(https?://)[^/?#@:]*@")  # in other schemes it is a name: abfs://container@account
+QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as of S3; a ? without = belongs to a pattern of names
 
 
 def redact(text: str) -> str:
-    """The text without passwords, tokens and queries of the URLs in it."""
+    """The text without the passwords, tokens and queries of its URLs."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])
@@ -29,16 +29,16 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """A value, or nested dictionaries, with every text in them redacted."""
+    """The value, a string or nested dictionaries, with all strings redacted."""
     if isinstance(value, dict):
         return {key: redact_all(one) for key, one in value.items()}
     return redact(value) if isinstance(value, str) else value
 
 
 def open_url(where: str, what: str | None = None) -> tuple[Any, str]:
-    """The file system of a path or URL, and its path there. Listings are not cached.
+    """The file system of a path or URL, and the path in that file system. Listings are not cached.
 
-    Raises UserError, in which it is called `what`, if its driver is not installed.
+    Raises UserError if the driver is not installed; the message calls the URL `what`.
     """
     import fsspec  # takes a while, and a worker does not need it before it listens for signals
 
@@ -55,7 +55,7 @@ def missing_driver(what: str, error: Exception) -> UserError:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Redacts whole lines, arguments and tracebacks included."""
+    """A formatter that redacts whole log lines, arguments and tracebacks included."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

@@ -1,6 +1,6 @@
 """Every setting of a run on one page, checked before torch is imported; the command line that sets them.
 
-Knows pydantic and YAML, and no other room but the ground.
+Uses pydantic and YAML, and imports no room but base.
 """
 
 from mingpt.config.settings import (

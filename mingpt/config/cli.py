@@ -1,8 +1,8 @@
-"""A command line and a YAML file to a checked Config, and one sentence for whatever is wrong with them.
+"""Turn a command line and a YAML file into a checked Config, and report a mistake in one sentence.
 
-A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, then the settings on the
-line, wherever the file stands; defaults are those of settings.py. `--section.key value` works too. Without a
-file, DEFAULT_FILE beside train.py is read.
+A command line is `[CONFIG.yaml] [section.key=value ...]`: the file is applied first, wherever it stands, then
+the settings on the line; settings.py has the defaults. `--section.key value` works too. Without a file,
+DEFAULT_FILE beside train.py is read.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from mingpt.base.errors import UserError
 from mingpt.config.settings import PROJECT, Config, Setting, check, flatten, settings, to_yaml
 
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
-# What others call a setting, after its section; nanoGPT's names above all.
+# Names that other programs, above all nanoGPT, give to a setting; a section before the name is ignored.
 OTHER_NAMES = {
     "lr": "optimizer.learning_rate",
     "max_lr": "optimizer.learning_rate",
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    """The one argument that names a file, and {dotted key: value} for the others."""
+    """The configuration file's path, None if none is given, and {dotted key: value} for the settings."""
     for before, word in itertools.pairwise(argv):
         is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not Path(word).exists()
         if word.startswith("=") or is_value:
@@ -89,11 +89,11 @@ def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
 
 
 class Text(str):
-    """A value as typed on a command line, whose type is not known yet."""
+    """A value as typed on a command line; its type is not known yet."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error."""
+    """A YAML loader that treats a repeated key as an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -107,14 +107,14 @@ class Loader(yaml.SafeLoader):
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """A config file as {dotted key: value}. Raises UserError."""
+    """The settings of a config file, as {dotted key: value}. Raises UserError."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
         is_mapping = isinstance(content, dict | None)
         flat = flatten({str(key): value for key, value in (content or {}).items()}) if is_mapping else {}
     except RecursionError:
         raise UserError(f"{path} is not valid YAML for settings: an anchor contains itself") from None
-    except (OSError, ValueError) as error:  # or a date that does not exist
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or an impossible date
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
     except yaml.YAMLError as error:
@@ -158,9 +158,12 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(value: Any, setting: Setting) -> Any:
-    """A value from YAML or a command line as pydantic checks it; text stays text where text is wanted."""
+    """Convert a value from YAML or a command line for pydantic's check. Raises UserError.
+
+    A text setting keeps its text.
+    """
     is_optional = type(None) in typing.get_args(setting.type)
-    if setting.type is str or is_optional:  # the optional settings are text
+    if setting.type is str or is_optional:  # pydantic reads an optional number from text
         if is_optional and value == "null":
             return None
         return value if isinstance(value, (dict, list, type(None))) else str(value)
@@ -181,7 +184,7 @@ def wrong_value(setting: Setting, value: Any) -> UserError:
         try:
             value = float(value) if setting.type is float else int(value)
         except (TypeError, ValueError):
-            pass  # not a number: shown as it was given
+            pass  # not a number: the message shows it as given
     value = None if value == "null" else value
     return UserError(f"{setting.key} must be {setting.allowed()}, not {value!r}")
 

@@ -1,9 +1,9 @@
 """Every setting of a run on one page: type, default, range, meaning, and whether it can change the result.
 
-Defaults are spelled again in gpt2_train_cfg.yaml, which `train.py` reads unless told otherwise. Settings that
-can change the result must be the same when a run is resumed; see training/start.py. Files and command lines
-are read by cli.py. Nothing here imports torch, so a wrong setting is answered at once. Below the page are
-functions on settings by their dotted keys, and on configurations as dictionaries and as YAML.
+gpt2_train_cfg.yaml repeats the defaults; `train.py` reads it unless another file is given. Settings that can
+change the result must be the same when a run is resumed; see training/start.py. cli.py reads files and
+command lines. Nothing here imports torch, so a wrong setting is reported at once. Functions below the page
+list settings by their dotted keys, and convert configurations to dictionaries and YAML.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from mingpt.base.urls import redact_all
 
 RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 OptionalCount = Optional[typing.Annotated[int, pydantic.Field(ge=1)]]
-# The settings that are auto or something else.
+# The allowed values of the settings that may be auto or something else.
 AUTO_OR = {
     "trainer.workers": "auto or a whole number at least 1",
     "trainer.compile": "auto, true or false",
@@ -33,14 +33,14 @@ LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
-    """A setting. `limits` are ge, gt, lt and le; `affects_result`: it can change the result of a run."""
+    """Declare a setting. `limits` are ge, gt, lt and le; `affects_result`: it can change a run's result."""
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 @dataclass(frozen=True, config=RULES)
 class DataConfig:
-    """What is read."""
+    """The data that the run reads, and their tokenizer."""
 
     path: str = Field(
         "data/input.txt",
@@ -72,14 +72,14 @@ class DataConfig:
 
     @property
     def resolved_path(self) -> str:
-        """Where the data lies: `path`, but the default text is also found beside train.py."""
+        """The path of the data: `path`, or the text beside train.py if the default path does not exist."""
         is_missing = self.path == "data/input.txt" and not os.path.lexists(self.path)
         return str(PROJECT / self.path) if is_missing else self.path
 
 
 @dataclass(frozen=True, config=RULES)
 class ModelConfig:
-    """What is trained."""
+    """The model's architecture and size."""
 
     arch: Literal["gpt2", "modern"] = Field(
         "modern",
@@ -96,7 +96,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=RULES)
 class OptimizerConfig:
-    """How a gradient becomes an update."""
+    """The optimizer and its learning rate."""
 
     name: Literal["adamw", "muon"] = Field(
         "muon",
@@ -131,7 +131,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=RULES)
 class TrainerConfig:
-    """How long, how large, how often, on what."""
+    """The training loop: steps, batches, device, numerics and workers."""
 
     max_steps: int = Field(340, "optimizer steps in the run", ge=0, affects_result=True)
     batch_size: int = Field(
@@ -206,7 +206,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, config=RULES)
 class SnapshotConfig:
-    """What is saved, and how a run goes on."""
+    """When and where snapshots are saved, and how a run starts from one."""
 
     every: int = Field(20, "steps between snapshots; there is always one at max_steps", ge=1)
     memory_every: int = Field(
@@ -236,7 +236,7 @@ class SnapshotConfig:
 
 @dataclass(frozen=True, config=RULES)
 class ReportConfig:
-    """What follows the run besides its own files."""
+    """Reports beside the run's own files."""
 
     tensorboard: bool = Field(False, "also write events for TensorBoard to run_dir/tensorboard")
     tracker: Optional[Literal["wandb", "trackio"]] = Field(
@@ -246,7 +246,7 @@ class ReportConfig:
 
 @dataclass(frozen=True, config=RULES)
 class Config:
-    """A run."""
+    """All settings of a run."""
 
     run_dir: str = Field("out/default", "folder for everything that the run writes")
     seed: int = Field(
@@ -261,7 +261,7 @@ class Config:
 
 
 def check(config: Config) -> None:
-    """Raises UserError if two settings contradict each other or one is not of its form."""
+    """Raises UserError if two settings contradict each other or a setting has the wrong form."""
     model, trainer = config.model, config.trainer
     if not config.run_dir or "://" in config.run_dir or "\0" in config.run_dir:
         raise UserError(f"run_dir must be a local folder, not {config.run_dir!r}; snapshot.path may be a URL")
@@ -314,7 +314,7 @@ def check_workers(config: Config, workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One leaf of Config by its dotted key."""
+    """A setting of Config, under its dotted key."""
 
     key: str
     type: Any
@@ -324,7 +324,7 @@ class Setting:
     limits: dict[str, float]  # {"at least": 1}
 
     def allowed(self) -> str:
-        """The values it may take, in words."""
+        """The values that the setting may take, in words."""
         if self.key in AUTO_OR:
             return AUTO_OR[self.key]
         options = [kind for kind in typing.get_args(self.type) if kind is not type(None)]
@@ -347,7 +347,7 @@ def describe_kind(kind: Any, limits: dict[str, float]) -> str:
 
 
 def find_limits(rules: Iterable[Any]) -> dict[str, float]:
-    """{"at least": 1} of the rules that pydantic keeps for a field."""
+    """The limits of a field, as {"at least": 1}, from the rules that pydantic keeps for it."""
     return {
         words: getattr(rule, kind) for rule in rules for kind, words in LIMITS.items() if hasattr(rule, kind)
     }
@@ -372,7 +372,7 @@ def settings() -> dict[str, Setting]:
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"n_layer": 4}} as {"model.n_layer": 4}."""
+    """Turn {"model": {"n_layer": 4}} into {"model.n_layer": 4}."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict) and value:
@@ -383,7 +383,7 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Settings that affect the result and differ, as "key: old -> new"; both nested as in a file."""
+    """The settings that affect the result and differ, as "key: old -> new", of two nested configurations."""
     was, now = flatten(old), flatten(new)
     found = []
     for key, setting in settings().items():
@@ -399,5 +399,5 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML that `cli.parse` reads back, to the same one but for credentials in URLs."""
+    """The configuration as YAML, which `cli.parse` reads back, without the credentials of URLs."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)

@@ -1,6 +1,6 @@
-"""Text or token shards to windows: those of training, and which worker reads which, and those of evaluation.
+"""Turn text or token shards into windows for training and evaluation, and assign windows to workers.
 
-Each window of an epoch is read exactly once, whatever the number of workers. Knows no model and no process
+Each window of an epoch is read exactly once, whatever the number of workers. Uses no model and no process
 group.
 """
 

@@ -1,7 +1,7 @@
-"""Any Hugging Face tokenizer.json, run by the `tokenizers` package, which is imported when one is made.
+"""Any Hugging Face tokenizer.json, run by the `tokenizers` package, which is imported on first use.
 
-Of byte-level tokenizers it is known how many bytes a token stands for, and of GPT-2's kind where a text may
-be cut and still have the same tokens.
+The file tells whether a tokenizer is byte-level, so that the bytes of each token can be counted, and whether
+it is of GPT-2's kind, so that a text can be cut in pieces and still have the same tokens.
 """
 
 import json
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as PackageTokenizer
 
 # GPT-2's pattern ends a word at every whitespace, and a run of whitespace never begins before its first
-# character. After whitespace it looks ahead, and patterns as cl100k's join punctuation and line breaks.
+# character. After whitespace the pattern looks ahead. Patterns such as cl100k's join punctuation and line
+# breaks.
 CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
 KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # behaviors of Split
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 PIECE_CHARACTERS = 1 << 16
-PIECES_AT_ONCE = 16  # the package needs about 100 bytes for a token while it encodes
-LOSS_CHARACTERS = 1 << 18  # of a text, which are looked at for what a tokenizer loses
-MAX_TOKENS = 1 << 24  # memory is taken for each number up to the highest
+PIECES_AT_ONCE = 16  # while it encodes, the package needs about 100 bytes per token
+LOSS_CHARACTERS = 1 << 18  # the beginning of a text, in which `loses` looks
+MAX_TOKENS = 1 << 24  # arrays have an element for each number up to the highest
 
 
 def byte_alphabet() -> set[str]:
@@ -40,12 +41,12 @@ def byte_alphabet() -> set[str]:
 
 
 def decodes_bytes(spec: dict[str, Any]) -> bool:
-    """Whether the text of tokens is that of their bytes, one after the other; `spec` is a tokenizer.json."""
+    """Whether tokens decode to their bytes, one after the other; `spec` is a tokenizer.json."""
     return [part.get("type") for part in parts_of(spec.get("decoder"), "decoders")] == ["ByteLevel"]
 
 
 def encodes_bytes(spec: dict[str, Any]) -> bool:
-    """Whether the tokens of any text have its UTF-8 bytes; `spec` is a tokenizer.json with a BPE."""
+    """Whether the tokens of any text stand for its UTF-8 bytes; `spec` is a tokenizer.json with a BPE."""
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     model = spec["model"]
     return (
@@ -62,14 +63,14 @@ def encodes_bytes(spec: dict[str, Any]) -> bool:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether an added token, unless it is special, may stand for other bytes of a text than its own."""
+    """Whether an added token that is not special may stand for other bytes of a text than its own."""
     is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
     takes_blanks = token.get("lstrip") or token.get("rstrip")
     return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:
-    """Whether the pieces of `split_text` have, one after the other, the tokens of the whole text."""
+    """Whether the tokens of the pieces of `split_text`, joined, are the tokens of the whole text."""
     split = spec.get("pre_tokenizer") or {}
     return (
         spec.get("normalizer") is None
@@ -83,7 +84,7 @@ def can_be_cut(spec: dict[str, Any]) -> bool:
 
 
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The members of a Sequence, or the part itself."""
+    """The members of a Sequence, or the part itself; none if `part` is None."""
     if part is None:
         return []
     return part[name] if part.get("type") == "Sequence" else [part]
@@ -94,7 +95,7 @@ def added_tokens(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Pieces of `size` characters or somewhat more, each but the first beginning with a line break.
+    """Yield pieces of `size` characters or somewhat more; each but the first begins with a line break.
 
     A line longer than `size` is cut at a space. A text without whitespace stays whole.
     """
@@ -109,8 +110,8 @@ def split_text(text: str, size: int) -> Iterator[str]:
 class JsonTokenizer(Tokenizer):
     """The tokenizer that a tokenizer.json describes.
 
-    Encoding adds no special tokens, and those that the text spells are plain text. The file's settings for
-    truncation, padding and dropout do not act.
+    Encoding adds no special tokens, and treats special tokens in a text as plain text. The file's settings
+    for truncation, padding and dropout are ignored.
     """
 
     stored_as_tensor = True
@@ -132,7 +133,7 @@ class JsonTokenizer(Tokenizer):
         self._dtype = np.min_scalar_type(self._size - 1)
         is_bpe = type(self._tokenizer.model).__name__ == "BPE"  # a file need not say which kind it is
         try:
-            self.is_byte_level = decodes_bytes(spec)  # the text of tokens is that of their bytes
+            self.is_byte_level = decodes_bytes(spec)  # tokens decode to their bytes
             self._has_bytes = is_bpe and encodes_bytes(spec)
             self._can_be_cut = can_be_cut(spec)
         except (KeyError, TypeError, AttributeError) as error:
@@ -160,7 +161,7 @@ class JsonTokenizer(Tokenizer):
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """(tokens,) of the whole text; of GPT-2's kind in pieces, which needs little memory besides."""
+        """The tokens of the whole text, (tokens,); GPT-2's kind encodes it in pieces, to save memory."""
         pieces = split_text(text, PIECE_CHARACTERS) if self._can_be_cut else iter([text])
         arrays = [np.empty(0, dtype=self._dtype)]
         while some := list(islice(pieces, PIECES_AT_ONCE)):
@@ -168,7 +169,7 @@ class JsonTokenizer(Tokenizer):
         return np.concatenate(arrays)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores. Raises UserError for text that is not valid Unicode."""
+        """The tokens of each text, encoded on all cores. Raises UserError for invalid Unicode."""
         for text in texts:
             check_unicode(text)  # some versions of the package raise TypeError, others encode other text
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # from 0.20.1
@@ -176,14 +177,14 @@ class JsonTokenizer(Tokenizer):
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens but for special ones; bytes that are no UTF-8 become U+FFFD."""
+        """The text of the tokens, without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return "".join(self.decode_pieces(tokens))
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of tokens as they come: an incomplete character waits for its other bytes, or the end.
+        """Yield the text of tokens as they arrive; an incomplete character waits for its bytes, or the end.
 
-        A decoder may treat the first token in a way of its own and turn bytes into U+FFFD until they are
-        complete, so tokens are decoded behind those that gave text last.
+        A decoder may treat the first token specially, and turns an incomplete character into U+FFFD. Tokens
+        are therefore decoded together with the tokens of the piece before.
         """
         before: list[int] = []
         pending: list[int] = []
@@ -203,7 +204,7 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray | None:
-        """(vocabulary,) int64 for byte-level tokenizers that change nothing of the text, else None."""
+        """The bytes per token, (vocabulary,) int64, if the tokenizer is byte-level and keeps all text."""
         if not self._has_bytes or any(self._is_in_texts(token) for token in self._is_special):
             return None
         sizes, alphabet = np.zeros(self._size, dtype=np.int64), byte_alphabet()
@@ -214,7 +215,7 @@ class JsonTokenizer(Tokenizer):
         return sizes
 
     def loses(self, text: str) -> bool:
-        """Whether decoding changes the beginning of the text, but for blanks at its ends."""
+        """Whether decoding changes the beginning of the text, other than blanks at its ends."""
         if self.token_bytes() is not None:
             return False
         beginning = text[:LOSS_CHARACTERS]
@@ -242,11 +243,11 @@ class JsonTokenizer(Tokenizer):
         return next((token for token in named if self._is_special.get(token)), None)
 
     def tokens_by_name(self) -> dict[tuple[str, bool], int]:
-        """{(a token's string, whether it is special): the token}"""
+        """The tokens, as {(string, whether the token is special): token}."""
         return {(name, self._is_special.get(token, False)): token for name, token in self._ids.items()}
 
     def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
-        """By the tokens' strings, special to special; none where only one of the two is byte-level."""
+        """Match tokens by their strings, special to special; none if only one tokenizer is byte-level."""
         if not isinstance(other, JsonTokenizer) or self.is_byte_level != other.is_byte_level:
             return super().matching_tokens(other)
         theirs = other.tokens_by_name()
@@ -254,7 +255,10 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_with_package(content: bytes) -> "PackageTokenizer":
-    """The package's tokenizer. Raises ValueError for other content, UserError if the package is missing."""
+    """The package's tokenizer for the content.
+
+    Raises ValueError for other content, UserError if the package is missing.
+    """
     try:
         from tokenizers import Tokenizer as PackageTokenizer
     except ImportError as error:
@@ -264,7 +268,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
         ) from None
     try:
         tokenizer = PackageTokenizer.from_str(content.decode())
-    except Exception as error:  # which one depends on the package's version
+    except Exception as error:  # its type depends on the package's version
         raise ValueError(f"this is no tokenizer.json: {reason_of(error)}") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -287,7 +291,7 @@ def check_unicode(text: str) -> None:
 
 
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
-    """A CharTokenizer where one has written the file, which needs no package, else a JsonTokenizer."""
+    """A CharTokenizer, which needs no package, if one has written the file; else a JsonTokenizer."""
     return CharTokenizer.from_tokenizer_json(content) or JsonTokenizer(content)
 
 

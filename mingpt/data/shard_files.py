@@ -1,8 +1,8 @@
-"""Which files hold the tokens, in which order, and whether each is what its header says.
+"""Find the files of token shards, bring them into order, and check each against its header.
 
 Formats: nanoGPT's (little-endian uint16, no header, files named train.bin and val.bin) and llm.c's, which is
-modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). meta.json is what
-`python -m mingpt prepare` knows of the shards beside it; it is checked before anybody uses it.
+modded-nanogpt's too (256 int32: magic, version, number of tokens; then uint16 or uint32). `python -m mingpt
+prepare` describes its shards in a meta.json beside them, which is checked before it is used.
 """
 
 import glob
@@ -27,7 +27,7 @@ UINT16: np.dtype[Any] = np.dtype("<u2")
 UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
-BLOCK_BYTES = 4096  # the first, the last and two between are part of a fingerprint
+BLOCK_BYTES = 4096  # a fingerprint covers the first block, the last and two between
 VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not medieval, nor eval
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
@@ -46,7 +46,7 @@ class FileMeta(pydantic.BaseModel):
 
 
 class Meta(pydantic.BaseModel):
-    """What this program uses of a finished meta.json; other fields may be there."""
+    """The fields of a finished meta.json that this program uses; there may be others."""
 
     format: Literal[1]
     complete: Literal[True]
@@ -68,10 +68,10 @@ class ShardFile:
 
 
 def find_files(path: str) -> tuple[Path, list[str], bool]:
-    """The folder, the names of its .bin files in the order of reading, and whether all of a folder is read.
+    """The folder, the names of the files to read in any order, and whether `path` is the whole folder.
 
-    `path` is a folder, a pattern or a file. Raises UserError if no file is found, for files of several
-    folders, and for files that `in_order` refuses.
+    `path` is a folder, a pattern or a file. Raises UserError if a folder or pattern has no .bin file, or if a
+    pattern matches files in several folders.
     """
     whole = os.path.isdir(path)
     if whole:
@@ -79,7 +79,7 @@ def find_files(path: str) -> tuple[Path, list[str], bool]:
             listed = os.listdir(path)
         except OSError as error:
             raise UserError(f"data.path {path} cannot be read: {error.strerror}") from None
-        names = [name for name in listed if name.endswith(".bin") and name[0] != "."]  # as a pattern's * does
+        names = [name for name in listed if name.endswith(".bin") and name[0] != "."]  # * omits hidden files
         if not names:
             raise UserError(
                 f"data.path {path} has no .bin file: name a text, or a folder of token shards, which "
@@ -105,12 +105,12 @@ def has_pattern(path: str) -> bool:
 
 
 def is_validation(name: str) -> bool:
-    """Whether `val`, `valid` or `validation` is a word of the name: it stands between no letters."""
+    """Whether `val`, `valid` or `validation` is a word of the name, with no letter beside it."""
     return VALIDATION.search(name) is not None
 
 
 def in_order(folder: Path, names: Iterable[str]) -> list[str]:
-    """Training before validation, then by prefix and number, so that _2 comes before _10.
+    """The names in the order of reading: training before validation, then by prefix and number (_2, _10).
 
     Raises UserError naming the first file that a prefix's numbering lacks, or two files with one number.
     """
@@ -138,9 +138,9 @@ def in_order(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
-    """Read the header and what the fingerprint needs; `entry` is the file's in meta.json, if it is there.
+    """Check a file's header and take its fingerprint. `entry` is the file's entry in meta.json, if any.
 
-    Raises UserError, naming the file, unless its size is that which its header, or its name, asks for.
+    Raises UserError, naming the file, unless its size agrees with its header or name, and with `entry`.
     """
     try:
         with open(path, "rb") as file:
@@ -163,7 +163,10 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
 
 
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
-    """Number of tokens, byte of the first one and their type. Raises UserError naming the file."""
+    """The number of tokens, the first token's byte offset and the tokens' type.
+
+    Raises UserError naming the file.
+    """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]
     if os.path.basename(path) in HEADERLESS and magic not in known:
@@ -190,19 +193,19 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
 
 
 def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
-    """SHA-256 in hex of name, size and 4 KiB at 4 fixed places; of all bytes, if there are no more."""
+    """SHA-256 in hex of a file's name, size and 4 KiB at 4 fixed places; a smaller file counts whole."""
     digest = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(name), size))
     last = size - BLOCK_BYTES
     for place in (0, last // 3, last * 2 // 3, last) if last > 0 else (0,):
         file.seek(place)
-        digest.update(file.read(BLOCK_BYTES))  # overlapping ones in a small file
+        digest.update(file.read(BLOCK_BYTES))  # in a small file the blocks overlap
     return digest.hexdigest()
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """The checked content of the folder's meta.json; None if there is none.
 
-    Raises UserError if it is damaged, another program's, or says that prepare has not finished.
+    Raises UserError if it is damaged, belongs to another program, or says that prepare has not finished.
     """
     path = folder / "meta.json"
     try:

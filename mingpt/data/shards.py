@@ -1,7 +1,7 @@
 """Token shards as one array: a folder or pattern of nanoGPT's or llm.c's .bin files, never read whole.
 
-Nothing is mapped: a file that is cut short, or a network that fails, would end the process by a signal, and
-the resident memory would grow with the data.
+No file is mapped into memory: a file that is cut short, or a network that fails, would end the process by a
+signal, and the resident memory would grow with the data.
 """
 
 import bisect
@@ -56,9 +56,9 @@ def local_path(path: str) -> str | None:
 
 @contextlib.contextmanager
 def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file. What goes wrong until the block ends becomes a sentence that names the file.
+    """Open a checked file. An error until the block ends becomes one sentence that names the file.
 
-    Raises UserError if it is gone or has another size, ExpectedError if reading fails, which may end.
+    Raises UserError if the file is gone or has another size, ExpectedError if reading fails, which may pass.
     """
     try:
         with open(file.path, "rb") as stream:
@@ -90,7 +90,7 @@ class TokenShards:
         return self._stop - self._first
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """(B, length) int64: for each start s the tokens s .. s + length, also across files.
+        """The tokens s .. s + length for each start s, also across files; (B, length) int64.
 
         Raises IndexError for a window outside of the array, UserError if a file has changed or is gone,
         ExpectedError if reading fails.
@@ -106,13 +106,13 @@ class TokenShards:
         return windows
 
     def where(self, position: int) -> str:
-        """The token's number in its file, and the file, for an error message."""
+        """The place of a token, its number in its file and the file, for an error message."""
         number = self._file_at(position + self._first)
         token = position + self._first - self._borders[number]
         return f"token {token:,} of {self._files[number].path}"
 
     def file_count(self) -> int:
-        """Files that hold some of the tokens."""
+        """The number of files that hold some of the tokens."""
         return self._file_at(self._stop - 1) - self._file_at(self._first) + 1
 
     def _file_at(self, position: int) -> int:
@@ -121,9 +121,9 @@ class TokenShards:
     def _pieces(
         self, starts: Sequence[int] | np.ndarray, length: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """What to read: file, row and column of a window, first token in the file, how many.
+        """Yield the reads: file, row and column of a window, first token in the file, number of tokens.
 
-        In the order of the files, so that a batch opens few of them.
+        The reads are in the order of the files, so that a batch opens few files.
         """
         for row in np.argsort(starts).tolist():
             start = int(starts[row])
@@ -142,8 +142,8 @@ class ShardData:
     """Token shards, split and checked.
 
     `files` has each file's fingerprint by name, in the order of reading; `fingerprint` is the SHA-256 over
-    these in hex. `meta` is the folder's meta.json; its `val_bytes` is None where other files are read than it
-    lists.
+    these in hex. `meta` is the folder's meta.json; its `val_bytes` is None if the files that are read are not
+    the files that it lists.
     """
 
     fingerprint: str

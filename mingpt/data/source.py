@@ -1,7 +1,7 @@
-"""What is read for the data from a path or any fsspec URL: the bytes of a text, a tokenizer by name.
+"""Read the bytes of a text, or a tokenizer by name, from a path or any fsspec URL.
 
-A text is cached and checked against a checksum. A tokenizer is a tokenizer.json, GPT-2's two files in a
-folder, or GPT-2's own, downloaded.
+A remote text is cached and checked against a checksum. A tokenizer is a tokenizer.json, GPT-2's two files in
+a folder, or GPT-2's tokenizer, which is downloaded.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-# The checksums are those that tiktoken pins.
+# tiktoken pins the same checksums.
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_VOCAB = ("encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")
 GPT2_MERGES = ("vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5")
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class AbsentFile(UserError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 def read_bytes(config: DataConfig) -> bytes:
@@ -62,7 +62,7 @@ def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: s
 
 
 def read_cache(url: str) -> bytes | None:
-    """The text as it was downloaded before; None, so that it is downloaded, where that cannot be read."""
+    """The bytes of a URL from the cache; None if the cache does not have them or cannot be read."""
     try:
         return cache_path(url).read_bytes()
     except (OSError, RuntimeError) as error:
@@ -71,7 +71,7 @@ def read_cache(url: str) -> bytes | None:
 
 
 def write_cache(url: str, content: bytes) -> None:
-    """Keep a text for the next start; where that does not work, one line says so."""
+    """Keep a text in the cache for the next start. A failure is logged in one line."""
     try:
         cached = cache_path(url)
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def write_cache(url: str, content: bytes) -> None:
 
 
 def cache_path(url: str) -> Path:
-    """Raises RuntimeError if there is neither XDG_CACHE_HOME nor a home folder."""
+    """The cache file of a URL. Raises RuntimeError if there is neither XDG_CACHE_HOME nor a home folder."""
     place = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(place) if place else Path.home() / ".cache") / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
@@ -101,7 +101,7 @@ def download(path: str, setting: str) -> bytes:
 
 @contextlib.contextmanager
 def readable(path: str, begin: str = "") -> Iterator[None]:
-    """Whatever a driver raises becomes a UserError that begins with `begin` and the path."""
+    """Turn any exception of a driver into a UserError that begins with `begin` and the path."""
     try:
         yield
     except UserError:
@@ -116,31 +116,31 @@ def readable(path: str, begin: str = "") -> Iterator[None]:
 
 
 def relative_to(path: str) -> str:
-    """Where a relative path starts, for an error message."""
+    """The folder where a relative path starts, for an error message; "" for other paths."""
     return "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
 
 
 def failed_request(error: Exception) -> BaseException | None:
-    """What fsspec's HTTP driver hides behind FileNotFoundError: no connection, a timeout, a refusal."""
+    """The error that fsspec's HTTP driver hides behind FileNotFoundError: no connection, timeout, refusal."""
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
     return cause if is_of_driver and getattr(cause, "status", None) not in (404, 410) else None
 
 
 def hint_to_prepare(path: str) -> str:
-    """How to use a file that `prepare` reads and training does not, for an error message; else ""."""
+    """The way to use a file that `prepare` reads and training does not, for an error message; else ""."""
     name = path.partition("?")[0] if "://" in path else path
     is_for_prepare = name.lower().endswith((*KINDS, *COMPRESSED))
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer that `read_named_tokenizer` finds. Raises UserError for a file that is none."""
+    """The tokenizer that `read_named_tokenizer` finds. Raises UserError for a file that is no tokenizer."""
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
 
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """That of the content. Raises UserError, beginning with `setting`, for content that cannot be used."""
+    """The tokenizer in `content`. Raises UserError, beginning with `setting`, for unusable content."""
     try:
         return parse_tokenizer_json(content)
     except UserError:
@@ -150,10 +150,10 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 
 
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
-    """The content of a tokenizer.json, by the word gpt2, or a path or fsspec URL of the file or its folder.
+    """The content of a tokenizer.json; `name` is gpt2, or a path or fsspec URL of the file or its folder.
 
     A folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
-    UserError, which begins with `setting`, for what cannot be read.
+    UserError, which begins with `setting`, for files that cannot be read.
     """
     if name == "gpt2":
         vocab, merges = (
@@ -167,7 +167,7 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
 
 
 def read_folder(folder: str, setting: str) -> bytes:
-    """The content of the tokenizer.json in a folder, or of one made from the two files of GPT-2's form."""
+    """The content of the folder's tokenizer.json, or of a tokenizer.json made from GPT-2's two files."""
     try:
         return download(f"{folder}/tokenizer.json", setting)
     except AbsentFile:
@@ -187,7 +187,7 @@ def read_folder(folder: str, setting: str) -> bytes:
 
 
 def join_vocabulary(vocab: bytes, merges: bytes, source: str) -> bytes:
-    """The tokenizer.json of GPT-2's two files. Raises UserError, beginning with `source`, for other files."""
+    """A tokenizer.json made from GPT-2's two files. Raises UserError, beginning with `source`, for others."""
     try:
         tokens = parse_json(vocab)
         ids = sorted(tokens.items(), key=lambda item: item[1])

@@ -1,6 +1,6 @@
-"""What trainer, resume, sample.py and export know of a tokenizer, and the one of characters.
+"""The interface of a tokenizer for trainer, resume, sample.py and export; the tokenizer of characters.
 
-A kind of tokenizer is registered by name in TOKENIZERS; json_tokenizer.py has any tokenizer.json.
+TOKENIZERS has each kind of tokenizer by name. json_tokenizer.py reads any tokenizer.json.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from mingpt.base.files import parse_json
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back, and to the bytes that a snapshot carries."""
+    """Encodes text to tokens, decodes them, and turns itself into bytes for a snapshot."""
 
-    stored_as_tensor = False  # whether a snapshot carries them among its tensors: too many for its manifest
+    stored_as_tensor = False  # whether a snapshot keeps the bytes as a tensor: too many for its manifest
 
     @classmethod
     @abstractmethod
@@ -29,11 +29,11 @@ class Tokenizer(ABC):
     @classmethod
     @abstractmethod
     def from_bytes(cls, content: bytes) -> "Tokenizer":
-        """The inverse of `to_bytes`. Raises ValueError for other bytes."""
+        """The tokenizer whose `to_bytes` gave this content. Raises ValueError for other bytes."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """All of the tokenizer as UTF-8 text; a snapshot carries it."""
+        """The whole tokenizer as UTF-8 text, for a snapshot."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -41,14 +41,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """(tokens,) of the smallest unsigned type. Raises UserError for text that cannot be encoded."""
+        """The tokens of a text, in the smallest unsigned type. Raises UserError if it cannot be encoded."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text."""
+        """The tokens of each text; see `encode`."""
         return [self.encode(text) for text in texts]
 
     def first_token_bytes(self, text: str) -> int:
-        """The UTF-8 bytes of `text` that its first token covers."""
+        """The number of UTF-8 bytes of `text` that its first token covers."""
         return len(self.decode(self.encode(text)[:1].tolist()).encode())
 
     @abstractmethod
@@ -56,19 +56,19 @@ class Tokenizer(ABC):
         """The text of the tokens."""
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of tokens as they come, in pieces of whole characters; joined, it is that of `decode`."""
+        """Yield the text of tokens as they arrive, in whole characters; joined, the result of `decode`."""
         for token in tokens:
             yield self.decode([token])
 
     def token_bytes(self) -> np.ndarray | None:
-        """(vocabulary,) int64: for each token the UTF-8 bytes of text that it stands for, 0 for special ones.
+        """The number of UTF-8 bytes that each token stands for, (vocabulary,) int64; 0 for special tokens.
 
-        None where that is not a property of the token alone.
+        None where the number does not depend on the token alone.
         """
         return None
 
     def loses(self, text: str) -> bool:
-        """Whether the tokens of `text` do not have all of it, but for blanks at its ends."""
+        """Whether the tokens of `text` lack some of it, other than blanks at its ends."""
         return False
 
     @property
@@ -77,41 +77,41 @@ class Tokenizer(ABC):
         return None
 
     def default_prompt(self) -> list[int]:
-        """What a sample begins with where no prompt is given; at least one token."""
+        """The tokens that a sample begins with if no prompt is given; at least one."""
         end = self.end_of_text
         return self.encode("\n").tolist() if end is None else [end]
 
     def to_tokenizer_json(self) -> bytes | None:
-        """The content of a tokenizer.json for Hugging Face's tokenizers; None where it cannot be said so."""
+        """The content of a tokenizer.json for Hugging Face's tokenizers; None if there is no such form."""
         return None
 
     def matching_tokens(self, other: "Tokenizer") -> dict[int, int]:
-        """{token here: the same token in `other`}, for embedding rows taken over from another run."""
+        """The tokens that both have, as {token here: token in `other`}; to take over rows of an embedding."""
         same = self.fingerprint() == other.fingerprint()
         return {token: token for token in range(len(self))} if same else {}
 
     def fingerprint(self) -> str:
-        """The same string for tokenizers that encode alike."""
+        """A SHA-256 in hex, the same for tokenizers of the same kind and content."""
         return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
 
 
-TOKENIZERS: dict[str, type[Tokenizer]] = {}  # by kind; `data.tokenizer` may name one
+TOKENIZERS: dict[str, type[Tokenizer]] = {}  # by kind, which `data.tokenizer` may name
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
-    """The name under which its class is registered."""
+    """The name under which the tokenizer's class is registered."""
     return next(kind for kind, registered in TOKENIZERS.items() if type(tokenizer) is registered)
 
 
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
-    """The tokenizer that a snapshot carries. Raises ValueError for another kind, or other bytes."""
+    """The tokenizer that a snapshot carries. Raises ValueError for an unknown kind, or other bytes."""
     if kind not in TOKENIZERS:
         raise ValueError(f"there is no tokenizer {kind!r}; there are {', '.join(TOKENIZERS)}")
     return TOKENIZERS[kind].from_bytes(content)
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character: its place among a text's distinct characters in code-point order."""
+    """One token per character: the character's place among a text's distinct ones, in code-point order."""
 
     def __init__(self, characters: str) -> None:
         if not 0 < len(characters) <= sys.maxunicode + 1:
@@ -137,7 +137,7 @@ class CharTokenizer(Tokenizer):
         return len(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """(len(text),) tokens. Raises UserError naming the first character that is not in the vocabulary."""
+        """The tokens, (len(text),). Raises UserError naming the first character outside of the vocabulary."""
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         dtype = np.min_scalar_type(len(self) - 1)
         table = np.zeros(int(max(codes.max(initial=0), self._codes[-1])) + 1, dtype=dtype)
@@ -163,7 +163,7 @@ class CharTokenizer(Tokenizer):
         return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()
 
     def to_tokenizer_json(self) -> bytes:
-        """One word per character: WordLevel behind a split at every character."""
+        """A tokenizer.json with one word per character: WordLevel after a split at every character."""
         every_character = {"Regex": r"[\s\S]"}
         split = {"type": "Split", "pattern": every_character, "behavior": "Isolated", "invert": False}
         vocab = {character: token for token, character in enumerate(self.characters)}
@@ -182,7 +182,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_tokenizer_json(cls, content: bytes) -> "CharTokenizer | None":
-        """The inverse of `to_tokenizer_json`; None for any other content."""
+        """The tokenizer whose `to_tokenizer_json` gave this content; None for any other content."""
         try:
             tokenizer = cls("".join(parse_json(content)["model"]["vocab"]))
         except (ValueError, TypeError, KeyError):

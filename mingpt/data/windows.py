@@ -1,8 +1,8 @@
-"""Text or shards as tokens, their windows, and which worker reads which window at which step.
+"""The tokens of a text or of shards, their windows, and the windows that each worker reads at a step.
 
-The split comes first: no character or token of the validation part is ever trained on. A window is
-`block_size + 1` neighbouring tokens, an input and its targets one to the right; a batch of windows is one
-gather from the array. The order is a seeded permutation per epoch, cut into micro-batches.
+The data are split first: no character or token of the validation part is ever trained on. A window is
+`block_size + 1` neighbouring tokens: an input, and its targets one token to the right. A batch of windows is
+one gather from the array. Their order is a seeded permutation per epoch, cut into micro-batches.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ from mingpt.data.shards import ShardData, TokenShards
 from mingpt.data.source import hint_to_prepare
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
-PREFETCH_BATCHES = 64  # gathered, and moved to the device, at once
-PREFETCH_FROM_DISK = 128  # windows
+PREFETCH_BATCHES = 64  # gathered, and moved to the device, together
+PREFETCH_FROM_DISK = 128  # windows of token shards that are read ahead
 FEISTEL_ROUNDS = 6
 PREFETCH_STEPS = 32  # a permutation of a thousand windows costs about as much as one of ten
 MIX_1, MIX_2, GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 MASK_64 = 0xFFFFFFFFFFFFFFFF
-GPT2_VOCABULARY = 50257  # tokens; of shards that have no tokenizer
+GPT2_VOCABULARY = 50257  # tokens; for shards without a tokenizer
 
 
 class CharDataset(Dataset[tuple[Tensor, Tensor]]):
-    """All windows of a token array, or of token shards, by the position of their first token.
+    """All windows of a token array or of token shards, by the position of their first token.
 
     `dataset[start]` is (inputs, targets), each (block_size,) int64; `__getitems__` gathers a batch at once.
     With `vocab_size` a window that holds another token raises UserError.
@@ -57,12 +57,15 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def __getitems__(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (len(starts), block_size) int64."""
+        """The inputs and targets of the windows from `starts` on, each (len(starts), block_size) int64."""
         windows = self.read(starts, self.block_size + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def read(self, starts: Sequence[int], length: int) -> Tensor:
-        """(len(starts), length) int64: the tokens from each of `starts` on. Raises UserError."""
+        """The tokens from each of `starts` on, (len(starts), length) int64.
+
+        Raises UserError for a token outside of the vocabulary.
+        """
         if isinstance(self.tokens, Tensor):
             return self.tokens[torch.as_tensor(starts).unsqueeze(1) + torch.arange(length)].long()
         windows = torch.from_numpy(self.tokens.read(starts, length))
@@ -78,9 +81,9 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def batches(
         self, starts: Iterable[int], batch_size: int, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, ...]]:
-        """The windows that begin at `starts`, in batches: inputs, targets, then both on the device.
+        """Yield the windows that begin at `starts` in batches: inputs, targets, then both on the device.
 
-        Raises UserError for a batch that cannot be used, after those before it.
+        Raises UserError for a batch that cannot be used, after the batches before it.
         """
         remaining = iter(starts)
         if isinstance(self.tokens, Tensor):
@@ -99,20 +102,20 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """As `batches`, of windows that have been read."""
+        """Yield windows that have been read in batches, in the form of `batches`."""
         on_device = [part.to(device) for part in on_cpu]
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> "EvalBatches":
-        """Windows end to end; or, where that is fewer, `max_windows` evenly spaced ones."""
+        """Batches of all windows end to end or, if that is fewer, of `max_windows` evenly spaced windows."""
         return EvalBatches(self, batch_size, max_windows)
 
 
 class EvalBatches(Sequence[tuple[Tensor, Tensor]]):
-    """Batches of inputs and targets, each (<= batch_size, block_size) int64, read when they are asked for.
+    """Batches of inputs and targets, each (<= batch_size, block_size) int64, read on access.
 
-    Together every token but the first is a target exactly once, a shorter last window being a batch of its
-    own; with `max_windows`, where that is fewer, so many evenly spaced whole windows.
+    Every token but the first is a target exactly once; a shorter last window is a batch of its own. If
+    `max_windows` is fewer, the batches have that number of evenly spaced whole windows instead.
     """
 
     def __init__(self, dataset: CharDataset, batch_size: int, max_windows: int | None) -> None:
@@ -153,8 +156,8 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     """The images of `indices` under a keyed permutation of range(size); (N,) uint64 to (N,) uint64.
 
     Its memory does not grow with `size`: a balanced Feistel network over the next power of four, repeated
-    until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Neither
-    numpy nor torch promises its random streams across versions, so this is our own.
+    until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). numpy and
+    torch promise no stable random streams across versions, so this program has its own.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -180,7 +183,7 @@ class ElasticSampler(DistributedSampler[int]):
     have read.
 
     An epoch's windows lie end to end from an offset that the epoch draws, in the order of a permutation. A
-    step takes the next `batch_size` of them, across the end of an epoch too, in micro-batches of
+    step takes the next `batch_size` windows, across the end of an epoch too, in micro-batches of
     `micro_batch_size`. Iterating yields the first positions of this worker's windows, from `windows_seen` on,
     without end.
     """
@@ -207,13 +210,14 @@ class ElasticSampler(DistributedSampler[int]):
         self.windows_seen = 0
 
     def seek(self, windows_seen: int) -> None:
-        """Continue as if so many windows had been read already, by whichever workers. O(1)."""
+        """Continue after the first `windows_seen` windows, whichever workers have read them. O(1)."""
         self.windows_seen = windows_seen
 
     def micro_batches_by_rank(self) -> list[range]:
-        """Which of a step's m micro-batches each rank r of n reads: r * m // n to (r + 1) * m // n.
+        """The micro-batches that each rank reads, out of the m micro-batches of a step.
 
-        Contiguous and as even as can be; if `takes_turns`, r, r + n, r + 2 n, ... Empty for surplus workers.
+        Rank r of n reads r * m // n to (r + 1) * m // n, which are contiguous and even shares; with
+        `takes_turns`, r, r + n, r + 2 n, ... Surplus workers read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:
@@ -224,7 +228,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """(count,) first positions of the windows number `first`, `first` + 1, ... since the run began."""
+        """The first positions of `count` windows, from window number `first` of the run on; (count,)."""
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)
@@ -246,13 +250,13 @@ class ElasticSampler(DistributedSampler[int]):
             next_window += starts.size
 
     def __len__(self) -> int:
-        """Windows of an epoch, of all workers together."""
+        """The number of windows in an epoch, of all workers together."""
         return self.windows_per_epoch
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is trained on and evaluated."""
+    """The data of a run: windows for training and evaluation, and their tokenizer."""
 
     train: CharDataset
     val: CharDataset
@@ -260,12 +264,12 @@ class Corpus:
     vocab_size: int  # rows of the embedding; at least the tokenizer's size
     fingerprint: str  # of the data, 64 hexadecimal digits
     files: Mapping[str, str] = field(default_factory=dict)  # token shards and their fingerprints
-    val_bytes: int | None = None  # of UTF-8 in the validation text after its first token, if tokens have all
-    entropy_floor: float | None = None  # nats per token of the validation part, where they are known
+    val_bytes: int | None = None  # of the validation text in UTF-8, after its first token, if tokens keep all
+    entropy_floor: float | None = None  # nats per token of the validation part, if known
 
 
 class TextData:
-    """A text: its tail is the validation part. Raises UserError for one that is empty or not UTF-8."""
+    """A text, whose tail is the validation part. Raises UserError if it is empty, JSON lines or not UTF-8."""
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
         if not content:
@@ -288,16 +292,16 @@ Data = TextData | ShardData
 
 
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:
-    """A text with a tokenizer of its own. Raises UserError for a text that cannot be used."""
+    """The corpus of a text, with a tokenizer trained on it. Raises UserError for an unusable text."""
     data = TextData(content, config)
     return tokenize(data, config, train_tokenizer(data, config))
 
 
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
-    """The tokens of the data, with the tokenizer that goes with it; a text needs one.
+    """The corpus of the data, in the tokens of `tokenizer`; a text needs a tokenizer.
 
-    `rows` of the embedding are those of the model to go on with, if there is one. Raises UserError for data
-    that is too short for the split, or that the tokenizer cannot encode.
+    `rows` is the number of embedding rows of the model to continue, if there is one. Raises UserError for
+    data that are too short for the split, or that the tokenizer cannot encode.
     """
     meta = data.meta if isinstance(data, ShardData) else None
     vocab_size = rows or vocabulary_size(config, tokenizer, meta)
@@ -332,9 +336,9 @@ def train_tokenizer(data: TextData, config: DataConfig) -> Tokenizer:
 
 
 def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[str, Any] | None) -> int:
-    """Rows of a new model's embedding; `meta` is what meta.json says of shards. Raises UserError.
+    """The number of rows of a new model's embedding; `meta` is the content of the shards' meta.json.
 
-    There must be one for each token of the tokenizer.
+    Raises UserError if `data.vocab_size` has fewer rows than the tokenizer has tokens.
     """
     size = meta["tokenizer"]["vocab_size"] if meta else GPT2_VOCABULARY
     size = size if tokenizer is None else len(tokenizer)
@@ -344,7 +348,7 @@ def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """Nats per character from the .json beside the text, if it describes this text and this split."""
+    """The nats per character in the .json beside the text, if it describes this text and this split."""
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:
         about = read_json(beside)

@@ -1,4 +1,4 @@
-"""The workers of one generation: how they meet after a restart, what they agree on, how they exit.
+"""The workers of one generation: rendezvous after a restart, collectives, requests to stop, and exit.
 
 `Launch`, `StopSignal` and `ProcessExit` work before torch is imported; `DistributedContext` needs it.
 Importing this package does not import torch.

@@ -1,4 +1,4 @@
-"""Exchanges between the background threads of the ranks, beside those of the training."""
+"""A process group for the background threads of the ranks, beside the group that training uses."""
 
 import contextlib
 import itertools
@@ -14,8 +14,8 @@ from torch import Tensor
 from mingpt.base.errors import SaveAborted
 from mingpt.distributed.exit import is_lost_peer
 
-# Of an exchange: a rank may write slowly meanwhile. The loss of one is noticed at once, and the
-# training's own exchanges notice one that is frozen.
+# The time limit of an exchange: a rank may write slowly meanwhile. The loss of a rank is noticed at once, and
+# the training's collectives notice a frozen rank.
 TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def save_needs_peers() -> Iterator[None]:
-    """Around an exchange in the background: raises SaveAborted where it fails because a rank is gone."""
+    """Raise SaveAborted if the exchange in this block fails because a rank is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -35,8 +35,8 @@ def save_needs_peers() -> Iterator[None]:
 class BackgroundGroup:
     """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
 
-    Exchanges raise SaveAborted if a rank is gone. A group of one rank exchanges nothing and needs no process
-    group.
+    The methods raise SaveAborted if a rank is gone. A group of one rank exchanges nothing and needs no
+    process group.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -54,13 +54,13 @@ class BackgroundGroup:
         return values
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on each rank; what it raises on any, all raise."""
+        """The results of `work` on all ranks, by rank. An error on one rank is raised on all. Collective."""
         if self.world_size == 1:
             return [work()]
         result, error = None, None
         try:
             result = work()
-        except Exception as problem:  # whatever it is, all ranks raise it
+        except Exception as problem:  # of any kind: all ranks raise it
             error = problem
         outcomes = self.all_gather_object((result, picklable(error)))
         for _, error_there in outcomes:
@@ -69,7 +69,7 @@ class BackgroundGroup:
         return [result_there for result_there, _ in outcomes]  # type: ignore[misc]
 
     def on_rank(self, rank: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises on this rank, on all ranks."""
+        """Do `work` on rank `rank`; all ranks return its result or raise its exception. Collective."""
         is_here = self.rank == rank
         result = self.on_all_ranks(lambda: work() if is_here else None)[rank]
         return result  # type: ignore[return-value]
@@ -77,7 +77,7 @@ class BackgroundGroup:
     def send_and_receive(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Send tensors to ranks, and receive those of other ranks in place."""
+        """Send tensors to ranks, and receive tensors of other ranks in place."""
         with save_needs_peers():
             work = [dist.isend(tensor, rank, group=self.group) for rank, tensor in sent]
             work += [dist.irecv(tensor, rank, group=self.group) for rank, tensor in received]
@@ -88,7 +88,10 @@ class BackgroundGroup:
     def all_to_all(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]
     ) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send (n,) uint8 to each rank; the result waits for those from each, `received` bytes."""
+        """Begin to send (n,) uint8 to each rank. Returns a function that waits for the tensors received.
+
+        `received` has the number of bytes from each rank.
+        """
         empty = torch.empty(0, dtype=torch.uint8)
         outgoing = torch.cat([empty, *itertools.chain.from_iterable(sent)])
         incoming = torch.empty(sum(received), dtype=torch.uint8)
@@ -108,7 +111,7 @@ class BackgroundGroup:
 
 
 def picklable(error: Exception | None) -> Exception | None:
-    """The error as other ranks can be told it."""
+    """The error, or an OSError with its text if the error cannot be pickled for other ranks."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # drivers put connections and the like into their exceptions

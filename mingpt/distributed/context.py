@@ -1,9 +1,9 @@
-"""A worker's place in its generation, and what the ranks exchange besides gradients.
+"""A worker's rank in its generation, and the collectives of the ranks besides the reduction of gradients.
 
-Every method that exchanges something is collective: all ranks must call it. What one rank cannot accept, all
-ranks refuse. During work that takes long, or that only some ranks have, the ranks exchange heartbeats, so
-that timeouts do not fire, a lost peer is noticed, and a request to stop is agreed on meanwhile. torch is
-imported where it is needed, so that a wrong setting is answered without waiting for it.
+Every method that exchanges something is collective: all ranks must call it. An error that one rank finds is
+raised on all ranks. During work that takes long, or that only some ranks have, the ranks exchange heartbeats,
+so that timeouts do not fire, a lost peer is noticed, and the ranks can agree on a request to stop. torch is
+imported where it is needed, so that a wrong setting is reported without waiting for the import.
 """
 
 import logging
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from mingpt.distributed.shared_memory import SharedMemory
 T = TypeVar("T")
 HEARTBEAT_S = 0.5
-SLOWEST_START = 3.0  # a worker is given up that needs so many times the start of one that waits for it
-UNMANAGED_WAIT_S = 180.0  # without an agent workers are started one by one, and nobody starts them again
+SLOWEST_START = 3.0  # a worker waits so many times its own start for the others to start
+UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 log = logging.getLogger(__name__)
 
 
 class StepStatus(NamedTuple):
-    """What all ranks know after a step."""
+    """The state that all ranks share after a step."""
 
     losses: list[float]  # of every micro-batch
     newest_written: int  # step of the newest snapshot on disk
@@ -50,9 +50,9 @@ class StepStatus(NamedTuple):
 
 
 class DistributedContext:
-    """Rank, world size, device, dtype and collectives; constructing it meets the other workers.
+    """Rank, world size, device, dtype and collectives. Constructing a context waits for the other workers.
 
-    Raises UserError if `trainer.device` is not there, PeersMissing if the other workers do not come, and
+    Raises UserError if there is no `trainer.device`, PeersMissing if other workers do not arrive, and
     StopRequested.
     """
 
@@ -65,11 +65,11 @@ class DistributedContext:
         self.stop_signal, self.exit = stop_signal, process_exit
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
-        self.agreed_stop: str | None = None  # the request to stop that all ranks know of
-        self.repeated_failure: str | None = None  # why another start would be of no use, on all ranks
-        self.previous_generation: GenerationEnd | None = None  # how it ended, as far as the store tells
+        self.agreed_stop: str | None = None  # the request to stop that all ranks know
+        self.repeated_failure: str | None = None  # why a restart would fail again, on all ranks
+        self.previous_generation: GenerationEnd | None = None  # its end, as far as the store tells
         self.rendezvous: Rendezvous | None = None
-        self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected them
+        self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected it
         if launch.is_distributed:
             own_start_s = time.monotonic() - process_exit.began_at
             least_s = 0.0 if launch.agent_pid else UNMANAGED_WAIT_S
@@ -88,18 +88,18 @@ class DistributedContext:
             self.repeated_failure, self.previous_generation = self.broadcast_object(told, 0)
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
-        # Where bfloat16 is not native on every rank, auto is float32.
+        # If bfloat16 is not native on every rank, auto is float32.
         dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if self.device.type == "cpu":
             keep_freed_memory()
 
     def environment(self) -> Environment:
-        """What the bits depend on besides the configuration."""
+        """The facts besides the configuration that the bits depend on."""
         return find_environment(self.device, self.threads, self.dtype)
 
     def use_threads(self, recorded: int) -> None:
-        """Compute with the number of threads that the run began with, since it decides bits."""
+        """Compute with the number of threads that the run began with, since bits depend on it."""
         import torch
 
         if recorded != self.threads:
@@ -110,18 +110,19 @@ class DistributedContext:
     def is_restart(self, was_started: bool) -> bool:
         """Whether an earlier generation of this job has passed the checks of its start.
 
-        `was_started`: this rank knows that from elsewhere; the store may have died with its host. Collective.
+        `was_started`: this rank knows so from another source; the store may have died with its host.
+        Collective.
         """
         was_started = was_started or (self.rendezvous is not None and self.rendezvous.was_started())
         return any(self.all_gather_object(was_started))
 
     def mark_started(self) -> None:
-        """On rank 0: the next generation is a restart. Not collective."""
+        """Record, on rank 0, that the next generation is a restart. Not collective."""
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Each rank's value, by rank."""
+        """The values of all ranks, by rank."""
         if self.world_size == 1:
             return [value]
         from torch.distributed import all_gather_object
@@ -132,7 +133,7 @@ class DistributedContext:
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
-        """The source's value."""
+        """The value of rank `source`."""
         if self.world_size == 1:
             return value  # type: ignore[return-value]
         from torch.distributed import broadcast_object_list
@@ -143,7 +144,7 @@ class DistributedContext:
         return box[0]  # type: ignore[return-value]
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        """The source's bytes, of any length."""
+        """The bytes of rank `source`, of any length."""
         if self.world_size == 1:
             return content or b""
         import torch
@@ -156,11 +157,11 @@ class DistributedContext:
         return buffer.numpy().tobytes()
 
     def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
-        """Give all ranks the source's elements, in place; at most BROADCAST_BYTES or so at a time."""
+        """Copy the elements of rank `source` to all ranks, in place; about BROADCAST_BYTES at a time."""
         self.broadcast_async(tensor, source)()
 
     def broadcast_async(self, tensor: "torch.Tensor", source: int) -> Callable[[], None]:
-        """`broadcast` in the background, as a function that waits until the elements are there."""
+        """Begin a `broadcast` in the background. The result is a function that waits for the elements."""
         import torch
 
         works = []
@@ -178,7 +179,7 @@ class DistributedContext:
     def all_to_all(
         self, tensor: "torch.Tensor", send: Sequence[int], receive: Sequence[int]
     ) -> "torch.Tensor":
-        """(sum(send),) elements for the ranks in their order, to the (sum(receive),) that come from them."""
+        """Send (sum(send),) elements to the ranks in order. Returns the (sum(receive),) elements received."""
         if self.world_size == 1:
             return tensor
         import torch
@@ -188,11 +189,11 @@ class DistributedContext:
         return received
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """The sum over the ranks, in place; independent of order where all but one rank contribute zeros."""
+        """Sum over the ranks, in place; independent of their order if all ranks but one contribute zeros."""
         return self.all_reduce_async(tensor)()
 
     def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
-        """`all_reduce` in the background, as a function that waits for the result."""
+        """Begin an `all_reduce` in the background. The result is a function that waits for the sum."""
         import torch
 
         work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
@@ -205,7 +206,7 @@ class DistributedContext:
         return wait
 
     def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """(n,) of each rank to (workers, n), the same on all ranks."""
+        """Gather (n,) of each rank as (workers, n), the same on all ranks."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         import torch
@@ -219,7 +220,7 @@ class DistributedContext:
         return gathered
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
-        """(sizes[rank],) elements of each rank in order, as soon as they are there. All take all of them."""
+        """Yield the (sizes[rank],) elements of each rank in order. All ranks read the iterator to its end."""
         if self.memory is not None:
             yield from self.memory.all_gather_parts(own, sizes)
             return
@@ -230,7 +231,7 @@ class DistributedContext:
             yield part
 
     def connect_memory(self, timeout_s: float) -> "SharedMemory | None":
-        """Have all ranks share memory from here on, if they are on one node and can. Collective."""
+        """Have all ranks share memory from now on, if they are on one node that allows it. Collective."""
         from mingpt.distributed.shared_memory import connect
 
         if self.world_size > 1:
@@ -239,10 +240,10 @@ class DistributedContext:
         return self.memory
 
     def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
-        """Exchange what all ranks must know after a step, in the background; the result waits for it.
+        """Begin to exchange the status of a step in the background; returns a function that waits for it.
 
         `losses` is (M,), zero for micro-batches of other ranks; `newest_written` is zero on ranks that write
-        none.
+        no snapshots.
         """
         import torch
 
@@ -258,7 +259,7 @@ class DistributedContext:
             total = total.view(self.world_size, -1).sum(0)
             return lambda: total
 
-        # Copying a GPU's losses waits for the GPU, so that is left until the result is asked for.
+        # Copying losses from a GPU waits for the GPU, so they are copied when the result is asked for.
         started = None if losses.is_cuda else begin()
 
         def wait() -> StepStatus:
@@ -272,7 +273,7 @@ class DistributedContext:
         return wait
 
     def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """The result of `work`; a UserError that any rank raises is raised on all ranks."""
+        """The result of `work`. A UserError on any rank is raised on all ranks."""
         result, message = None, None
         try:
             result = work()
@@ -285,9 +286,9 @@ class DistributedContext:
         return result  # type: ignore[return-value]
 
     def exchange_heartbeat(self, is_busy: bool) -> bool:
-        """Whether any rank is busy. Raises StopRequested on all ranks if any has a request not deferred.
+        """Whether any rank is busy. Raises StopRequested on all ranks for a request that is not deferred.
 
-        One that is deferred becomes `agreed_stop`.
+        A deferred request becomes `agreed_stop`.
         """
         states = self.all_gather_object((is_busy, self.stop_signal.reason))
         received = [name for name in REASONS if any(reason == name for _, reason in states)]
@@ -298,19 +299,19 @@ class DistributedContext:
         return any(busy for busy, _ in states)
 
     def run_with_heartbeat(self, work: Callable[[], T]) -> T:
-        """`raise_on_all_ranks` in a thread, while ranks exchange heartbeats, so timeouts do not fire.
+        """Run `raise_on_all_ranks` in a thread while ranks exchange heartbeats, so timeouts do not fire.
 
-        For work that takes long, or that only some ranks have. Raises StopRequested, and leaves the work
-        alone, if a request to stop comes before the run has begun; later it becomes `agreed_stop`.
+        For work that takes long, or that only some ranks have. Raises StopRequested, without waiting for the
+        work, if a request to stop comes before the run has begun; a later request becomes `agreed_stop`.
         """
         if self.world_size == 1:
             return work()
         outcome, thread = start(lambda: self._work_in_thread(work))
-        thread.join(HEARTBEAT_S / 50)  # most often that is enough
+        thread.join(HEARTBEAT_S / 50)  # most work ends by then
         is_busy = True
         while is_busy:
             if outcome.done() and not isinstance(outcome.exception(), UserError | None):
-                outcome.result()  # other ranks may wait for this one in their work, so they must lose a peer
+                outcome.result()  # other ranks may be waiting for this rank, so they must lose a peer
             is_busy = self.exchange_heartbeat(thread.is_alive())
             thread.join(HEARTBEAT_S)
         return self.raise_on_all_ranks(outcome.result)
@@ -318,15 +319,15 @@ class DistributedContext:
     def _work_in_thread(self, work: Callable[[], T]) -> T:
         import torch
 
-        torch.set_num_threads(self.threads)  # both are set per thread
+        torch.set_num_threads(self.threads)  # threads and device are set per thread
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         return work()
 
     def heartbeat_while(self, work: Callable[[], T]) -> T:
-        """Run `work` in the calling thread, as a compiler needs it, while another one exchanges heartbeats.
+        """Run `work` in the calling thread, as a compiler needs, while another thread exchanges heartbeats.
 
-        A peer that is lost meanwhile ends this process; so does a request to stop before the run has begun.
+        The loss of a peer ends this process, and so does a request to stop before the run has begun.
         """
         if self.world_size == 1:
             return work()
@@ -351,7 +352,7 @@ class DistributedContext:
             self.exit.exit_with_error(error)
 
     def should_stop(self) -> bool:
-        """Whether work that can be cut is to be: all ranks know of a request to stop. Not collective."""
+        """Whether work that can be cut short should end: all ranks know a request to stop. Not collective."""
         if self.world_size == 1 and self.stop_signal.deferred:
             self.agreed_stop = self.agreed_stop or self.stop_signal.reason
         return self.agreed_stop is not None

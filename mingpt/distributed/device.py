@@ -1,4 +1,4 @@
-"""The device of a worker, the type it computes in, and what else its bits depend on."""
+"""The device of a worker, the type that it computes in, and the environment that its bits depend on."""
 
 import ctypes
 import os
@@ -12,12 +12,12 @@ from mingpt.distributed.launch import Launch
 if TYPE_CHECKING:
     import torch
 
-# Of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
-    """The device for `trainer.device`. Raises UserError if it is not there."""
+    """The device for `trainer.device`. Raises UserError if there is no such device."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -39,7 +39,7 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
 
 
 def check_device_types(types: list[str]) -> None:
-    """Raises UserError unless all ranks have the same kind of device, as a process group needs it."""
+    """Raises UserError unless all ranks have the same kind of device, as a process group requires."""
     if len(set(types)) > 1:
         raise UserError(
             f"the workers have different kinds of devices (by rank: {', '.join(types)}): start the job where "
@@ -51,7 +51,7 @@ def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32: it has AMX, or AMD's AVX512_BF16.
 
     Intel's cores since Sapphire Rapids (which have AVX512_FP16) need AMX for that, which some virtual
-    machines hide; without it bfloat16 takes twice float32's time there.
+    machines hide; without AMX bfloat16 takes twice the time of float32 there.
     """
     import torch
 
@@ -76,27 +76,27 @@ def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
     """Autocast to `dtype`; does nothing for float32.
 
-    A forward pass uses each weight once, so nothing is won by keeping their casts to the end of it.
+    A forward pass uses each weight once, so a cache of cast weights would save nothing.
     """
     import torch
 
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
-# Counts changes of this program after which the same configuration gives other bits; docs/LOG.md lists them.
+# Counts changes of this program after which the same configuration gives other bits; docs/LOG.md has a list.
 NUMERICS = 3
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What the bits depend on besides the configuration; a snapshot records it as `software`."""
+    """The facts besides the configuration that bits depend on; a snapshot records them as `software`."""
 
     torch: str
     device: str  # its name
     device_type: str
-    threads: int  # of a worker, on the CPU
+    threads: int  # per worker, on the CPU
     numerics: int
-    dtype: str  # that the model computes in
+    dtype: str  # type that the model computes in
     compiled: bool | str  # "blocks": each block by itself
 
 
@@ -112,7 +112,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype") -> Environment:
-    """The environment of this process, in which nothing is compiled yet."""
+    """The environment of this process, before anything is compiled."""
     import torch
 
     return Environment(
@@ -127,47 +127,47 @@ def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype")
 
 
 def enable_determinism() -> None:
-    """From here on an operation without a deterministic kernel raises an error that names it."""
+    """Have each operation without a deterministic kernel raise an error that names it."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
     # torch.use_deterministic_algorithms would import torch._inductor, which takes as long as torch itself.
     torch.set_deterministic_debug_mode("error")
-    # It finds bugs in kernels and writes every tensor twice for that.
+    # Filling memory finds bugs in kernels, and writes every tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_one_arena() -> None:
-    """Have all threads of this process share glibc's freed memory; of use before there is another thread.
+    """Have all threads of this process share glibc's freed memory. Call it before there is another thread.
 
-    Later each has an arena of its own already, and what one has freed is of no use to the others.
+    Later each thread has an arena of its own already, and cannot use memory that another thread has freed.
     """
     set_malloc_option(M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: it would return large blocks that every step faults in again."""
+    """Have glibc keep freed memory: it would return large blocks, which every step faults in again."""
     set_malloc_option(M_MMAP_MAX, 0)
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     set_malloc_option(M_TOP_PAD, 64 << 20)
 
 
 def set_malloc_option(option: int, value: int) -> None:
-    """glibc's mallopt; nothing where there is none."""
+    """Call glibc's mallopt, if there is one."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(option, value)
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity and its cgroup's quota, at least 1."""
+    """The number of CPU cores that this process may use, by affinity and cgroup quota; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return max(1, int(min(cores, quota)))
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:
-    """The smallest CPU quota, in cores, of the cgroup (v2) and those above it; inf without one."""
+    """The smallest CPU quota, in cores, of the cgroup (v2) and the cgroups above it; inf without a quota."""
     quota = float("inf")
     try:
         (path,) = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]

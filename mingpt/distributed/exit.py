@@ -1,4 +1,4 @@
-"""How a worker exits: its exit code, its exit reason in the store, and what becomes of its peers."""
+"""The ways in which a worker exits: its exit code, its exit reason in the store, and its peers' end."""
 
 import contextlib
 import faulthandler
@@ -32,18 +32,18 @@ from mingpt.distributed.rendezvous import (
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
-STACKS_AFTER = 0.9  # of timeout_s: before the others give a stuck worker up
+STACKS_AFTER = 0.9  # as a share of timeout_s: before the others give up a stuck worker
 MAX_STACK_FILES = 20
 RELEASE_S = 5.0
-JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; an agent passes any other one on to its workers
+JOB_ENDS = ("SIGUSR1", "STOP")  # these requests end the job; an agent passes any other on to its workers
 LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
 class StackFile:
     """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
 
-    It is stuck when `note_progress` was called and then not again for `limit_s`. The timer is faulthandler's:
-    it needs no interpreter lock, which C code may hold. Raises OSError.
+    A process is stuck when `note_progress` was called and then not again for `limit_s`. The timer is
+    faulthandler's, which needs no interpreter lock: C code may hold that. Raises OSError.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
@@ -54,14 +54,14 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Not stuck. Stacks that were written of a wait that has ended are dropped."""
+        """Restart the timer, since the process is not stuck. Stacks of a wait that has ended are dropped."""
         now = time.monotonic()
         waited_s = now - self.armed_at
-        if waited_s > self.limit_s / 20:  # seldom, since each time starts a thread
+        if waited_s > self.limit_s / 20:  # seldom, since each call starts a thread
             self.armed_at = now
             faulthandler.dump_traceback_later(self.limit_s, file=self.file)
         if waited_s > self.limit_s:
-            with contextlib.suppress(OSError):  # then they stay
+            with contextlib.suppress(OSError):  # the stacks stay then
                 self.file.truncate(0)
 
     def close(self) -> None:
@@ -72,10 +72,10 @@ class StackFile:
 
 
 class ProcessExit:
-    """The ways out of this process; `step` is the last completed step.
+    """Ends this process in one of several ways; `step` is the last completed step.
 
-    The thread of StopSignal takes them too. The first thread to begin an exit goes through with it, but for
-    a signal that cannot wait.
+    The thread of StopSignal calls it, too. The first thread to begin an exit completes it, except that a
+    signal which cannot wait exits at once.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -86,34 +86,34 @@ class ProcessExit:
         self.timeout_s = 0.0
         self.release_claims: Callable[[], None] = lambda: None
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
-        self.note_failure: Callable[[str], None] | None = None  # on rank 0: for run.json
+        self.note_failure: Callable[[str], None] | None = None  # on rank 0, for run.json
         self.stacks: StackFile | None = None
         self.noting = threading.Lock()
         self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
-            launch.status_file.unlink(missing_ok=True)  # an earlier generation's
+            launch.status_file.unlink(missing_ok=True)  # of an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """This worker has met the others; its exit reason goes to their store."""
+        """Record exit reasons in the store of `rendezvous`, where this worker has met the others."""
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.local_peer_pidfds = rendezvous.local_peer_pidfds
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Have `release_claims` called where the whole job ends, not where a generation does."""
+        """Have `release_claims` called when the whole job ends, not when a generation ends."""
         self.release_claims = release_claims
 
     def on_failure(self, note: Callable[[str], None]) -> None:
-        """Have `note` called, once, with the reason of a failure after which no generation follows."""
+        """Have `note` called once, with the reason of a failure after which no generation follows."""
         self.note_failure = note
 
     def open_stacks(self, run_dir: str, is_kept: bool) -> None:
-        """Have this worker write its stacks if it is stuck from here on; if `is_kept`, remove old ones."""
+        """Have this worker write its stacks if it is stuck from now on; if `is_kept`, remove old files."""
         folder = Path(run_dir) / "stacks"
         name = self.rendezvous.generation if self.rendezvous else ""
-        with contextlib.suppress(OSError):  # a full disk, of which other files tell: then it writes none
+        with contextlib.suppress(OSError):  # a full disk, which other files report: no stacks then
             found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if is_kept else []
             for number, old in enumerate(found):
-                is_empty = not os.path.getsize(old) and name[:8] not in old.name  # of a killed worker
+                is_empty = not os.path.getsize(old) and name[:8] not in old.name  # left by a killed worker
                 if is_empty or number >= MAX_STACK_FILES:
                     old.unlink()
             self.stacks = StackFile(stack_path(folder, name, self.launch.rank), STACKS_AFTER * self.timeout_s)
@@ -125,26 +125,26 @@ class ProcessExit:
             self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
     def note_begun(self) -> None:
-        """From here on run.json tells where this generation fails."""
+        """Record that training has begun: from now on run.json tells where this generation fails."""
         if self.rendezvous is not None:
             self.rendezvous.has_begun = True
 
     def write_status(self, code: int, is_final: bool = False, sentence: str = "") -> None:
-        """Tell `python train.py`, whose agent started us, the exit code of the job; a final one stays.
+        """Write the exit code of the job for the agent of `python train.py`; a final code is not overwritten.
 
-        The agent prints the sentence if the job was told to stop, and not this generation alone.
+        The agent prints the sentence if the whole job was told to stop, not this generation alone.
         """
         if self.launch.status_file and (is_final or self.launch.rank == 0):
             mode = "w" if is_final else "x"
-            # Where it cannot be written it is 1, or another worker has ended the job.
+            # If it cannot be written, the code is 1, or another worker has ended the job.
             with contextlib.suppress(OSError), self.launch.status_file.open(mode) as file:
                 file.write(f"{code} {sentence}")
 
     def exit_process(self, stopped_by: str | None) -> NoReturn:
         """Exit at once, since a peer that dies during a clean-up would wait for this process.
 
-        Exit code 0; under torchrun 128 + signal after one that an agent passes on, so that the agent decides
-        whether a next generation starts.
+        The exit code is 0; under torchrun, after a signal that an agent passes on, it is 128 + signal, so
+        that the agent decides whether a next generation starts.
         """
         self.exiting.acquire()
         code = 0
@@ -174,7 +174,7 @@ class ProcessExit:
         os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
 
     def exit_if_orphaned(self) -> None:
-        """Exit if the agent was killed, with one sentence: nothing starts a next generation."""
+        """Exit with one sentence if the agent was killed, since nothing starts a next generation."""
         if self.launch.agent_pid not in (None, os.getppid()):
             self.orphaned.acquire()
             if self.launch.rank == 0:
@@ -187,7 +187,7 @@ class ProcessExit:
             os._exit(1)
 
     def exit_stopped(self, number: signal.Signals) -> None:
-        """For the thread that listens: the stop that a signal has asked for cannot be agreed on any more.
+        """Exit for a signal on which the ranks can no longer agree. Called by the thread of StopSignal.
 
         Does nothing if another thread is exiting.
         """
@@ -196,18 +196,21 @@ class ProcessExit:
             self.exit_on_signal(number, is_first=False)
 
     def how_peer_ended(self, rank: int) -> PeerEnd | None:
-        """How a worker ended that has exited; None if the store does not answer."""
+        """The end of a worker that has exited, by its exit reason; None if the store does not answer."""
         answers, reason = self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
         return PeerEnd.of(reason) if answers else None
 
     def exit_without_peer(self, rank: int) -> None:
-        """For the thread that listens: worker `rank` is gone. Does nothing if another thread is exiting."""
+        """Exit since worker `rank` has exited. Called by the thread of StopSignal.
+
+        Does nothing if another thread is exiting.
+        """
         is_first = self.exiting.acquire(blocking=False)
         if not is_first:
             return
         self.leave_peers(f"{LOST_PEER} (worker {rank} has exited)", are_frozen=False)
         if not self.launch.has_restarts_left():
-            # With a time limit: the main thread may be noting it, or the disk be the reason why it is stuck.
+            # With a time limit: the main thread may be noting the failure, or be stuck because of the disk.
             reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
             why = f"worker {rank} {reason['why']}" if reason else f"worker {rank} vanished"
             try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(why))
@@ -215,14 +218,14 @@ class ProcessExit:
         os._exit(1)
 
     def note_end_of_job(self, why: str) -> None:
-        """Have run.json tell, once, of a failure after which no generation follows."""
+        """Record in run.json, once, a failure after which no generation follows."""
         with self.noting:
             note, self.note_failure = self.note_failure, None
             if note is not None:
                 note(why)
 
     def exit_with_error(self, error: BaseException) -> NoReturn:
-        """Exit code 1. Where a peer was lost, without the backend's traceback, which says nothing else."""
+        """Exit with code 1. If a peer was lost, the backend's traceback is left out: it tells no more."""
         self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
         self.exiting.acquire()
         if is_lost_peer(error) and is_timeout(error):
@@ -235,7 +238,7 @@ class ProcessExit:
             write_stderr(f"error: worker {self.launch.rank}: {error}\n")
         elif is_lost_peer(error):
             if self.launch.rank == 0 or self.how_peer_ended(0) != PeerEnd.AGREED:
-                self.report_lost_peer()  # otherwise rank 0 has ended the job, and said why
+                self.report_lost_peer()  # otherwise rank 0 has ended the job and printed why
         else:
             write_stderr("".join(traceback.format_exception(error)))
         os._exit(1)
@@ -249,7 +252,7 @@ class ProcessExit:
             )
 
     def exit_without_rendezvous(self, error: BaseException) -> NoReturn:
-        """Exit code 1 after PeersMissing; the next generation says who is missing."""
+        """Exit with code 1 after PeersMissing; the next generation reports which workers are missing."""
         self.exiting.acquire()
         if not self.launch.has_restarts_left():
             write_stderr(f"{error}\n")
@@ -258,11 +261,11 @@ class ProcessExit:
     def abort_job(
         self, error: Exception, sigterm_received: Callable[[], bool], by_all: bool = True
     ) -> NoReturn:
-        """End the job whatever restarts are left: exit code 2 after a UserError, else 1.
+        """End the job even if restarts are left: exit code 2 after a UserError, else 1.
 
-        No exit code does that under torchrun, so the first worker of each node sends SIGTERM to its agent,
-        after rank 0 has printed the error; the others wait for the agent to pass it on. Not so unless all
-        ranks call it: then this worker does all that.
+        No exit code ends a job under torchrun, so the first worker of each node sends SIGTERM to its agent,
+        after rank 0 has printed the error; the others wait for the agent to pass the signal on. If not all
+        ranks call this method (`by_all` is False), this worker sends the signal itself.
         """
         self.exiting.acquire()
         self.record_exit_reason(f"ended the job ({type(error).__name__}: {first_line(error)})", agreed=True)
@@ -270,17 +273,17 @@ class ProcessExit:
         agent_pid = self.launch.agent_pid
         if agent_pid and self.launch.local_rank and by_all:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-            signal.set_wakeup_fd(-1)  # from here on a signal ends this process with our exit code
-            while not sigterm_received():  # it may have come before, while this worker was on its way here
+            signal.set_wakeup_fd(-1)  # from here on a signal ends this process with this exit code
+            while not sigterm_received():  # SIGTERM may have come before this call
                 time.sleep(POLL_S)
             os._exit(code)
         signal.set_wakeup_fd(-1)
         self.write_status(code, is_final=True)
-        is_of_node = isinstance(error, (NodeRefused, ClaimLost))  # rank 0 may not know of it
+        is_of_node = isinstance(error, (NodeRefused, ClaimLost))  # rank 0 may not know of the error
         is_first = self.launch.rank == 0 or (is_of_node and self.launch.local_rank == 0)
         if is_first or self.rendezvous is None:  # without one, rank 0 may not know of the error
             write_stderr(f"error: {error}\n")
-        # With a time limit: the storage may be what has failed.
+        # With a time limit: storage may be the cause of the failure.
         try_within(RELEASE_S, self.release_claims)
         if agent_pid:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent passes it on to its workers
@@ -288,10 +291,11 @@ class ProcessExit:
         os._exit(code)
 
     def leave_peers(self, why: str, are_frozen: bool) -> None:
-        """Record why this worker exits, and kill those of this node that do not notice by themselves.
+        """Record why this worker exits, and kill the workers of this node that do not exit by themselves.
 
-        The agent does it too, but only after 30 s where a process is frozen. One that is not frozen is not
-        why the generation ended, so it gets an exit reason. Not waited for: one that has recorded its own.
+        The agent kills them, too, but a frozen process only after 30 s. A worker that is not frozen is not
+        the cause of the generation's end, so an exit reason is recorded for it. Workers that have recorded
+        their own reason are not waited for.
         """
         self.record_exit_reason(why)
         waiting = dict(self.local_peer_pidfds)
@@ -312,14 +316,14 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr, which may be on a full disk or gone: that must not change how a worker exits."""
+    """Write to stderr, and ignore failures: a full disk must not change how a worker exits."""
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()
 
 
 def before_first_step(reason: str) -> str:
-    """What is said of a stop when there is nothing to save."""
+    """The sentence about a stop when there is nothing to save."""
     return f"stopped by {reason} before the first step\n"
 
 
@@ -328,12 +332,12 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """An exit reason."""
+    """The exit reason for a failure."""
     return f"{FAILED} ({type(error).__name__}: {first_line(error)})"
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another worker is gone. Gloo says so in words only."""
+    """Whether a collective failed because another worker is gone. Gloo tells this in the message only."""
     from torch.distributed import DistError
 
     text = str(error)

@@ -1,6 +1,6 @@
-"""What the launcher says in its environment: who this worker is. The only reader of that environment.
+"""Read the launcher's environment variables, which tell this worker's rank. No other module reads them.
 
-torch is not imported here, so that a wrong setting is answered without waiting for it.
+torch is not imported here, so that a wrong setting is reported without waiting for the import.
 """
 
 import os
@@ -14,16 +14,16 @@ if TYPE_CHECKING:  # importing pydantic would delay the moment from which signal
     from mingpt.config import TrainerConfig
 
 # Set by mingpt.launch.agent for its workers.
-AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before a worker asks
+AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before the worker calls it
 STATUS_FILE = "MINGPT_STATUS_FILE"
-AGENT_FOLDER = "mingpt-"  # how the name of the folder begins that the agent has made for that file
-# Set by launch/elastic/handler.py for its workers; the same on all nodes, whatever happens to any of them.
+AGENT_FOLDER = "mingpt-"  # prefix of the folder that the agent makes for the status file
+# Set by launch/elastic/handler.py for its workers; the same on all nodes, whatever happens to a node.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """torchrun's variables; the defaults under plain `python`."""
+    """The variables that torchrun sets; under plain `python` the defaults hold."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,18 +33,18 @@ class Launch:
     master_addr: str | None = None  # None: no process group, no other worker
     master_port: int = 0
     agent_hosts_store: bool = False
-    agent_pid: int | None = None  # torchrun's agent, our parent, which starts a new generation if we fail
+    agent_pid: int | None = None  # torchrun's agent, the parent; it starts a new generation on failure
     restart_count: int = 0
     max_restarts: int = 0
     omp_threads: int | None = None
-    job: str | None = None  # a random token, where the launcher gives one
-    round: int | None = None  # which rendezvous of the job this is, from 1, where the launcher counts
-    slurm_tasks: int = 1  # of the job step that srun started
+    job: str | None = None  # a random token, if the launcher gives one
+    round: int | None = None  # number of the job's rendezvous, from 1, if known
+    slurm_tasks: int = 1  # tasks of the job step that srun started
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """Raises UserError if a launcher sets only a part of the variables."""
+        """The launch that the environment describes. Raises UserError if variables are missing."""
         env = os.environ
 
         def number(name: str, default: int = 0) -> int:
@@ -83,11 +83,11 @@ class Launch:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is a process group, of one worker perhaps."""
+        """Whether there is a process group, perhaps of one worker."""
         return self.master_addr is not None
 
     def threads(self, config: "TrainerConfig") -> int:
-        """CPU threads of this worker: the setting, or OMP_NUM_THREADS where the setting has its default."""
+        """The CPU threads of this worker: the setting, or OMP_NUM_THREADS if the setting has its default."""
         return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
 
     def has_restarts_left(self) -> bool:

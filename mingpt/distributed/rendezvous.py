@@ -1,12 +1,13 @@
-"""How the workers of a generation meet in the store that outlives them, and what the next one reads there.
+"""The rendezvous of a generation's workers in the store, and the exit reasons that they leave there.
 
 Workers meet under keys that no earlier generation wrote. The agent's store outlives the workers, and with
 several agents neither the restart count nor the port tells generations apart. So each worker offers a fresh
-nonce, and rank 0 answers under that nonce with the generation's name: nothing that a dead worker left can be
+nonce, and rank 0 answers under that nonce with the generation's name: a key of a dead worker cannot be
 mistaken for an answer.
 
-A generation leaves the reasons why its workers exited, from which the next one tells how it ended. The other
-workers of this worker's agent are found in /proc, watched and killed by pidfd, on Linux only.
+The workers of a generation leave their exit reasons in the store; from them the next generation tells how the
+generation ended. The other workers of this worker's agent are found in /proc, watched and killed by pidfd, on
+Linux only.
 """
 
 import contextlib
@@ -33,9 +34,9 @@ TIMED_OUT = "timed out waiting for a peer after"
 LOST_PEER = "lost a peer"
 FAILED = "failed"
 TOLD = "told to stop"
-MAX_REPEATS = 3  # generations, one after the other, that fail in the same place
+MAX_REPEATS = 3  # consecutive generations that fail in the same place
 T = TypeVar("T")
-STORE_TIMEOUT_S = 180.0  # of what else the process group waits for in the store
+STORE_TIMEOUT_S = 180.0  # for the process group's own waits in the store
 AGENT_STORE_TIMEOUT_S = 10.0
 EXIT_REASON_TIMEOUT_S = 2.0
 PEER_END_TIMEOUT_S = 0.3
@@ -43,7 +44,7 @@ POLL_S = 0.01
 
 
 def parent_pid(pid: int) -> int | None:
-    """The process id of a process's parent, where the system says."""
+    """The process id of a process's parent; None if the system does not tell."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -51,7 +52,7 @@ def parent_pid(pid: int) -> int | None:
 
 
 def find_local_peers(agent_pid: int | None) -> dict[int, int]:
-    """{rank: pidfd} of the agent's other children that have a rank. A pidfd never means a later process."""
+    """The agent's other children that have a rank, {rank: pidfd}. A pidfd never means a later process."""
     found: dict[int, int] = {}
     if agent_pid is None or not hasattr(os, "pidfd_open"):
         return found
@@ -60,13 +61,13 @@ def find_local_peers(agent_pid: int | None) -> dict[int, int]:
         is_peer = pid != os.getpid() and parent_pid(pid) == agent_pid
         rank = rank_of(pid) if is_peer else None
         if rank is not None:
-            with contextlib.suppress(OSError):  # gone, or this kernel refuses: then the agent kills it
+            with contextlib.suppress(OSError):  # it is gone, or this kernel refuses: then the agent kills it
                 found[rank] = os.pidfd_open(pid)
     return found
 
 
 def rank_of(pid: int) -> int | None:
-    """The RANK that a process was started with."""
+    """The RANK in a process's environment, None if there is none."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -76,7 +77,10 @@ def rank_of(pid: int) -> int | None:
 
 
 def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
-    """The keys of those file descriptors that are readable; waits for one. A pidfd is once it has exited."""
+    """Wait at most `timeout_s` for a readable file descriptor; returns the keys of all readable ones.
+
+    A pidfd is readable once its process has exited.
+    """
     poller = select.poll()
     keys = {fd: key for key, fd in fds.items()}
     for fd in keys:
@@ -85,12 +89,12 @@ def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
 
 
 def kill_by_pidfd(pidfd: int, number: int = signal.SIGKILL) -> None:
-    with contextlib.suppress(OSError):  # it has gone
+    with contextlib.suppress(OSError):  # it has exited
         signal.pidfd_send_signal(pidfd, number)
 
 
 class PeerEnd(Enum):
-    """What the exit of a worker means for those of its generation that still run."""
+    """The meaning of a worker's exit for the workers of its generation that still run."""
 
     AGREED = "the job ends, or all workers leave for the same reason"
     STOPPED = "it was told to stop by a signal that could not wait for the others"
@@ -98,7 +102,7 @@ class PeerEnd(Enum):
 
     @classmethod
     def of(cls, reason: dict[str, Any] | None) -> "PeerEnd":
-        """From an exit reason; None: it left none."""
+        """The end that an exit reason describes; `reason` is None if the worker recorded none."""
         if reason is None:
             return cls.LOST
         if reason.get("agreed"):
@@ -108,7 +112,7 @@ class PeerEnd(Enum):
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """How a generation ended, as its store says. A rank without an exit reason was killed or cut off."""
+    """The end of a generation, as the store tells. A rank without an exit reason was killed or cut off."""
 
     world_size: int
     exit_reasons: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
@@ -119,7 +123,7 @@ class GenerationEnd:
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
 
     def sentence(self, stacks: Path | None = None) -> str:
-        """`stacks` is the folder where workers that were stuck have written where they are."""
+        """The end in one sentence. `stacks` is the folder where stuck workers have written their stacks."""
         reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
         parts = []
@@ -139,18 +143,18 @@ class GenerationEnd:
 
 
 def passive(why: str) -> str:
-    """ "the workers were told to stop by SIGTERM", "the workers finished" """
+    """A clause on an exit reason: "the workers were told to stop by SIGTERM", "the workers finished"."""
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 
 class FailedStarts(NamedTuple):
-    """Generations that failed before they had begun to train, one after the other, at the same step."""
+    """Consecutive generations that failed before they had begun to train, at the same step."""
 
     number: int = 0
     step: int | None = None
 
     def followed_by(self, end: GenerationEnd) -> "FailedStarts":
-        """One more if `end` failed before it had begun to train, and no worker merely vanished."""
+        """Count `end` if its generation failed before it began to train, and no worker merely vanished."""
         failed = [reason for reason in end.exit_reasons.values() if reason["why"].startswith(FAILED)]
         all_known = len(end.exit_reasons) == end.world_size
         if not failed or not all_known or any(reason.get("began") for reason in failed):
@@ -164,9 +168,10 @@ def repeated_sentence(where: str, end: str) -> str:
 
 
 class Rendezvous:
-    """The job's store, seen from one worker.
+    """A worker's connection to the job's store, where constructing it meets the other workers.
 
-    Raises PeersMissing, after killing those of this node, if the others do not come within `timeout_s`.
+    Raises PeersMissing if other workers do not arrive within `timeout_s`; the missing ones of this node are
+    killed first.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -174,11 +179,11 @@ class Rendezvous:
 
         self.launch, self.timeout_s = launch, timeout_s
         self.has_begun = False  # whether this worker has begun to train
-        self.repeated_failure: str | None = None  # on rank 0: why another start would be of no use
-        self.missing_workers: str | None = None  # on rank 0: who did not reach the rendezvous before this one
+        self.repeated_failure: str | None = None  # on rank 0: why a restart would fail again
+        self.missing_workers: str | None = None  # on rank 0: the workers that the last rendezvous lacked
         self._deadline = time.monotonic() + timeout_s
         self._store = self._connect(is_host=launch.rank == 0 and not launch.agent_hosts_store)
-        self._exit_store = self._connect(is_host=False)  # a client of its own: the main thread may be waiting
+        self._exit_store = self._connect(is_host=False)  # a second client: the main thread may be waiting
         self.generation = self._offer_nonce() if launch.rank else self._answer_nonces()
         self.process_group_store = PrefixStore(self.generation, self._store)
         self.previous_generation = self._replace_generation() if launch.rank == 0 else None
@@ -188,7 +193,7 @@ class Rendezvous:
         from torch.distributed import DistError, TCPStore
 
         assert self.launch.master_addr is not None
-        # An agent's store is there already, or never will be: the agent died before this worker could notice.
+        # An agent's store exists already, or never will: the agent died before this worker could notice.
         timeout_s = AGENT_STORE_TIMEOUT_S if self.launch.agent_hosts_store else self.timeout_s
         try:
             store = TCPStore(
@@ -206,18 +211,18 @@ class Rendezvous:
         return store
 
     def _offer_nonce(self) -> str:
-        """On ranks but 0: the generation's name, once all ranks have it."""
+        """Offer a nonce, on ranks other than 0. Returns the generation's name once all ranks have it."""
         store, nonce = self._store, uuid.uuid4().hex
         store.set(f"hello/{self.launch.rank}", nonce)
         self._wait_for(f"answer/{nonce}", lambda: [0])
         name = str(store.get(f"answer/{nonce}").decode())
         store.set(member_key(name, self.launch.rank), "")
-        # Nobody goes on before all have come: who waits here can tell who is missing.
+        # No rank goes on before all have arrived: a waiting rank can tell which ranks are missing.
         self._wait_for(f"{name}/complete", lambda: self._waited_for(name))
         return name
 
     def _answer_nonces(self) -> str:
-        """On rank 0: answer every offer until all ranks have confirmed the generation's name."""
+        """Answer every offer, on rank 0, until all ranks have confirmed the generation's name; returns it."""
         store, name = self._store, uuid.uuid4().hex
         store.set(member_key(name, 0), "")
         answered: dict[int, bytes] = {}
@@ -227,7 +232,7 @@ class Rendezvous:
                 offered = read_key(store, f"hello/{rank}")
                 if offered is None:
                     continue
-                # The first offer may be a dead worker's; then another one follows.
+                # The first offer may come from a dead worker; then another offer follows.
                 if answered.get(rank) != offered:
                     answered[rank] = offered
                     store.set(f"answer/{offered.decode()}", name)
@@ -239,17 +244,17 @@ class Rendezvous:
         return name
 
     def _missing(self, name: str) -> list[int]:
-        """Ranks that have not confirmed the generation's name."""
+        """The ranks that have not confirmed the generation's name."""
         ranks = range(self.launch.world_size)
         return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
-        """Who keeps the ranks from meeting: rank 0 if it leaves an offer unanswered, else who is missing."""
+        """The ranks that all others wait for: rank 0 if it leaves an offer unanswered, else missing ranks."""
         store, missing = self._store, self._missing(name)
         for rank in missing:
             offered = read_key(store, f"hello/{rank}")
             if offered is not None:
-                is_answered = store.check([f"answer/{offered.decode()}"])  # so is what a dead worker left
+                is_answered = store.check([f"answer/{offered.decode()}"])  # a dead worker's offer is, too
                 if not is_answered:
                     return [0]
         return missing or [0]
@@ -263,7 +268,7 @@ class Rendezvous:
             is_there = self._store.check([key])
 
     def _give_up(self, missing: Sequence[int], can_tell: bool = True) -> NoReturn:
-        """Kill the missing workers of this node, as the agent would after 30 s, and record who they are."""
+        """Kill the missing workers of this node, as the agent would after 30 s, and record their ranks."""
         for rank, pidfd in find_local_peers(self.launch.agent_pid).items():
             if rank in missing:
                 kill_by_pidfd(pidfd)
@@ -275,12 +280,12 @@ class Rendezvous:
         raise PeersMissing(sentence)
 
     def _replace_generation(self) -> GenerationEnd | None:
-        """On rank 0: how the last generation in this store ended; this one's name takes its place."""
+        """The end of the last generation in this store, whose name is replaced by this one's. On rank 0."""
         store, previous = self._store, None
         last = read_key(store, "generation")
         if last is not None:
             name, world_size, round = json.loads(last)
-            # With another leader in between, this store knows nothing of the generation before.
+            # If another node led in between, this store has no entry of the previous generation.
             if round is None or round + 1 == self.launch.round:
                 found = {rank: read_exit_reason(store, name, rank) for rank in range(world_size)}
                 reasons = {rank: reason for rank, reason in found.items() if reason is not None}
@@ -298,7 +303,7 @@ class Rendezvous:
         return previous
 
     def record_exit_reason(self, why: str, step: int, rank: int, agreed: bool = False) -> None:
-        """Tell the next generation why this or another rank exits after `step`; the first reason counts."""
+        """Record for the next generation why a rank exits after `step`; its first reason counts."""
         content = {"why": why, "step": step, "agreed": agreed, "began": self.has_begun}
         key = exit_reason_key(self.generation, rank)
         within(
@@ -316,7 +321,7 @@ class Rendezvous:
 
     def was_started(self) -> bool:
         """Whether an earlier generation of this job had passed its checks, as far as this rank knows."""
-        # Only the agent's store outlives generations; otherwise the agent's restart count has to do.
+        # Only the agent's store outlives generations; without it the agent's restart count is used.
         if self.launch.agent_hosts_store:
             return bool(self._store.check(["started"]))
         return self.launch.restart_count > 0
@@ -326,10 +331,10 @@ class Rendezvous:
 
 
 def note_failed_start(launch: Launch, why: str) -> str | None:
-    """Count a failure before this worker could meet the others, its import of a module say.
+    """Count a failure before this worker could meet the others, in an import for example.
 
-    Returns one sentence if this agent's workers failed so in the last generations, one after the other, and
-    this worker is the first of its generation to say so.
+    Returns one sentence if this agent's workers failed in this way in each of the last generations, and this
+    worker is the first of its generation to report it.
     """
     if launch.agent_pid is None or not launch.agent_hosts_store or launch.master_addr is None:
         return None
@@ -343,7 +348,7 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
             wait_for_workers=False,
             timeout=timedelta(seconds=AGENT_STORE_TIMEOUT_S),
         )
-        # Of one agent: its count of restarts is that of its own workers.
+        # The count is per agent, since an agent counts the restarts of its own workers.
         prefix = f"failed_start/{platform.node()}/{launch.agent_pid}"
         store.set(f"{prefix}/{launch.restart_count}", why)
         counts = range(launch.restart_count - MAX_REPEATS + 1, launch.restart_count + 1)
@@ -351,13 +356,13 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
         if not is_repeated:
             return None
         is_first = store.add(f"{prefix}/said", 1) == 1
-    except Exception:  # torch or the store is what fails here: the failure is reported, only not counted
+    except Exception:  # torch or the store fails: the failure is reported, but not counted
         return None
     return repeated_sentence("before the first step", f"worker {launch.rank} {why}") if is_first else None
 
 
 def read_key(store: Any, key: str) -> bytes | None:
-    """What a store holds under a key, None if nobody has set it: `get` would wait for it."""
+    """The value of a key in a store, None if the key is not set; `get` would wait for it."""
     is_set = store.check([key])
     return store.get(key) if is_set else None
 
@@ -367,14 +372,14 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> dict[str, Any] | None:
-    """The exit reason that a rank has recorded, if it has."""
+    """The exit reason that a rank has recorded; None without one."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 
 
 def stuck_place(stacks: Path) -> str:
-    """The innermost line of the main thread, outside of libraries if it has such."""
-    main_thread = stacks.read_text(errors="replace").rpartition("hread 0x")[2]  # it comes last
+    """The innermost line of the main thread in a file of stacks, outside of libraries if there is one."""
+    main_thread = stacks.read_text(errors="replace").rpartition("hread 0x")[2]  # the last thread
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
     own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
     if not own:
@@ -396,8 +401,8 @@ def list_workers(ranks: Sequence[int]) -> str:
 
 
 def within(timeout_s: float, work: Callable[[], T], otherwise: T) -> T:
-    """The result of `work` on a store that may have died with its agent, or be unreachable."""
+    """The result of `work` on a store, or `otherwise` if the store has died or cannot be reached in time."""
     try:
         return run_within(timeout_s, work)
-    except Exception:  # the store is gone, and with it the generation that would read this
+    except Exception:  # without the store no later generation would read this
         return otherwise

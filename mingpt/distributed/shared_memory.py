@@ -1,9 +1,9 @@
-"""Memory that the workers of one node share, for what they exchange on the CPU.
+"""Memory that the workers of one node share for their exchanges on the CPU.
 
-Each rank has a segment that its peers map too: a file of `memfd_create`, which has no name, so that nothing
-is left of it once the last worker is gone, however it went. Peers get it, and tell each other how far they
-are, through Unix sockets: a byte each time, 5 us a round between two idle cores where a spinning reader would
-take the core of whoever it waits for. The kernel closes a dead worker's sockets, so its peers notice at once.
+Each rank has a segment that its peers map, too: a file of `memfd_create`, which has no name, so that nothing
+is left of it after the last worker has exited or was killed. Peers receive the file through Unix sockets, and
+signal their progress by a byte each: 5 us a round between two idle cores. A spinning reader would take the
+core of the worker that it waits for. The kernel closes a dead worker's sockets, so its peers notice at once.
 """
 
 import contextlib
@@ -20,26 +20,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch
 
-CREDENTIALS = struct.Struct("iii")  # process, user and group that SO_PEERCRED tells of
-GRANULARITY = 1 << 20  # of the size of a segment
-MEETING_SHARE = 0.25  # of the time limit: where one rank fails to meet, the others wait for it so long
+CREDENTIALS = struct.Struct("iii")  # process, user and group, by SO_PEERCRED
+GRANULARITY = 1 << 20  # bytes, of which a segment's size is a multiple
+MEETING_SHARE = 0.25  # share of the time limit, for which the ranks wait for a peer to connect
 
 
 class SharedMemory:
-    """The segments of all ranks, in one thread at a time; `connect` makes it. Its methods are collective.
+    """The segments of all ranks, made by `connect`, for one thread at a time. The methods are collective.
 
     An exchange is
 
         memory.begin(nbytes)
-        ... write to `memory.of(rank, ...)`: to the own segment, or where no other rank does ...
+        ... write to `memory.of(rank, ...)`: to this rank's segment, or to parts that no other rank writes ...
         memory.barrier()
         ... read from all segments; perhaps write, and another barrier ...
-        memory.end()  # unless something else keeps the next exchange from overwriting what is read
+        memory.end()  # unless something else keeps the next exchange from overwriting the segments
 
-    They raise what `is_lost_peer` knows if a peer is gone, or says nothing for `timeout_s`.
+    The methods raise an error that `is_lost_peer` knows if a peer is gone, or silent for `timeout_s`.
     """
 
-    max_message_bytes = 1 << 16  # a socket takes so many before the peer has read any
+    max_message_bytes = 1 << 16  # a socket takes that many before the peer has read any
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self.rank, self.peers, self.timeout_s = rank, peers, timeout_s
@@ -50,9 +50,9 @@ class SharedMemory:
         self.has_ended = False  # whether the signals that end an exchange are still to be received
 
     def begin(self, nbytes: int) -> None:
-        """Wait until all have ended the exchange before. From here on segments are at least so large.
+        """Wait until all ranks have ended the exchange before, and make segments of at least `nbytes`.
 
-        Larger ones are new ones; tensors keep those that they lie in.
+        A segment that has to grow is replaced by a new one; tensors in the old segment stay there.
         """
         self.wait_for_end()
         if nbytes <= self.capacity:
@@ -76,15 +76,15 @@ class SharedMemory:
                 os.close(fds[0])
 
     def barrier(self) -> None:
-        """Wait for all ranks: each sees from here on what the others have written before."""
+        """Wait for all ranks: afterwards each rank sees the bytes that the others have written before."""
         for rank, peer in self.peers.items():
             self.ask(rank, peer.send, b"\0")
         self.wait()
 
     def end(self) -> None:
-        """Have the others know that this rank reads no more; nobody waits for it here.
+        """Signal to the other ranks that this rank has finished reading; does not wait for them.
 
-        A peer that has read everything may have left by now. If it was lost, the next exchange notices.
+        A peer that has finished may have exited already. If it was lost, the next exchange notices.
         """
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ class SharedMemory:
             self.has_ended = False
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """At most `max_message_bytes` of each rank, as many of each, by rank; through the sockets."""
+        """The contents of all ranks, by rank, of the same size, at most `max_message_bytes`; by sockets."""
         assert len(content) <= self.max_message_bytes, "all ranks write before they read"
         self.wait_for_end()
         for rank, peer in self.peers.items():
@@ -114,7 +114,7 @@ class SharedMemory:
         return [gathered[rank] for rank in sorted(gathered)]
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
-        """(sizes[rank],) elements of each rank in order, to be used before the next ones are taken."""
+        """Yield the (sizes[rank],) elements of each rank in order; use them before taking the next."""
         self.begin(max(sizes) * own.element_size())
         self.of(self.rank, own.dtype, 0, len(own)).copy_(own)
         self.barrier()
@@ -123,22 +123,22 @@ class SharedMemory:
         self.end()
 
     def of(self, rank: int, dtype: "torch.dtype", first: int, count: int) -> "torch.Tensor":
-        """(count,) elements of a rank's segment, from byte `first`."""
+        """The (count,) elements of a rank's segment from byte `first` on."""
         import torch
 
         if not count:
-            return torch.empty(0, dtype=dtype)  # frombuffer refuses
+            return torch.empty(0, dtype=dtype)  # frombuffer refuses an empty one
         return torch.frombuffer(self.segments[rank], dtype=dtype, count=count, offset=first)
 
     def wait(self) -> None:
-        """For one signal of each peer."""
+        """Wait for one signal of each peer."""
         for rank, peer in self.peers.items():
             content = self.ask(rank, peer.recv, 1)
             if not content:
                 self.lose(rank)
 
     def ask(self, rank: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a call on a peer's socket returns."""
+        """The result of a call on the socket of peer `rank`. Raises DistNetworkError."""
         from torch.distributed import DistNetworkError
 
         try:
@@ -158,9 +158,9 @@ class SharedMemory:
 def connect(
     rank: int, all_gather_object: Callable[[Any], list[Any]], is_possible: bool, timeout_s: float
 ) -> SharedMemory | None:
-    """The memory that all ranks share; None unless they are on one node, where they can. Collective.
+    """The memory that all ranks share; None unless they are on one node that allows it. Collective.
 
-    A rank for which it is not `is_possible` keeps all of them from it.
+    If `is_possible` is false on one rank, no rank shares memory.
     """
     listener = listen() if is_possible else None
     name = listener.getsockname() if listener else b""
@@ -178,14 +178,14 @@ def connect(
 
 
 def node() -> str:
-    """Processes with the same one see each other's ids and sockets, and may trust each other."""
+    """A name of the node. Processes of one node see each other's ids and sockets, and may trust them."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user")]
     return " ".join([boot, *namespaces, str(os.geteuid())])
 
 
 def listen() -> socket.socket | None:
-    """A socket with a name that needs no file; None where the system has no such thing."""
+    """A listening socket whose name needs no file; None if the system does not support it."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
     try:
@@ -194,7 +194,7 @@ def listen() -> socket.socket | None:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(b"\0mingpt-" + secrets.token_hex(16).encode())
         listener.listen(1024)
-    except OSError:  # a sandbox may refuse any of them
+    except OSError:  # a sandbox may refuse any of these calls
         return None
     return listener
 
@@ -202,9 +202,10 @@ def listen() -> socket.socket | None:
 def meet(
     listener: socket.socket, rank: int, pids: Sequence[int], names: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket] | None:
-    """{rank: socket} of the peers, each of which is the process it says; None if that fails.
+    """Connect to all peers, as {rank: socket}; None if that fails.
 
-    Each connects to those before it. A name is no secret, so the kernel is asked who is at the other end.
+    Each rank connects to the ranks before it. A socket's name is no secret, so the kernel is asked whether
+    the process at the other end is the peer.
     """
     peers: dict[int, socket.socket] = {}
     try:
@@ -227,7 +228,7 @@ def meet(
 
 
 def process_of(peer: socket.socket) -> int:
-    """The id of the process at the other end, as it was when it connected or began to listen."""
+    """The id of the process at the other end of a socket, when it connected or began to listen."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid: int = CREDENTIALS.unpack(credentials)[0]
     return pid

@@ -1,7 +1,7 @@
 """Requests to stop: SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, or a file STOP in run_dir.
 
-A thread receives them: Python runs signal handlers in the main thread only, and not while that waits inside a
-collective. torch is not imported here, so that a worker listens before it does anything that takes time.
+A thread receives the signals: Python runs signal handlers in the main thread only, and not while that thread
+waits inside a collective. torch is not imported here, so that a worker listens before any slow work.
 """
 
 import faulthandler
@@ -21,30 +21,32 @@ from mingpt.distributed.rendezvous import PeerEnd, wait_readable
 
 log = logging.getLogger(__name__)
 
-# In order of precedence where ranks got different ones.
+# In order of precedence, if ranks have received different requests.
 REASONS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "STOP")
 SIGNALS = [
     signal.Signals[name]
     for name in REASONS[:-1]
-    if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # as under nohup
+    if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup ignores it
 ]
 POLL_S = 0.2
-# Signals this close together are one request: an agent that gets one passes it on to its workers.
+# Signals this close together are one request: an agent that receives a signal passes it on to its workers.
 REPEAT_S = 1.0
-# For the main thread to notice by itself that a peer is gone: the backend says why.
+# The main thread has this time to notice a lost peer by itself, since the backend gives a reason.
 PEER_GRACE_S = 0.3
-# Where the store cannot say how a peer exited: its host may have ended in order, like all workers.
+# The wait for the exit reason of a peer if the store does not answer: the store's host may have finished, as
+# all workers have.
 UNKNOWN_GRACE_S = 5.0
-READ_END = -1  # of the pipe, among the ranks whose pidfds are polled
+READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 
 
 class StopSignal:
     """Keeps the first request to stop in `reason`. Its thread works while the main thread is stuck.
 
-    While `deferred`, the first request waits until all ranks have agreed on it. Before that, SIGUSR1 and STOP
-    end a world of one at once, and wait for an agreement in a larger one; another signal ends this process at
-    once. A second request ends the process at once. So do the end of its agent; of a worker of the same agent
-    that left no orderly reason; and `timeout_s` without progress, unless the request was SIGUSR1 or STOP.
+    After `defer`, the first request waits until all ranks have agreed on it. Before `defer`, SIGUSR1 and STOP
+    end a single worker at once, and several workers agree first; another signal ends this process at once. A
+    second request ends the process at once. The process also ends if its agent ends, if a worker of the same
+    agent ends without an orderly reason, and after `timeout_s` without progress, unless the request was
+    SIGUSR1 or STOP.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -52,38 +54,38 @@ class StopSignal:
         self.reason: str | None = None
         self.deferred = False
         self.stop_file: Path | None = None
-        self.note_stop: Callable[[], None] | None = None  # for run.json, of a stop before the first step
+        self.note_stop: Callable[[], None] | None = None  # records a stop before the first step in run.json
         self.received_at = self.progress_at = float("-inf")
         self.exited_at: dict[int, float] = {}  # rank -> when it was seen to have exited
-        self.ends: dict[int, PeerEnd] = {}  # rank -> how, once that is known
+        self.ends: dict[int, PeerEnd] = {}  # rank -> how it ended, once known
         self.closed = threading.Event()
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # the byte that Python writes to the pipe is what counts
+            signal.signal(number, lambda *_: None)  # only the byte that Python writes to the pipe counts
         signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
         faulthandler.register(signal.SIGUSR2, 2)  # to stderr, until there is a run folder
-        # mingpt.launch.agent blocks them.
+        # mingpt.launch.agent blocks these signals.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*SIGNALS, signal.SIGUSR2])
         self.thread = threading.Thread(target=self.listen, daemon=True)
         self.thread.start()
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
-        """From here on this file is a request too. `note_stop`: to call, on rank 0, for any early stop."""
+        """Treat the existence of `path` as a request, too. Rank 0 calls `note_stop` for any early stop."""
         self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
-        """From here on all ranks agree on a request, after a step or while they exchange heartbeats."""
+        """Have all ranks agree on a request from now on, after a step or while they exchange heartbeats."""
         self.deferred = True
 
     def note_progress(self) -> None:
-        """Something that all ranks do together is complete."""
+        """Record that a collective of all ranks is complete."""
         self.progress_at = time.monotonic()
         if self.exit.stacks and self.launch.world_size > 1:
             self.exit.stacks.note_progress()
 
     def remove_stop_file(self) -> None:
-        """Remove it, so that the same command goes on from here."""
+        """Remove the file STOP, so that the same command continues the run."""
         try:
             if self.stop_file:
                 self.stop_file.unlink(missing_ok=True)
@@ -93,7 +95,7 @@ class StopSignal:
             )
 
     def exit_before_training(self, reason: str) -> NoReturn:
-        """Exit for a request that all ranks know of; there is nothing to save."""
+        """Exit for a request that all ranks know, when there is nothing to save."""
         if self.launch.rank == 0:
             self.remove_stop_file()
             if self.note_stop is not None:
@@ -102,7 +104,7 @@ class StopSignal:
         self.exit.exit_process(reason)
 
     def close(self, handler: Callable[[int, FrameType | None], None]) -> None:
-        """Stop listening; `handler` receives further signals. None is lost in between."""
+        """Stop listening; `handler` receives further signals. No signal is lost in between."""
         for number in SIGNALS:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
@@ -113,11 +115,11 @@ class StopSignal:
     def listen(self) -> None:
         while True:
             self.wait()
-            self.read_signals()  # also what came just before `close`
+            self.read_signals()  # also a signal just before `close`
             if self.closed.is_set():
                 return
             self.exit.exit_if_orphaned()
-            # False also where a network folder is unreachable for a moment; it is asked again.
+            # False also if a network folder is unreachable for a moment; the next turn looks again.
             is_there = self.stop_file is not None and os.path.exists(self.stop_file)
             if is_there and not self.reason:
                 self.request("STOP")
@@ -128,7 +130,7 @@ class StopSignal:
                     self.exit.exit_stopped(signal.Signals[self.reason])
 
     def wait(self) -> None:
-        """Until a signal comes or a peer exits, at most until it is time to look again."""
+        """Wait until a signal comes or a peer exits, at most until it is time to look again."""
         peers = self.exit.local_peer_pidfds
         watched = {rank: pidfd for rank, pidfd in peers.items() if rank not in self.exited_at}
         is_soon = len(self.exited_at) > len(self.ends)
@@ -155,15 +157,16 @@ class StopSignal:
         self.reason = number.name
 
     def request(self, reason: str) -> None:
-        """A request that all ranks obey together. In a world of one that has not begun: at once."""
+        """Keep a request that all ranks obey together; a single worker that has not begun exits at once."""
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)
         self.reason = self.reason or reason
 
     def check_peers(self) -> None:
-        """End this process if a worker of the same agent is gone and left no orderly reason.
+        """End this process if a worker of the same agent has exited without an orderly reason.
 
-        After a signal from the agent also if that one was told to stop alone: nobody is left to agree with.
+        After a signal from the agent, also end it if that worker was told to stop alone: there is no worker
+        left to agree with.
         """
         is_told = self.deferred and self.reason not in (None, *JOB_ENDS)
         for rank, exited_at in self.exited_at.items():

@@ -1,6 +1,6 @@
-"""GPT in two architectures: tokens to logits and loss, the same bits on the same kind of device.
+"""GPT in two architectures, from tokens to logits and loss, with the same bits on the same kind of device.
 
-Exports the model, the module that is trained (`LossModule`), generation and compilation. Knows no data and no
+Exports the model, the module that is trained (`LossModule`), generation and compilation. Uses no data and no
 ranks.
 """
 

@@ -1,9 +1,9 @@
-"""Whether a model is compiled, and how: torch.compile for the loss, checked before it is used.
+"""Decide whether a model is compiled, and compile it: torch.compile for the loss, checked before it is used.
 
-With trainer.compile=auto a model is compiled where that pays for the first compilation twice. The choice is a
-function of the configuration and of the kind of device alone, so that it is the same for any number of
-workers and on every machine of a kind. Time is nominal for that reason: planned FLOPs at a rate that stands
-here. Where the constants are wrong the choice costs time, and never the promise of the same bits.
+With trainer.compile=auto a model is compiled if that saves the time of the first compilation twice. The
+choice is a function of the configuration and of the kind of device alone, so that it is the same for any
+number of workers and on every machine of a kind. Times are therefore estimates: planned FLOPs at the rates in
+COSTS. A wrong rate costs time, and never the promise of the same bits.
 
 Where compiling fails, training goes on without it. On a GPU a small model's kernels end sooner than Python
 can launch the next ones. There the compiled passes are also captured as CUDA graphs, once their replays are
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a kind of device."""
+    """The estimated rates and compile times of a kind of device."""
 
-    flops_per_s: float  # of a run that is not compiled, all workers together
+    flops_per_s: float  # of all workers together, not compiled
     saved_share: float  # 1 - time of a compiled step / time of one that is not
-    start_s: float  # first compilation, without a cache: beside the blocks
-    block_s: float  # and for each block
+    start_s: float  # of the first compilation, without a cache, apart from the blocks
+    block_s: float  # of the first compilation, for each block
 
 
 # cpu: a core of an Intel Xeon with AMX, bfloat16, torch 2.13. It reached 0.12 TFLOP/s at the default run and
 # at nanoGPT's CPU size, 0.3 at 10.65 M; the compiler saved 0.50, 0.39 and 0.25 of a micro-batch, and took
-# 22 s for 2 blocks and 25 s for 4. Here stand two such cores at the best of these rates, and a little less
-# than the least share. compile_cost.py of commit 496a4e0 measured them.
+# 22 s for 2 blocks and 25 s for 4. The constants are two such cores at the best of these rates, and a little
+# less than the smallest share. compile_cost.py of commit 496a4e0 measured them.
 # cuda: estimates, not measured.
 COSTS = {
     "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),
@@ -57,7 +57,7 @@ COSTS = {
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """And why, in words."""
+    """Whether the model is compiled, and why, in words."""
 
     is_compiled: bool
     reason: str
@@ -69,11 +69,11 @@ class CompileChoice:
 def choose_compile(
     config: Config, vocab_size: int, device_type: str, recorded: bool | None = None
 ) -> CompileChoice:
-    """What trainer.compile becomes on "cpu", "cuda" or "mps".
+    """Decide trainer.compile for "cpu", "cuda" or "mps".
 
-    `recorded`: whether the snapshot that the run goes on from was compiled; auto then does as it did, also if
-    trainer.max_steps is another by now. None for a run that has trained nothing yet. Raises UserError if that
-    contradicts trainer.recompute.
+    `recorded`: whether the model of the snapshot that the run resumes from was compiled; auto then keeps that
+    choice, also if trainer.max_steps has changed. None for a run that has trained nothing yet. Raises
+    UserError if the recorded choice contradicts trainer.recompute.
     """
     trainer = config.trainer
     if trainer.compile != "auto":
@@ -103,17 +103,17 @@ def choose_compile(
 
 
 def import_compiler() -> None:
-    """Import what compiling needs, which takes longer than torch itself."""
+    """Import the compiler, which takes longer than torch itself."""
     importlib.import_module("torch._inductor.compile_fx")
 
 
 def compile_model(
     loss: LossModule, example: Tensor, autocast: Autocast, graphs: bool = False
 ) -> tuple[Forward | None, bool]:
-    """The loss compiled for (B, T) tokens and targets of the example's shape; None where that fails.
+    """The loss compiled for (B, T) tokens and targets of the example's shape; None if compiling fails.
 
-    With `graphs`, small models on a GPU use CUDA graphs. The second value says whether they do: then the next
-    call overwrites loss and gradients of this one. What is compiled belongs to the calling thread.
+    With `graphs`, small models on a GPU use CUDA graphs. The second value tells whether they do: then each
+    call overwrites the loss and gradients of the call before. Compiled code belongs to the calling thread.
     """
     small = loss.model.flops_per_token() * example.numel() < MAX_GRAPH_FLOPS
     modes = [("default", "torch.compile")]
@@ -140,7 +140,7 @@ def compile_model(
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
     """Whether a block like the model's can be compiled for (B, T, C) activations; fills the compiler's cache.
 
-    `dtype` is that of its weights.
+    `dtype` is the type of the block's weights.
     """
     try:
         import torch._inductor.config as inductor
@@ -165,7 +165,7 @@ def compile_blocks(model: GPT) -> None:
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
-    """Whether two alternating inputs have the same loss and gradients, bit by bit, at every call."""
+    """Whether two alternating inputs give the same loss and gradients, bit by bit, at every call."""
     generator = torch.Generator().manual_seed(0)
     shape = example.shape
     inputs = [torch.randint(0, loss.model.vocab_size, shape, generator=generator) for _ in range(2)]
@@ -182,7 +182,7 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 
 @contextmanager
 def random_weights(loss: LossModule) -> Iterator[None]:
-    """Replace the weights for a while: gradients of matrices that begin at zero may be zero too."""
+    """Replace the weights until the block ends: if matrices are zero, gradients may be zero, too."""
     weights = list(loss.parameters())
     with torch.no_grad():
         saved = [weight.clone() for weight in weights]
@@ -198,11 +198,11 @@ def random_weights(loss: LossModule) -> Iterator[None]:
 
 def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Autocast) -> list[Tensor]:
     """Copies of the loss and of every parameter's gradient; the originals are freed, as in training."""
-    torch.manual_seed(0)  # of dropout
+    torch.manual_seed(0)  # the same dropout each time
     try:
         with autocast():
-            # Targets in a tensor of their own: a compiler would rely on inputs and targets being the same
-            # one.
+            # Targets have a tensor of their own: otherwise a compiler would rely on inputs and targets being
+            # the same tensor.
             value = forward(tokens, tokens.roll(1, 1))
         value.backward()  # type: ignore[no-untyped-call]
         grads = [weight.grad.clone() for weight in loss.parameters() if weight.grad is not None]

@@ -2,8 +2,8 @@
 
 Each function computes the expression in its docstring. Its backward pass is written out: autograd's would
 read every intermediate once more, keep more of them, and copy between the layouts of consecutive products. On
-one core this takes a ninth off a micro-batch of the default run. Other devices have fused kernels and do not
-use this file.
+one core this saves a ninth of the time of a micro-batch of the default run. Other devices have fused kernels
+and do not use this file.
 """
 
 import functools
@@ -34,14 +34,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor) -> Tensor:
-    """1 / the root mean square along the last dimension, which is kept."""
+    """The inverse of the root mean square along the last dimension, which is kept with size 1."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
     return square.div_(x.size(-1)).add_(EPSILON).rsqrt_()
 
 
 def norm_backward(grad: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of x, given that of y = x * scale, where scale is 1 / rms(x)."""
+    """The gradient of x, given the gradient of y = x * scale, where scale is 1 / rms(x)."""
     inner = (grad * y).mean(-1, keepdim=True, dtype=scale.dtype)
     return torch.addcmul(grad, y, inner, value=-1.0).mul(scale)
 
@@ -90,7 +90,7 @@ class _GELU(torch.autograd.Function):
 
 @functools.cache
 def gelu_tables() -> tuple[Tensor, Tensor]:
-    """GELU of every bfloat16 number, in the order of their bits as uint16, and its slope; both as int16."""
+    """GELU and its slope for every bfloat16 number, in the order of their bits as uint16; both as int16."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     y = F.gelu(numbers, approximate="tanh")
     slope = torch.ops.aten.gelu_backward(torch.ones_like(numbers), numbers, approximate="tanh")
@@ -109,7 +109,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def random_bytes(shape: torch.Size) -> Tensor:
-    """uint8 from torch's generator, drawn eight at a time, in a twentieth of the time of as many floats."""
+    """Draw uint8 from torch's generator, eight at a time: a twentieth of the time of as many floats."""
     size = math.prod(shape)
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
     return drawn.view(torch.uint8)[:size].view(shape)
@@ -237,7 +237,7 @@ class _Attention(torch.autograd.Function):
 
 
 def row_ranges(length: int) -> list[tuple[int, int]]:
-    """First and last + 1 of the queries in each product."""
+    """The first and the last + 1 of the queries in each product."""
     return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 

@@ -41,15 +41,15 @@ from mingpt.model.layers import (
 )
 
 Shape = tuple[int, ...]
-# Tokens up to which plain products are faster than the CPU's flash-attention kernel, whose backward pass is
-# slow.
+# Up to this number of tokens plain products are faster than the CPU's flash-attention kernel, whose backward
+# pass is slow.
 MAX_MATH_ATTENTION = 512
 
 
 def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
-    """Those of GPT(config, vocab_size=..., block_size=...).named_parameters(), by name.
+    """The shapes of GPT(config, vocab_size=..., block_size=...).named_parameters(), by name.
 
-    Allocates little, and takes time in proportion to n_layer.
+    The function allocates little, and takes time in proportion to n_layer.
     """
     width, gpt2 = config.n_embd, config.arch == "gpt2"
     shapes: dict[str, Shape] = {"wte.weight": (vocab_size, width)}
@@ -84,9 +84,9 @@ def flops_per_token(config: ModelConfig, *, vocab_size: int, block_size: int) ->
 
 
 def draw_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """The initial value of a parameter of GPT, float32 on the CPU, by the table in gpt.py.
+    """The initial value of a parameter of GPT, float32 on the CPU, by the table at the top of this file.
 
-    It depends on the arguments alone, whatever the device, the number of threads, and the other parameters.
+    The value depends on the arguments alone, not on the device, the number of threads or other parameters.
     """
     is_projection = name.endswith("c_proj.weight")
     weight = torch.zeros(shape, dtype=torch.float32, device="cpu")
@@ -106,7 +106,7 @@ def draw_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: in
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and to those before it."""
+    """Attention of each position to itself and to the positions before it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
-        """(B, T, C) to (B, T, C); `block` is this block's number in the cache."""
+        """Map (B, T, C) to (B, T, C); `block` is this block's number in the cache."""
         batch, length, width = x.shape
         qkv = self.c_attn(x)  # (B, T, 3 C)
         if cache or use_torch_ops(x) or length > MAX_MATH_ATTENTION:
@@ -131,7 +131,7 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y))
 
     def attend(self, qkv: Tensor, block: int, positions: Positions, cache: "Cache | None") -> Tensor:
-        """(B, T, 3, H, D) to (B, T, H, D)."""
+        """Map (B, T, 3, H, D) queries, keys and values to (B, T, H, D)."""
         start = cache.length if cache else 0
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
         if positions.rotary:
@@ -145,7 +145,7 @@ class CausalSelfAttention(nn.Module):
             scores = (query / math.sqrt(query.size(3))) @ key.mT + mask
             weights = compiled_dropout(F.softmax(scores, dim=-1).to(value.dtype), dropout)
             return (weights @ value).transpose(1, 2)
-        # One token after all the others sees them all.
+        # After a cached start there is one token, which attends to all positions.
         y = F.scaled_dot_product_attention(query, key, value, is_causal=not start, dropout_p=dropout)
         return y.transpose(1, 2)
 
@@ -174,8 +174,8 @@ class Block(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, block: int, positions: Positions, cache: "Cache | None" = None) -> Tensor:
-        """(B, T, C) to (B, T, C); with `recompute`, the backward pass computes all but the input again."""
-        if cache is not None:  # never compiled: each token would be another shape
+        """Map (B, T, C) to (B, T, C); with `recompute`, the backward pass computes all activations again."""
+        if cache is not None:  # never compiled: each token would have another shape
             return Block.compute(self, x, block, positions, cache)
         if not (self.recompute and self.training and torch.is_grad_enabled()):
             return self.compute(x, block, positions)
@@ -194,8 +194,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
 class GPT(nn.Module):
     """A decoder-only transformer over `vocab_size` tokens and up to `block_size` positions.
 
-    Its weights follow torch's global generator. On the meta device nothing is drawn or computed: call
-    `to_empty`, then `init_weights` and `init_buffers`.
+    Torch's global generator determines the initial weights. On the meta device nothing is drawn or computed:
+    call `to_empty`, then `init_weights` and `init_buffers`.
     """
 
     def __init__(self, config: ModelConfig, *, vocab_size: int, block_size: int) -> None:
@@ -215,12 +215,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """The last two rows of the table at the top: every parameter by `draw_weight`."""
+        """Set every parameter to its `draw_weight`: the last two rows of the table at the top."""
         for name, weight in self.named_parameters():
             weight.copy_(draw_weight(name, tuple(weight.shape), self.config, seed))
 
     def set_recompute(self, recompute: bool) -> None:
-        """Whether a block's activations are computed again in the backward pass instead of kept."""
+        """Set whether the backward pass computes a block's activations again instead of keeping them."""
         for block in self.h:
             assert isinstance(block, Block)
             block.recompute = recompute
@@ -232,11 +232,11 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: "Cache | None" = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
+        """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
-        With targets, logits are None if there are more than loss.MAX_LOGITS of them: they are then computed
-        in chunks. With a cache the input continues the positions stored there: any number of tokens if there
-        are none, else one. Raises ValueError past block_size.
+        With targets, logits are None if there are more than loss.MAX_LOGITS of them: the loss is then
+        computed in chunks. With a cache the input continues the cached positions: any number of tokens if the
+        cache is empty, else one. Raises ValueError past block_size.
         """
         start = cache.length if cache else 0
         if start + tokens.size(1) > self.block_size:
@@ -260,14 +260,14 @@ class GPT(nn.Module):
 
 
 class LossModule(nn.Module):
-    """The mean loss alone, as it is trained: no caller keeps the logits or asks for their gradient."""
+    """The module that is trained. It returns the loss alone, so no caller keeps logits or their gradient."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) tokens and targets to the loss in nats per token."""
+        """Map (B, T) tokens and targets to the mean loss in nats per token."""
         loss: Tensor = self.model(tokens, targets)[1]
         return loss
 
@@ -284,7 +284,7 @@ class Cache:
         self.length = 0
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, H, T, D) keys and values; returns those of all positions, (B, H, length + T, D)."""
+        """Append (B, H, T, D) keys and values; returns all keys and values, (B, H, length + T, D)."""
         assert not self.length or key.size(2) == 1, "several tokens would see those after them"
         end = self.length + key.size(2)
         for stored, new in zip(self.stored[:, block], (key, value), strict=True):
@@ -304,10 +304,10 @@ def choose(
 ) -> int:
     """Draw a token from (V,) logits; temperature 0 takes the most likely one.
 
-    Of the `top_k` most likely ones, `top_p` keeps the fewest whose probabilities sum to at least `top_p`
-    (Holtzman et al. 2020, section 3.1).
+    The tokens are the `top_k` most likely ones, and of these the fewest whose probabilities sum to at least
+    `top_p` (Holtzman et al. 2020, section 3.1).
     """
-    if temperature < torch.finfo(torch.float32).tiny:  # float32 may divide by it as by 0
+    if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())
     logits = (logits.float() - logits.max()) / temperature  # the largest is 0 at any temperature
     if top_k:
@@ -315,7 +315,7 @@ def choose(
     probabilities = torch.softmax(logits, dim=-1)
     if top_p < 1:
         ordered, tokens = probabilities.sort(descending=True, stable=True)
-        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # those before it are enough
+        probabilities[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0  # the tokens before suffice
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
@@ -332,7 +332,7 @@ def generate_batch(
     vocab_size: int | None = None,
     end: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yield `count` times the next token of each sample, one sample per seed, that continues `prompt`.
+    """Yield `count` times the next token of each sample that continues `prompt`, one sample per seed.
 
     The prompt must hold at least one token. A sample's tokens are None from `end` on, and nothing is yielded
     when all have ended. Only the first `vocab_size` tokens are drawn, where the embedding has more rows. The

@@ -1,10 +1,10 @@
-"""The models of Hugging Face's transformers that compute what these compute: fields, names, tensors.
+"""Convert GPT to and from the models of Hugging Face's transformers that compute the same.
 
 `gpt2` is GPT2LMHeadModel: its Conv1D matrices are (in, out), ours (out, in), and its head is `wte`.
 `modern` is NanoChatForCausalLM: queries, keys and values have a matrix each, and its rotary positions turn
 the other way, which is the same as swapping the halves of every head's features in queries and keys.
 
-Each direction is the exact inverse of the other, bit by bit. transformers is imported when it is asked for.
+Each direction is the exact inverse of the other, bit by bit. transformers is imported on first use.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,11 +20,11 @@ from mingpt.model.layers import ROTARY_BASE
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files of GPT-2 hold
-TIED = ("lm_head.weight", "wte.weight", "transformer.wte.weight")  # in a file of GPT-2, one matrix
-DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")  # of GPT-2, where one number is used here
+TIED = ("lm_head.weight", "wte.weight", "transformer.wte.weight")  # one matrix in a file of GPT-2
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")  # of GPT-2; here one number serves all
 CONFIGS = {"gpt2": "GPT2Config", "modern": "NanoChatConfig"}
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
-# Ours: theirs, between model.layers.N. and .weight
+# Names here: names in transformers, between model.layers.N. and .weight
 BLOCK = {
     "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn.c_proj": ("self_attn.o_proj",),
@@ -34,7 +34,7 @@ BLOCK = {
 
 
 def import_transformers() -> Any:
-    """The package, which takes seconds and then logs errors alone. Raises UserError if it is missing."""
+    """Import transformers, which takes seconds, and let it log errors only. Raises UserError if missing."""
     try:
         import transformers
     except ImportError as error:
@@ -50,7 +50,7 @@ def import_transformers() -> Any:
 def hf_fields(
     config: ModelConfig, *, vocab_size: int, block_size: int, end_of_text: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of transformers' configuration. Its sampling ends at `end_of_text`, if there is one."""
+    """The arguments of transformers' configuration. Its sampling ends at `end_of_text`, if given."""
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "max_position_embeddings": block_size,
@@ -68,7 +68,7 @@ def hf_fields(
 
 
 def fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """{field: the values that are computed here}; the first one is written."""
+    """The values that fields must have for this architecture, {field: values}; the first one is written."""
     if config.arch == "gpt2":
         return {
             "n_inner": (None, 4 * config.n_embd),
@@ -93,7 +93,7 @@ def fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def config_from_hf(theirs: Any) -> ModelConfig:
-    """What a configuration of transformers describes, without its dropout.
+    """The ModelConfig that a configuration of transformers describes, without its dropout.
 
     Raises UserError, naming the field, for a model that these architectures do not compute.
     """
@@ -122,7 +122,7 @@ def another_kind(name: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
 
 
 def hf_names(name: str, arch: str) -> list[str]:
-    """The tensors of transformers that are this parameter of GPT, in the order of its rows."""
+    """The names of the tensors of transformers for a parameter of GPT, in the order of its rows."""
     if arch == "gpt2":
         return [f"transformer.{name}"]
     if name == "lm_head.weight":
@@ -149,7 +149,10 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 
 
 def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
-    """The inverse of `to_hf` for these parameters. Takes the tensors out of `theirs`: none is held twice."""
+    """The parameters `names` of GPT from tensors of transformers: the inverse of `to_hf`.
+
+    The tensors are removed from `theirs`, so that none is held twice.
+    """
     ours = {}
     for name in names:
         tensor, *more = (theirs.pop(its) for its in hf_names(name, config.arch))
@@ -168,9 +171,9 @@ def swap_halves(weight: Tensor, n_head: int) -> Tensor:
 
 
 def from_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file of GPT-2 for `arch: gpt2`, with or without its prefix, masks and head, which is `wte`.
+    """The parameters of `arch: gpt2` from a file of GPT-2, which may have a prefix, masks and a head.
 
-    Raises UserError if the file has another head.
+    Raises UserError if the head is not `wte`.
     """
     check_tied(tensors)
     named = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}

@@ -1,9 +1,9 @@
-"""Norm, dropout and activation, each written three ways, layers whose weights are drawn elsewhere, positions.
+"""Norm, dropout and activations in three versions each; layers without initial weights; positions.
 
-On the CPU the functions are those of cpu_ops.py. For every other device and for a compiler they are torch's
-own operations, except where the CPU's compiler generates slow code for those. The causal mask and the rotary
-tables depend on the positions alone and are shared by all blocks; they are computed on the CPU and copied, so
-that they have the same bits on every device.
+On the CPU the functions of cpu_ops.py are used. Other devices and a compiler use torch's own operations,
+except where the CPU's compiler generates slow code for them. The causal mask and the rotary tables depend on
+the positions alone and are shared by all blocks. They are computed on the CPU and copied, so that they have
+the same bits on every device.
 """
 
 import math
@@ -38,17 +38,17 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear with weights that are still to be drawn."""
+    """nn.Linear without initial weights: `draw_weight` draws them."""
 
     def reset_parameters(self) -> None:
-        """Draws nothing: on the meta device nn.Linear would import torch._dynamo for it."""
+        """Draw nothing: on the meta device nn.Linear would import torch._dynamo for it."""
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding with weights that are still to be drawn."""
+    """nn.Embedding without initial weights: `draw_weight` draws them."""
 
     def reset_parameters(self) -> None:
-        """Draws nothing, as Linear."""
+        """Draw nothing, like Linear."""
 
 
 class Dropout(nn.Module):
@@ -109,7 +109,7 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, x: Tensor, start: int) -> Tensor:
-        """(B, H, T, D) features of positions start, start + 1, ..., rotated."""
+        """Rotate the (B, H, T, D) features of positions start, start + 1, ..."""
         end = start + x.size(2)
         cos, sin = (table[start:end].to(x.dtype) for table in (self.cos, self.sin))  # (T, D / 2)
         first, second = x.chunk(2, dim=-1)
@@ -117,7 +117,7 @@ class Rotary(nn.Module):
 
 
 class Positions(nn.Module):
-    """`mask` is (T, T), minus infinity above the diagonal; `rotary` is None where positions are learned."""
+    """The mask, (T, T), minus infinity above the diagonal; `rotary` is None if positions are learned."""
 
     def __init__(self, rotary: Rotary | None, block_size: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Positions(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute everything, again after Module.to_empty; on the meta device there is nothing to compute."""
+        """Compute mask and tables, again after Module.to_empty; on the meta device there is nothing to do."""
         if not self.mask.is_meta:
             self.mask.fill_(float("-inf")).triu_(1)
         if self.rotary:

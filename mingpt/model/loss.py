@@ -1,10 +1,10 @@
 """The head and its loss: cross-entropy over the vocabulary, in chunks of rows where the vocabulary is large.
 
 GPT-2's 50,257 logits for each of 16 x 1,024 tokens are 3.3 GB in float32, and their gradient as much again.
-Here at most MAX_LOGITS of them exist at a time: the loss is a mean, so a chunk's part of the gradient can be
+Here at most MAX_LOGITS logits exist at a time: the loss is a mean, so a chunk's part of the gradient can be
 computed with its logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
 
-On a GPU the vocabulary is padded to a multiple of VOCAB_MULTIPLE inside the product, as tensor cores want;
+On a GPU the vocabulary is padded to a multiple of VOCAB_MULTIPLE inside the product, as tensor cores need it;
 parameters and results keep their size.
 """
 
@@ -20,12 +20,12 @@ ROW_MULTIPLE = 128
 
 
 def padding(weight: Tensor) -> int:
-    """Rows that a (V, C) head lacks to the multiple that its device wants."""
+    """The number of rows that a (V, C) head lacks to the multiple that its device needs."""
     return -weight.size(0) % VOCAB_MULTIPLE if weight.is_cuda else 0
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """(..., C) features and a (V, C) head to (..., V) logits."""
+    """The (..., V) logits of (..., C) features and a (V, C) head."""
     missing = padding(weight)
     if not missing:
         return F.linear(x, weight)
@@ -70,7 +70,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """F.cross_entropy(F.linear(x, weight), targets) in nats, a float32 scalar.
 
-    For (N, C) features, a (V, C) head and (N,) targets.
+    `x` has (N, C) features, `weight` is the (V, C) head, and there are (N,) targets.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

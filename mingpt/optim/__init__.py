@@ -1,7 +1,7 @@
-"""Gradients to updates: AdamW, Muon and the learning rate, the same bits for any number of workers.
+"""Turn gradients into updates: AdamW, Muon and the learning rate, the same bits for any number of workers.
 
-Works on the rows of each parameter that a worker holds. State is held by parameter name, as a snapshot stores
-it. Knows no model beyond names and shapes.
+An optimizer updates the rows of each parameter that a worker holds. Its state is kept by parameter name, as a
+snapshot stores it. Of the model only names and shapes are used.
 """
 
 from mingpt.optim.muon import Exchange, Muon

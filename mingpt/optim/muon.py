@@ -1,10 +1,10 @@
 """Muon (Jordan 2024): Nesterov momentum, orthogonalised by a Newton-Schulz iteration.
 
-Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. A batch is
-computed by one worker, whole, so the bits do not depend on which one it is. Workers that hold whole matrices
-all get the updates that each has computed. Workers that hold rows send them to the worker of each batch, and
-get the same rows of the update back. `Exchange` tells which rows each worker holds, and has the collectives
-between them.
+Matrices of equal shape are orthogonalised in batched products, and the workers share the batches. One worker
+computes a whole batch, so the bits do not depend on which worker it is. Workers that hold whole matrices
+receive the updates that each of them has computed. Workers that hold rows send them to the worker of each
+batch, and receive the same rows of the update. `Exchange` tells which rows each worker holds, and has the
+collectives.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mingpt.config import OptimizerConfig
 
-# Matrices per batched product, at most; independent of the number of workers. On a CPU one alone takes as
-# long as two together. On a GPU launches are the bottleneck.
+# The most matrices in a batched product; independent of the number of workers. On a CPU one matrix takes as
+# long as two together. On a GPU kernel launches are the bottleneck.
 BATCH_SIZE = {"cpu": 4, "cuda": 12}
 NEWTON_SCHULZ = 5 * [(3.4445, -4.7750, 2.0315)]
 
@@ -27,25 +27,27 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """How a worker meets the others, if there are any."""
+    """The rows that each worker holds, and the collectives between the workers, if there are several."""
 
     rank: int
     workers: int
     # Whether each worker holds rows(n)[rank] of each tensor with n rows; else each holds all rows.
     is_sharded: bool
-    # n rows to the rows of each rank.
+    # The number of rows of a tensor to the rows of each rank.
     rows: Callable[[int], Sequence[range]]
-    # (sum(send),) elements for the ranks in order, `send` and `receive` counts per rank, to (sum(receive),).
+    # all_to_all(elements, send, receive): sends (sum(send),) elements to the ranks in order, returns the
+    # (sum(receive),) elements received; `send` and `receive` are counts per rank.
     all_to_all: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
-    # (sizes[rank],) elements of this rank to those of all ranks, in order, each as soon as it is there. To be
-    # taken to the last, by all ranks.
+    # all_gather(elements, sizes): sends this rank's (sizes[rank],) elements, yields the elements of each rank
+    # in order as soon as they arrive. All ranks must read the iterator to its end.
     all_gather: Callable[[Tensor, Sequence[int]], Iterator[Tensor]]
 
 
 class Muon:
-    """Updates have the root mean square of AdamW's (Liu et al. 2025). All workers call `step` together.
+    """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
 
-    `weights` are this worker's rows of matrices of these shapes, contiguous, updated in place.
+    `weights` are this worker's rows of matrices of these shapes, contiguous, updated in place. All workers
+    call `step` together.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update every weight in place from its gradient of the same shape, which is left as it is."""
+        """Update every weight in place from its gradient of the same shape. Gradients are not changed."""
         assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
         buffers = {name: state["momentum_buffer"] for name, state in self.state.items()}
         momentum = self.config.momentum
@@ -80,7 +82,7 @@ class Muon:
     def step_on_matrices(
         self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Each worker computes its part of the updates, and only then waits for those of the others."""
+        """Compute this worker's updates, then receive the others' updates, and apply all. Collective."""
         mine = self.names_by_rank[self.exchange.rank]
         nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in mine}
         computed = self.join(list(self.orthogonal(nesterov).values()))
@@ -90,7 +92,7 @@ class Muon:
             self.apply(names, updates.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """The rows of each matrix go to the worker that computes its update; the update's rows come back."""
+        """Send rows to the workers that compute the updates, and apply the rows received. Collective."""
         mine, ranks = self.names_by_rank[self.exchange.rank], range(self.exchange.workers)
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
@@ -113,7 +115,7 @@ class Muon:
         self.apply(names, self.exchange.all_to_all(flat, by_holder, by_owner).split(sizes), lr)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """(n,) elements of bfloat16 tensors; there may be no tensors."""
+        """Join bfloat16 tensors to one vector, (n,); there may be no tensors."""
         empty = torch.empty(0, dtype=torch.bfloat16, device=self.device)
         return torch.cat([empty, *(tensor.flatten() for tensor in tensors)])
 
@@ -121,7 +123,7 @@ class Muon:
         return gradient.lerp(buffer, self.config.momentum).bfloat16()
 
     def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The updates of this worker's batches from their Nesterov momentum, in the order of its names."""
+        """The updates of this worker's matrices from Nesterov momentum, in the order of `names_by_rank`."""
         updates = {}
         for batch in self.batches_by_rank[self.exchange.rank]:
             computed = newton_schulz(torch.stack([wide(matrices[name]) for name in batch]))
@@ -130,14 +132,14 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract updates of weights, each flat, scaled for the whole matrix."""
+        """Subtract flat updates from their weights, scaled by the shape of the whole matrix."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
 
 
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
-    """Batches of names of equally shaped matrices per worker; the largest first, to the least loaded."""
+    """Assign batches of equally shaped matrices to workers: the costliest first, to the least loaded."""
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():
         by_shape.setdefault(tuple(sorted(shape)), []).append(name)
@@ -154,7 +156,7 @@ def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) 
 
 
 def split_evenly(names: list[str], most: int) -> list[list[str]]:
-    """Into as few lists of at most so many as there must be, whose lengths differ by at most one."""
+    """Split names into as few lists of at most `most` as possible, whose lengths differ by at most one."""
     parts = -(-len(names) // most)
     ends = [len(names) * part // parts for part in range(parts + 1)]
     return [names[first:last] for first, last in itertools.pairwise(ends)]
@@ -170,7 +172,10 @@ def wide(matrix: Tensor) -> Tensor:
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """(N, rows, columns), rows <= columns: all singular values near one, in bfloat16 (Jordan 2024)."""
+    """Bring all singular values of (N, rows, columns) matrices near one, in bfloat16 (Jordan 2024).
+
+    There may be no more rows than columns.
+    """
     x = matrices.bfloat16()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for a, b, c in NEWTON_SCHULZ:

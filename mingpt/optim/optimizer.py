@@ -4,9 +4,9 @@ A learning-rate schedule is a function of progress, registered in SCHEDULES.
 
 AdamW (Loshchilov and Hutter 2019) is torch's fused kernel, called without torch.optim around it: the first
 torch.optim.Optimizer that is constructed imports torch._dynamo, which takes as long as torch itself, at every
-start and every restart. On the CPU the kernel computes 16 elements at a time, and rounds those that are left
-over differently from the others. Tensors are therefore padded with zeros to a multiple of 16: an element's
-bits do not depend on where the tensor is cut.
+start and every restart. On the CPU the kernel computes 16 elements at a time, and rounds the elements that
+are left over differently. Tensors are therefore padded with zeros to a multiple of 16: an element's bits do
+not depend on where the tensor is cut.
 """
 
 import math
@@ -23,9 +23,9 @@ CPU_MULTIPLE = 16  # elements
 
 
 class AdamW:
-    """Weights with two or more dimensions decay, others do not.
+    """AdamW: weights with two or more dimensions decay, others do not.
 
-    `weights` are all of each parameter or some of its rows, contiguous, updated in place.
+    `weights` has each whole parameter or some of its rows, contiguous, updated in place.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AdamW:
         decaying = [name for name in weights if len(shapes[name]) >= 2]
         others = [name for name in weights if len(shapes[name]) < 2]
         self.groups = [(decaying, config.weight_decay), (others, 0.0)]
-        # What the kernel updates; `state` shows the same memory without padding.
+        # The tensors that the kernel updates; `state` shows the same memory without padding.
         self.stored = {
             name: {
                 "step": torch.zeros((), device=weight.device),
@@ -57,7 +57,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update every weight in place from its gradient of the same shape, which is left as it is."""
+        """Update every weight in place from its gradient of the same shape. Gradients are not changed."""
         assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
         for names, weight_decay in self.groups:
             if not names:
@@ -85,7 +85,7 @@ class AdamW:
 
 
 def missing(tensor: Tensor) -> int:
-    """Elements that a tensor lacks to the multiple that its device's kernel wants."""
+    """The number of elements that a tensor lacks to the multiple that its device's kernel needs."""
     return -tensor.numel() % CPU_MULTIPLE if tensor.device.type == "cpu" else 0
 
 
@@ -99,12 +99,12 @@ def padded(tensor: Tensor) -> Tensor:
 
 
 def unpadded(tensor: Tensor, like: Tensor) -> Tensor:
-    """A view of what is not padding, in the shape of another tensor."""
+    """A view of the elements before the padding, in the shape of `like`."""
     return tensor.view(-1)[: like.numel()].view_as(like) if missing(like) else tensor
 
 
 def cosine(progress: float) -> float:
-    """Half a cosine (Loshchilov and Hutter 2017)."""
+    """Half a period of a cosine (Loshchilov and Hutter 2017)."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -112,7 +112,8 @@ def linear(progress: float) -> float:
     return 1.0 - progress
 
 
-# From progress after warm-up, 0 to 1, to a factor of 1 to 0 between peak and minimum; `optimizer.schedule`.
+# Schedules, by `optimizer.schedule`: functions from progress after warm-up, 0 to 1, to a factor from 1 to 0
+# between peak and minimum.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": cosine,
     "linear": linear,
@@ -132,8 +133,8 @@ class Optimizer:
     """AdamW for every tensor, or Muon for the blocks' matrices and AdamW for the rest.
 
     `weights` are this worker's rows of each parameter (all of them, unless `exchange.is_sharded`),
-    contiguous, updated in place; there may be no rows. `shapes` are those of the whole parameters, in one
-    order on all workers. All workers call `step` together.
+    contiguous, updated in place; there may be no rows. `shapes` are the shapes of the whole parameters, in
+    the same order on all workers. All workers call `step` together.
     """
 
     def __init__(
@@ -150,12 +151,12 @@ class Optimizer:
             self.parts.append(Muon(hidden, shapes, config, exchange))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update every weight at this learning rate from its gradient, which is left as it is."""
+        """Update every weight at this learning rate from its gradient. Gradients are not changed."""
         for part in self.parts:
             part.step(lr, gradients)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """{"<parameter>.<state>": tensor}; the tensors themselves, not copies."""
+        """The state as {"<parameter>.<state>": tensor}; the tensors themselves, not copies."""
         return {
             f"{name}.{key}": value
             for part in self.parts
@@ -165,7 +166,7 @@ class Optimizer:
 
 
 def uses_muon(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> bool:
-    """Whether a parameter is updated by Muon; the others are by AdamW."""
+    """Whether Muon updates the parameter; AdamW updates the others."""
     return config.name == "muon" and len(shape) == 2 and name.startswith("h.")
 
 

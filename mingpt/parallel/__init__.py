@@ -1,6 +1,7 @@
-"""How gradients are summed across workers, and who holds which parameter: one interface, `Strategy`.
+"""Ways to sum gradients across workers and to hold parameters, behind one interface, `Strategy`.
 
-The trainer calls `loss.backward()` inside a strategy's `micro_batch` context and knows nothing else of it.
+The trainer calls `loss.backward()` inside a strategy's `micro_batch` context, and is otherwise the same for
+every strategy.
 """
 
 from mingpt.parallel.ddp import DDPReduction

@@ -1,7 +1,8 @@
 """Every rank holds all weights; DistributedDataParallel's own reduction, `trainer.reduction=fast`.
 
-Parameters lie in buckets, each of which is one collective. With `shard_optimizer` each rank updates its rows,
-then all gather them. The bits of DDP's reduction depend on the number of workers; exact.py's do not.
+Parameters lie in buckets, each of which is reduced by one collective. With `shard_optimizer` each rank
+updates its rows, and all ranks gather them. The bits of DDP's reduction depend on the number of workers; the
+bits of exact.py's reduction do not.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from mingpt.base import events
 from mingpt.distributed.shared_memory import SharedMemory
 from mingpt.parallel.strategy import Forward, Strategy, StrategySetup, digest, numel_by_rank
 
-# As DistributedDataParallel's: a collective of less waits for its start more than for its bytes.
+# As in DistributedDataParallel: a smaller collective takes more time to start than to move its bytes.
 BUCKET_BYTES = 25 << 20
 # broadcast_buffers is the name before torch 2.13.
 ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -29,9 +30,9 @@ def fits_one_bucket(nbytes: int) -> bool:
 
 
 def make_buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Numbers of parameters in the likely order of a backward pass.
+    """The numbers of the parameters in each bucket, in the likely order of a backward pass.
 
-    A bucket is closed once it holds BUCKET_BYTES, so that a large weight takes small ones with it.
+    A bucket is closed once it holds BUCKET_BYTES, so that a large weight shares it with small ones.
     """
     buckets: list[list[int]] = [[]]
     size = 0
@@ -45,7 +46,7 @@ def make_buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers on the meta device uninitialised memory; what is shared stays shared."""
+    """Give parameters and buffers on the meta device uninitialised memory. Shared tensors stay shared."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -61,14 +62,14 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """torch.empty_like, which imports sympy for a tensor on the meta device: a fifth of the time of torch."""
+    """torch.empty_like, without its import of sympy for meta tensors: a fifth of torch's import time."""
     if type(tensor) in (Tensor, nn.Parameter):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.empty_like(tensor, device=device)  # FSDP2's, which knows more than its shape
+    return torch.empty_like(tensor, device=device)  # a tensor of FSDP2, which has more than a shape
 
 
 class WholeWeights(Strategy):
-    """What DDPReduction and ExactReduction share."""
+    """The base of DDPReduction and ExactReduction, in which each rank holds all weights."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -77,7 +78,7 @@ class WholeWeights(Strategy):
         self.names, self.parameters = list(self.weights), list(self.weights.values())
         self.updates_are_sharded = setup.shard_optimizer and self.world_size > 1
         self.buckets = make_buckets(self.parameters)
-        self.memory: SharedMemory | None = None  # of all ranks, where a strategy has it and they can
+        self.memory: SharedMemory | None = None  # of all ranks, if the strategy uses it and they can
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: weight.detach() for name, weight in self.weights.items()}
@@ -86,7 +87,7 @@ class WholeWeights(Strategy):
         return self.own_rows(self.held_weights())
 
     def own_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of whole tensors, the rows that this rank updates."""
+        """The rows of whole tensors that this rank updates."""
         if not self.updates_are_sharded:
             return tensors
         return {name: tensor[self.my_rows(name)] for name, tensor in tensors.items()}
@@ -114,7 +115,7 @@ class WholeWeights(Strategy):
 
     @torch.no_grad()
     def gather_weights(self, names: list[str]) -> None:
-        """Give all ranks the rows of these parameters that each has updated."""
+        """Gather the updated rows of these parameters on all ranks. Collective."""
         counts = [numel_by_rank(self.shapes[name], self.world_size) for name in names]
         sizes = [sum(count[rank] for count in counts) for rank in range(self.world_size)]
         pieces = [self.weights[name][self.my_rows(name)].flatten() for name in names]
@@ -137,7 +138,7 @@ class WholeWeights(Strategy):
 
 
 class DDPReduction(WholeWeights):
-    """Without a process group gradients accumulate in the model itself."""
+    """DistributedDataParallel's all-reduce; without a process group, gradients accumulate in the model."""
 
     ddp: DistributedDataParallel | None = None
 

@@ -1,18 +1,18 @@
-"""A step's gradient, summed in one fixed order whoever computes it: `trainer.reduction=exact`.
+"""A step's gradient, summed in one fixed order on any number of workers: `trainer.reduction=exact`.
 
 The gradients of a step's micro-batches are the leaves of the tree of tree.py. Inside a worker, partial sums
 are kept like a binary counter, in place: as many additions as plain accumulation. Across workers,
 `BucketReducer` adds the workers' partial sums along the same tree, one bucket of parameters after the other,
-as the backward pass fills them: all-to-all, local additions, all-gather. These are the bytes of a ring
-all-reduce; ranks whose micro-batches are no whole subtree send a few more partial sums. Where all ranks share
-memory, each adds what lies in the others' segments, and nothing is sent.
+as the backward pass fills them: all-to-all, local additions, all-gather. The bytes are as many as in a ring
+all-reduce; ranks whose micro-batches are no whole subtree send a few more partial sums. If all ranks share
+memory, each rank adds the partial sums in the others' segments, and nothing is sent.
 
 Buckets are exchanged one after the other, in a thread or on a stream of their own, beside the backward pass.
 Issuing a bucket's all-gather when its all-to-all completes would deadlock, since ranks would meet in
 different collectives.
 
-DistributedDataParallel would fill the buckets too, with a communication hook, but imports torch._dynamo for
-it, which takes as long as torch itself at every start and restart.
+DistributedDataParallel with a communication hook would fill the buckets, too, but imports torch._dynamo for
+the hook, which takes as long as torch itself at every start and restart.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class BucketReducer:
-    """`covers` are the nodes of the tree whose sums each rank sends; the tree has `leaves` leaves.
+    """Adds the workers' partial sums, bucket by bucket, along the tree, which has `leaves` leaves.
 
-    `memory` is shared by all ranks, if there is any.
+    `covers` has the nodes whose sums each rank sends. `memory` is the memory that all ranks share, if any.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class BucketReducer:
     def reduce(
         self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Future[Tensor]:
-        """Begin to add: the result is the whole sum if `gathers`, else the chunk that this rank adds.
+        """Begin to add a bucket: the result is the whole sum if `gathers`, else this rank's chunk of it.
 
-        `pieces` are vectors, for each of this rank's nodes those that make up its part, (sum(sizes),) in
-        all; `sizes` are those of the ranks' chunks. A rank may have no nodes, so an empty tensor `like` them
-        says their type and device.
+        `pieces` has, for each of this rank's nodes, the vectors that make up its part, (sum(sizes),) in all;
+        `sizes` are the sizes of the ranks' chunks. A rank may have no nodes, so the empty tensor `like` gives
+        their type and device.
         """
         future: Future[Tensor] = Future()
         if self.memory is None:
@@ -78,7 +78,7 @@ class BucketReducer:
     def reduce_on_stream(
         self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """On a stream of their own, NCCL's collectives run beside the backward pass."""
+        """Add on a separate stream, so that NCCL's collectives run beside the backward pass."""
         self.stream = self.stream or torch.cuda.Stream(like.device)
         current = torch.cuda.current_stream(like.device)
         self.stream.wait_stream(current)
@@ -90,7 +90,7 @@ class BucketReducer:
         return total
 
     def synchronize(self) -> None:
-        """Make the current stream wait for what was queued."""
+        """Make the current stream wait for the additions that were queued."""
         if self.stream:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
@@ -106,7 +106,7 @@ class BucketReducer:
     def sum_along_tree(
         self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """Each rank adds one chunk of all parts along the tree; if `gathers`, all then get all chunks."""
+        """Add this rank's chunk of all parts along the tree; if `gathers`, all ranks then get all chunks."""
         events.emit("reduction_start")
         if self.memory is not None:
             return self.sum_in_memory(self.memory, pieces, sizes, like, gathers)
@@ -130,7 +130,7 @@ class BucketReducer:
         return gathered[:size]
 
     def add(self, parts: list[Tensor]) -> Tensor:
-        """The sum of all nodes, in order, in the place of the first."""
+        """The sum of all nodes along the tree, in the memory of the first."""
         stack: PartialSums[Tensor] = []
         nodes = [node for nodes in self.covers for node in nodes]
         for (level, index), part in zip(nodes, parts, strict=True):
@@ -141,7 +141,7 @@ class BucketReducer:
     def sum_in_memory(
         self, memory: SharedMemory, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """A segment has a rank's parts. Each rank adds its chunk of all of them, in that of the first."""
+        """Add along the tree in shared memory: segments hold the ranks' parts, the first part the sums."""
         size, counts = sum(sizes), [len(nodes) for nodes in self.covers]
         memory.begin(max(counts) * size * like.element_size())
         for place, of_node in enumerate(pieces):
@@ -152,7 +152,7 @@ class BucketReducer:
             for rank, count in enumerate(counts)
             for place in range(count)
         ]
-        if gathers and len(parts) == 2:  # fewer bytes than to share the work, and no second barrier
+        if gathers and len(parts) == 2:  # reads fewer bytes than sharing the work, without a second barrier
             total = parts[0] + parts[1]
             memory.end()
             return total
@@ -167,7 +167,7 @@ class BucketReducer:
 
 
 def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
-    """The parts, cut into chunks of these sizes, rank by rank, as all-to-all sends them."""
+    """The parts, cut into chunks of these sizes, in the order of the ranks that all-to-all sends them to."""
     if not parts:
         return like.new_empty(0)
     if len(parts) == 1:
@@ -177,13 +177,13 @@ def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
 
 
 def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """left + right, in place of `right`."""
+    """The sums left + right, stored in `right`."""
     torch._foreach_add_(right, left)
     return right
 
 
 class ExactReduction(WholeWeights):
-    """With several workers, the backward pass of a rank's last micro-batch sends each full bucket."""
+    """Sums gradients along the tree; with several workers, the last backward pass sends each full bucket."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -195,7 +195,7 @@ class ExactReduction(WholeWeights):
         self.is_last = False  # whether the micro-batch under way is this worker's last
         self.missing: list[set[int]] = []  # per bucket, the parameters whose gradient is still to come
         self.sent: list[Future[Tensor]] = []
-        self.sums: dict[str, Tensor] = {}  # of the rows that this rank updates, if it updates not all
+        self.sums: dict[str, Tensor] = {}  # of the rows that this rank updates, if updates are sharded
         if self.world_size > 1:
             for number, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(
@@ -223,14 +223,14 @@ class ExactReduction(WholeWeights):
             events.emit("partial_sums", micro_batch=number, sums=self.partial_sums)
 
     def take_gradient(self, number: int) -> Tensor:
-        """A parameter's gradient, removed from it."""
+        """The gradient of a parameter, which is removed from the parameter."""
         gradient = self.parameters[number].grad
         assert gradient is not None, "every parameter takes part in every micro-batch"
         self.parameters[number].grad = None
         return gradient
 
     def on_grad_ready(self, number: int) -> None:
-        """A parameter's gradient is complete. Buckets are sent in the same order on all ranks."""
+        """Send each bucket whose gradients are complete. Buckets have the same order on all ranks."""
         if not self.is_last:
             return
         for missing in self.missing:
@@ -239,7 +239,7 @@ class ExactReduction(WholeWeights):
             self.send(self.buckets[len(self.sent)])
 
     def send(self, bucket: list[int]) -> None:
-        """Add this bucket of the last micro-batch to the partial sums, then reduce those of all ranks."""
+        """Add this bucket of the last micro-batch to the partial sums, and begin to reduce the sums."""
         pieces: list[list[Tensor]] = []
         if self.my_micro_batches:
             sums = [
@@ -256,13 +256,13 @@ class ExactReduction(WholeWeights):
         )
 
     def forget_partial_sums(self, bucket: list[int]) -> None:
-        """Free what has been copied into a bucket."""
+        """Free the partial sums that have been copied into a bucket."""
         for _, _, tensors in self.partial_sums:
             for number in bucket:
                 tensors[number] = tensors[number].new_empty(0)
 
     def pieces_by_rank(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Vectors, in the order of the ranks that add them."""
+        """The gradients as vectors, in the order of the ranks that add them."""
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]
         rows = [split_rows(len(gradient), self.world_size) for gradient in gradients]
@@ -273,7 +273,7 @@ class ExactReduction(WholeWeights):
         ]
 
     def chunk_sizes(self, bucket: list[int]) -> list[int]:
-        """Elements of a bucket that each rank adds: equal chunks, or the rows that it updates."""
+        """The number of a bucket's elements that each rank adds: an equal chunk, or the rows it updates."""
         shapes = [self.parameters[number].shape for number in bucket]
         if self.updates_are_sharded:
             counts = [numel_by_rank(shape, self.world_size) for shape in shapes]
@@ -298,7 +298,7 @@ class ExactReduction(WholeWeights):
         self.sent = []
 
     def take_sum(self, bucket: list[int], total: Tensor) -> None:
-        """Hand out a bucket's sum: all of it, or this rank's rows."""
+        """Store a bucket's sum as the parameters' gradients: all of it, or this rank's rows."""
         for number in bucket:
             name, parameter = self.names[number], self.parameters[number]
             if self.updates_are_sharded:

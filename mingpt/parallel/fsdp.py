@@ -1,12 +1,12 @@
 """FSDP2, `trainer.parallel=fsdp`: each rank holds its rows of every weight, gradient and optimizer state.
 
 A block's weights are gathered for its forward and its backward pass and freed after each, so all ranks pass
-through the blocks together: they take micro-batches in turns, in rounds, and a rank without one in the last
-round computes a dummy that is not counted. After each backward pass of a block its gradients are scattered.
-A model that fits one bucket of ddp.py is gathered and scattered whole.
+through the blocks together. They take micro-batches in turns, in rounds, and a rank without a micro-batch in
+the last round computes a dummy that is not counted. After each backward pass of a block its gradients are
+scattered. A model that fits one bucket of ddp.py is gathered and scattered whole.
 
-`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank adds the ranks' micro-batches to
-its rows of the sum along the tree of tree.py, in their order, so the bits are those of ExactReduction.
+`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank adds the ranks' micro-batches,
+in their order along the tree of tree.py, to its rows of the sum. ExactReduction gives the same bits.
 """
 
 import contextlib
@@ -42,26 +42,26 @@ class FSDPReduction(Strategy):
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
         self.group = make_group(self.context.launch.is_distributed, setup.timeout_s)
-        self.units: list[Any] = [setup.model]  # holds what is in no block
+        self.units: list[Any] = [setup.model]  # the model itself holds the weights outside of blocks
         if not fits_one_bucket(sum(weight.nbytes for weight in setup.model.parameters())):
             self.units = [*setup.blocks, setup.model]
         self.shard()
         allocate(setup.model, self.context.device)
-        for unit in self.units:  # from here on its parameters stay the same objects
+        for unit in self.units:  # afterwards the unit's parameters stay the same objects
             unit.unshard()
             unit.reshard()
         self.weights = dict(setup.model.named_parameters())
         self.rounds = max(map(len, setup.micro_batches_by_rank))
-        self.found: dict[str, str] | None = None  # digests of gradients that count for nothing
+        self.found: dict[str, str] | None = None  # digests of gradients that are not counted
         for number, unit in enumerate(self.units):
             unit.set_custom_reduce_scatter(self.make_scatter(number))
 
     def make_scatter(self, number: int) -> "ReduceScatter":
-        """What adds the gradients of unit `number`."""
+        """The reduce-scatter for the gradients of unit `number`."""
         return ReduceScatter(self, number)
 
     def shard(self) -> None:
-        # Importing it takes 0.6 s, of which only runs with fsdp should know.
+        # These imports take 0.6 s, which only runs with fsdp should pay.
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -109,14 +109,14 @@ class FSDPReduction(Strategy):
         self.found = found
         yield found
         self.found = None
-        if self.world_size == 1:  # FSDP2 exchanges nothing then
+        if self.world_size == 1:  # then FSDP2 exchanges nothing
             found |= {name: digest(gradient) for name, gradient in self.gradients().items()}
         self.finish_update()
 
     def note_digest(self, number: int, gradients: Tensor) -> None:
-        """Of all gradients of unit `number` that this rank has computed, if that is asked for."""
+        """Record the digest of this rank's gradients of unit `number`, inside `unreduced`."""
         if self.found is not None:
-            is_model = self.units[number] is self.setup.model  # or what is in no block of its own
+            is_model = self.units[number] is self.setup.model  # or the weights outside of blocks
             self.found["the model" if is_model else f"block {number}"] = digest(gradients)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class FSDPReduction(Strategy):
 
 
 class ExactFSDPReduction(FSDPReduction):
-    """FSDP2 with a sum along the tree. FSDP2 adds nothing: it is given the sum in the last round only."""
+    """FSDP2 with a sum along the tree. FSDP2 adds nothing: it gets the sum in the last round only."""
 
     def __init__(self, setup: StrategySetup) -> None:
         memory = setup.context.connect_memory(setup.timeout_s)
@@ -140,12 +140,12 @@ class ExactFSDPReduction(FSDPReduction):
         self.scatters: list[TreeReduceScatter] = []
         super().__init__(setup)
         self.first = 0  # the number of rank 0's micro-batch in the round under way
-        self.partial_sums: PartialSums[list[Tensor]] = []  # of a rank that is alone
+        self.partial_sums: PartialSums[list[Tensor]] = []  # of a single rank
         for unit in self.units:
             if self.areas:
                 unit.set_custom_all_gather(SharedAllGather(self.areas))
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
     def make_scatter(self, number: int) -> "ReduceScatter":
         self.scatters.append(TreeReduceScatter(self, number))
@@ -167,7 +167,7 @@ class ExactFSDPReduction(FSDPReduction):
     def micro_batch(self, number: int) -> Iterator[None]:
         self.begin_round(number // self.world_size)
         yield
-        if self.world_size == 1:  # FSDP2 exchanges nothing then
+        if self.world_size == 1:  # then FSDP2 exchanges nothing
             gradients = list(self.gradients().values())
             push(self.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
             if self.is_last_round:
@@ -179,7 +179,7 @@ class ExactFSDPReduction(FSDPReduction):
 
     def begin_round(self, number: int) -> None:
         self.first = number * self.world_size
-        self.finish_update()  # what FSDP2 was given in place of the round before's gradients
+        self.finish_update()  # frees FSDP2's outputs of the round before
 
     def finish_step(self) -> None:
         if len(self.my_micro_batches) < self.rounds:
@@ -188,10 +188,10 @@ class ExactFSDPReduction(FSDPReduction):
 
 
 class Areas:
-    """Shared memory as FSDP2 uses it: weights are gathered in two areas in turns, gradients lie in a third.
+    """Shared memory for FSDP2: weights are gathered in two areas in turns, gradients lie in a third area.
 
-    A rank begins to gather when it has copied out all that it has gathered before. So once all have come to
-    one gathering, all have copied out what the one before it has brought, and its area is free.
+    A rank enters a gather only after it has copied out the previous one. Once all ranks are in a gather, the
+    previous one's area is free, so two areas suffice.
     """
 
     GATHERING, GRADIENTS, COUNT = (0, 1), 2, 3
@@ -202,8 +202,8 @@ class Areas:
         self.turn = 0
 
     def begin(self, nbytes: int, area: int) -> int:
-        """The first byte of an area, which has at least so many bytes on all ranks. Collective."""
-        # More than before is more than there is, so new segments: what was gathered ahead stays in the old.
+        """The first byte of an area, which has at least `nbytes` bytes on all ranks. Collective."""
+        # Larger areas need new segments; weights that were gathered ahead stay in the old segments.
         pages = max(self.nbytes // PAGE, -(-nbytes // PAGE))
         self.memory.begin(self.COUNT * pages * PAGE)
         self.nbytes = self.memory.capacity // self.COUNT // PAGE * PAGE
@@ -215,7 +215,7 @@ class Areas:
 
 
 class SharedAllGather:
-    """What FSDP2 calls for a block's weights: all ranks write theirs to the first one's segment."""
+    """The all-gather that FSDP2 calls for a block: all ranks write to the first rank's segment."""
 
     def __init__(self, areas: Areas) -> None:
         self.areas = areas
@@ -232,12 +232,12 @@ class SharedAllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """The input is this rank's part of the output, where FSDP2 has copied it to."""
+        """Wait for all ranks. The input is this rank's part of the output, where FSDP2 has copied it."""
         self.areas.memory.barrier()
 
 
 class ReduceScatter:
-    """What FSDP2 calls with the gradients of a unit, a block most often, after its backward pass."""
+    """The reduce-scatter that FSDP2 calls after the backward pass of a unit, which is often a block."""
 
     def __init__(self, strategy: FSDPReduction, number: int) -> None:
         self.strategy, self.number = strategy, number
@@ -253,13 +253,13 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """The input is (workers * n,), the ranks' rows of this rank's micro-batch; the output is (n,)."""
+        """Reduce (workers * n,), the ranks' rows of this rank's gradients, to (n,)."""
         self.strategy.note_digest(self.number, input_tensor)
         reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
 
 class TreeReduceScatter(ReduceScatter):
-    """With a sum along the tree."""
+    """A reduce-scatter with a sum along the tree."""
 
     strategy: "ExactFSDPReduction"
 
@@ -269,7 +269,7 @@ class TreeReduceScatter(ReduceScatter):
         self.first_byte: int | None = None  # of the input, if it is in shared memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The input, in shared memory if there is any, and then the output."""
+        """Allocate the input, in shared memory if there is any; the second call allocates the output."""
         areas, count = self.strategy.areas, math.prod(size)
         if areas is None or self.first_byte is not None:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -298,7 +298,7 @@ class TreeReduceScatter(ReduceScatter):
             strategy.areas.memory.end()
 
     def add(self, chunks: Sequence[Tensor], output_tensor: Tensor) -> None:
-        """The chunks of a round to those before; in the last round, the sum is the output."""
+        """Add the chunks of a round to the partial sums; in the last round, the sum is the output."""
         strategy = self.strategy
         count = strategy.setup.micro_batches
         for rank, chunk in enumerate(chunks):
@@ -311,14 +311,14 @@ class TreeReduceScatter(ReduceScatter):
             ((_, _, total),) = self.partial_sums
             output_tensor.copy_(total)
             self.partial_sums = []
-        else:  # what stays must not keep all of what was received, nor lie where another exchange writes
+        else:  # partial sums must not keep all received chunks, nor lie where another exchange writes
             self.partial_sums = [
                 (level, index, part.clone() if any(part is chunk for chunk in chunks) else part)
                 for level, index, part in self.partial_sums
             ]
 
     def exchange(self, input_tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-        """(n,) of each rank's micro-batch, which this rank may change."""
+        """This rank's rows, (n,), of each rank's gradients; the caller may change them."""
         rank, workers = self.strategy.rank, self.strategy.world_size
         if self.strategy.areas is None:
             received = torch.empty_like(input_tensor)
@@ -338,7 +338,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def make_group(is_distributed: bool, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of all ranks; of this process alone where there is no launcher."""
+    """A process group of all ranks, or of this process alone if there is no launcher."""
     if not is_distributed and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))

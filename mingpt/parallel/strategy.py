@@ -1,8 +1,8 @@
 """The interface between the trainer and a way of training in parallel; rows of tensors, and the norm.
 
-The norm of a gradient has the same bits whoever holds which rows of it: each row is summed by whoever holds
-it, then all rows in the order of the tensors by everybody. A norm of each shard, as
-torch.nn.utils.clip_grad_norm_ takes it of sharded gradients, depends on the number of workers.
+The norm of a gradient has the same bits for any distribution of its rows: the rank that holds a row sums it,
+then every rank sums all rows in the order of the tensors. torch.nn.utils.clip_grad_norm_ takes a norm of each
+shard of sharded gradients, which depends on the number of workers.
 """
 
 import contextlib
@@ -23,28 +23,28 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 
 def split_rows(rows: int, workers: int) -> list[range]:
-    """Those of each rank: chunks of ceil(rows / workers), the last ones shorter or empty.
+    """The rows of each rank: chunks of ceil(rows / workers), of which the last may be shorter or empty.
 
-    These are torch.chunk's chunks of dimension 0, as FSDP2 shards a parameter.
+    torch.chunk makes the same chunks of dimension 0, as FSDP2 shards a parameter.
     """
     size = -(-rows // workers)
     return [range(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(workers)]
 
 
 def numel_by_rank(shape: Sequence[int], workers: int) -> list[int]:
-    """Elements of each rank's rows of a tensor of this shape, which has at least one dimension."""
+    """The number of elements in each rank's rows of a tensor of this shape, with at least one dimension."""
     columns = math.prod(shape[1:])
     return [len(rows) * columns for rows in split_rows(shape[0], workers)]
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of its elements, as hex digits."""
+    """The SHA-256 of a tensor's elements, as hex digits."""
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().data).hexdigest()
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """(rows,) norms of the rows of a (rows, columns) gradient; the absolute values of a vector."""
+    """The (rows,) norms of the rows of a (rows, columns) gradient; the absolute values of a vector."""
     if gradient.ndim < 2:
         return gradient.abs()
     return torch.linalg.vector_norm(gradient, dim=1)
@@ -56,7 +56,7 @@ def total_norm(norms: Tensor) -> Tensor:
 
 
 class RowGatherer:
-    """Brings the norms of all ranks' rows into the order of the tensors; `shapes` are the whole ones."""
+    """Brings the norms of all ranks' rows into the order of the tensors; `shapes` are of whole tensors."""
 
     def __init__(
         self, shapes: Sequence[Sequence[int]], workers: int, all_gather: Callable[[Tensor], Tensor]
@@ -74,18 +74,18 @@ class RowGatherer:
         self.order = torch.cat(places)
 
     def gather(self, norms: Tensor) -> Tensor:
-        """(rows,) of this rank's rows, tensor by tensor, to those of all rows. Collective."""
+        """The norms of all rows, from the (rows,) norms of this rank's rows, tensor by tensor. Collective."""
         padded = torch.cat([norms, norms.new_zeros(self.size - len(norms))])
         self.order = self.order.to(norms.device)
         return self.all_gather(padded).flatten()[self.order]
 
 
 def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients, in place, so that their norm is at most this; 0 leaves them."""
+    """Scale the gradients, in place, so that their norm is at most `max_norm`; 0 leaves them unchanged."""
     if not max_norm:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if norm.is_cuda:  # without waiting for it
+    if norm.is_cuda:  # without waiting for the GPU
         torch._foreach_mul_(list(gradients.values()), factor)
     elif float(factor) < 1.0:
         torch._foreach_mul_(list(gradients.values()), float(factor))
@@ -93,10 +93,10 @@ def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None
 
 @dataclass(frozen=True)
 class StrategySetup:
-    """What a strategy is built from."""
+    """The model and the settings that a strategy is built from."""
 
-    model: nn.Module  # on the meta device, or where it is to stay
-    blocks: Sequence[nn.Module]  # parts of it that are gathered one at a time, where weights are sharded
+    model: nn.Module  # on the meta device, or on its final device
+    blocks: Sequence[nn.Module]  # parts of the model; sharded weights are gathered one block at a time
     micro_batches_by_rank: Sequence[range]  # of a step
     batch_shape: tuple[int, int]  # (B, T) of a micro-batch
     context: DistributedContext
@@ -108,14 +108,14 @@ class StrategySetup:
 
     @property
     def micro_batches(self) -> int:
-        """In a step, of all ranks together."""
+        """The number of micro-batches in a step, of all ranks together."""
         return sum(map(len, self.micro_batches_by_rank))
 
 
 class Strategy(ABC):
-    """Constructing it allocates the model's weights; then they are filled, and `prepare` is called once.
+    """A way of training in parallel. Constructing it allocates the model's weights, for the caller to fill.
 
-    One step is
+    Then `prepare` is called once. One step is
 
         strategy.start_step()
         for micro_batch in strategy.my_micro_batches:
@@ -126,13 +126,13 @@ class Strategy(ABC):
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
         strategy.finish_update()
 
-    All ranks call everything. A piece is this rank's rows of a parameter: all of them, unless weights (or the
+    All ranks call all methods. A piece is this rank's rows of a parameter: all rows, unless weights (or the
     updates alone) are sharded.
     """
 
-    takes_turns = False  # at micro-batches: number r, r + workers, ... for rank r, instead of neighbours
-    weights_are_sharded = False  # then every forward pass is collective
-    updates_are_sharded = False  # gradients and the optimizer's state
+    takes_turns = False  # rank r has micro-batches r, r + workers, ... instead of neighbours
+    weights_are_sharded = False  # if so, every forward pass is collective
+    updates_are_sharded = False  # whether gradients and the optimizer's state are
     loss_scale: float
     forward: Forward
 
@@ -146,39 +146,45 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        """`forward` computes the loss of (B, T) tokens and targets: a module, compiled perhaps.
+        """Take the module `forward`, perhaps compiled, which maps (B, T) tokens and targets to the loss.
 
         `grads_are_static`: the next backward pass overwrites the memory of its gradients (CUDA graphs).
         """
 
     @abstractmethod
     def pieces(self) -> dict[str, Tensor]:
-        """This rank's rows of each parameter that it updates: the parameters' own memory."""
+        """The rows of each parameter that this rank updates, in the parameters' own memory."""
 
     @abstractmethod
     def held_weights(self) -> dict[str, Tensor]:
-        """Of each parameter, all that this rank holds: the parameters' own memory."""
+        """All rows of each parameter that this rank holds, in the parameters' own memory."""
 
     def start_step(self) -> None:  # noqa: B027 - most strategies have nothing to do
-        """Before the first micro-batch. Gradients were freed after the last step."""
+        """Prepare for the first micro-batch of a step. Gradients were freed after the last step."""
 
     @abstractmethod
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        """Around the forward and backward pass of a micro-batch."""
+        """The context for the forward and backward pass of a micro-batch."""
 
     @abstractmethod
     def finish_step(self) -> None:
-        """After the last micro-batch. Raises what kept ranks from exchanging gradients, often a lost peer."""
+        """Complete the gradients after the last micro-batch.
+
+        Raises the error that kept ranks from exchanging gradients, often a lost peer.
+        """
 
     @abstractmethod
     def unreduced(self) -> AbstractContextManager[dict[str, str]]:
-        """Around a backward pass that counts for nothing, after `start_step`, before the first micro-batch.
+        """The context for a backward pass that is not counted, after `start_step`, before any micro-batch.
 
-        Afterwards the value has a `digest` of each gradient as it would enter the reduction.
+        Afterwards the context's value has a `digest` of each gradient as it would enter the reduction.
         """
 
     def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, str]:
-        """Those of the gradients of (B, T) tokens, see `unreduced`. Collective where weights are sharded."""
+        """The digests of the gradients of (B, T) tokens; see `unreduced`.
+
+        Collective if weights are sharded.
+        """
         with self.unreduced() as found:
             with self.setup.autocasts():
                 loss = self.forward(inputs, targets)
@@ -187,16 +193,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """Of the pieces, after finish_step."""
+        """The gradients of the pieces, after `finish_step`."""
 
     @abstractmethod
     def finish_update(self) -> None:
-        """After the pieces were updated: all ranks have the new weights, gradients are freed."""
+        """Give all ranks the new weights after the pieces were updated, and free the gradients."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to at most this norm (0: leave them); returns the norm before, a scalar.
+        """Scale the gradients to at most `max_norm` (0: leave them); returns the norm before, a scalar.
 
-        Its bits do not depend on the number of workers. Collective.
+        The norm's bits do not depend on the number of workers. Collective.
         """
         gradients = self.gradients()
         norms = torch.cat([row_norms(gradient) for gradient in gradients.values()])
@@ -210,19 +216,19 @@ class Strategy(ABC):
         return norm
 
     def any(self, flag: bool) -> bool:
-        """Whether work that all ranks do together is to end: on all of them if on any of them.
+        """Whether `flag` is true on any rank, if the ranks' forward passes are collective; else `flag`.
 
-        Where ranks work on their own it is this rank's answer. Collective, in any thread.
+        It tells whether work that the ranks do together ends. Collective, in any thread.
         """
         return flag
 
     def my_rows(self, name: str) -> slice:
-        """This rank's rows of a parameter, where they are sharded."""
+        """This rank's rows of a sharded parameter."""
         rows = split_rows(self.shapes[name][0], self.world_size)[self.rank]
         return slice(rows.start, rows.stop)
 
     def dummy_backward(self) -> None:
-        """A forward and backward pass that counts for nothing, since the other ranks' are collective."""
+        """Run a forward and backward pass that is not counted, since other ranks' passes are collective."""
         tokens, targets = torch.zeros(
             2, *self.setup.batch_shape, dtype=torch.long, device=self.context.device
         )
@@ -231,5 +237,5 @@ class Strategy(ABC):
         loss.mul(0.0).backward()  # type: ignore[no-untyped-call]
 
 
-# By `trainer.parallel` and `trainer.reduction`; parallel/__init__.py registers the strategies that there are.
+# The strategies by `trainer.parallel` and `trainer.reduction`; parallel/__init__.py registers them.
 STRATEGIES: dict[tuple[str, str], type[Strategy]] = {}

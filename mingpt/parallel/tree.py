@@ -1,8 +1,8 @@
-"""The binary tree along which numbers are added, whoever adds them.
+"""The binary tree along which numbers are added, on whichever rank.
 
 Node (level, index) is the sum of leaves index * 2**level up to (index + 1) * 2**level, a left half plus a
-right half; where the right half would lie past the last leaf, a node is its left half. Floating-point
-addition is not associative, so the tree, and nothing else, determines the bits of a sum.
+right half. If the right half would lie past the last leaf, a node is its left half. Floating-point addition
+is not associative, so the tree, and nothing else, determines the bits of a sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ PartialSums = list[tuple[int, int, V]]  # (level, index, sum), from left to righ
 def push(
     stack: PartialSums[V], level: int, index: int, value: V, leaves: int, add: Callable[[V, V], V]
 ) -> None:
-    """Append a node to the right of those on the stack and merge as far as the tree allows."""
+    """Append a node to the right of the nodes on the stack, and merge as far as the tree allows."""
     while 1 << level < leaves:
         if index % 2:
             if not stack or stack[-1][:2] != (level, index - 1):

@@ -1,7 +1,7 @@
 """Snapshots as files: written atomically, checked when read, in a folder, at a URL or in /dev/shm.
 
-A snapshot exists when its manifest does and its checksums hold. saver.py decides which ones are kept. Knows
-tensors by name, and which rows of them each rank holds; knows no model.
+A snapshot exists when its manifest does and its checksums hold. saver.py decides which snapshots are kept.
+This room uses tensors by name, and the rows of them that each rank holds, but no model.
 """
 
 from mingpt.snapshot.layout import TensorSpec, specs_of

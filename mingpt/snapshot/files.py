@@ -1,11 +1,11 @@
 """Files in a folder or at any fsspec URL, which appear whole or not at all.
 
-In a folder a file is written under another name, fsynced and renamed. Elsewhere a small one goes up by a
-single PUT, a large one in parts (S3's multipart upload), which become an object when all have arrived.
+In a folder a file is written under another name, fsynced and renamed. At a URL a small file is uploaded by a
+single PUT, a large file in parts (S3's multipart upload), which become an object when all have arrived.
 
-S3 keeps, and charges for, the parts of an upload that is not completed until it is aborted. One that fails is
-aborted at once. One whose process was killed is aborted when the next generation prepares the folder: it has
-the claim to the place then, so nobody else may write there. A lifecycle rule of the bucket
+S3 keeps, and charges for, the parts of an unfinished upload until it is aborted. An upload that fails is
+aborted at once. An upload whose process was killed is aborted when the next generation prepares the folder:
+that generation has the claim to the place, so no other job may write there. A lifecycle rule of the bucket
 (AbortIncompleteMultipartUpload) does the same for runs that never start again.
 """
 
@@ -35,7 +35,7 @@ from mingpt.base.files import (
 from mingpt.base.urls import open_url
 from mingpt.snapshot.reading import with_retries
 
-UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes 10,000 of a file, which are 156 GiB
+UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes 10,000 parts of a file, which are 156 GiB
 FLUSH_BYTES = 64 << 20
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def discard(file: Any, path: str) -> None:
     """Abort the upload of a file that is open for writing, so that nothing appears."""
     try:
         if isinstance(file, AbstractBufferedFile):
-            file.closed = True  # closing it, even when it is collected, would complete the upload
+            file.closed = True  # to close the file, also by garbage collection, would complete the upload
             file.discard()
         else:
             file.close()
@@ -56,10 +56,10 @@ def discard(file: Any, path: str) -> None:
 def write_chunks(
     file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
 ) -> str:
-    """Hash chunks and write them to `file` at the rate of the slower of both; returns their SHA-256.
+    """Hash chunks and write them to `file`, at the rate of the slower of both; returns their SHA-256.
 
-    With a `handle`, a thread flushes what is written to disk meanwhile, so that little is left for the last
-    fsync. Raises what the file raises.
+    With a `handle`, a thread flushes the written bytes to disk meanwhile, so that little is left for the last
+    fsync. Raises the errors of `file`.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -81,9 +81,9 @@ def write_chunks(
 class FileStore:
     """The files at `url`. Raises UserError if no driver for it is installed.
 
-    Reading that fails, and an upload to an object store, is retried after each of `retries_s` seconds. Files
-    of more than `upload_part_bytes` go up in parts. `check_claim` is called before a file gets its name; it
-    raises ClaimLost if the place is no longer this job's.
+    A failed read, or upload to an object store, is retried after each of `retries_s` seconds. Files of more
+    than `upload_part_bytes` are uploaded in parts. `check_claim` is called before a file gets its name; it
+    raises ClaimLost if this job no longer has the claim to the place.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class FileStore:
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
         self.check_claim = check_claim
-        self.is_ready = True  # false where there was no room to prepare the folder
-        self.unreadable: dict[int, str] = {}  # snapshots: step -> reason; may be valid, so never pruned
+        self.is_ready = True  # false if there was no room to prepare the folder
+        self.unreadable: dict[int, str] = {}  # snapshots: step -> reason; never pruned, as they may be valid
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """The names of all files there."""
+        """The names of all files at the place."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
@@ -113,21 +113,20 @@ class FileStore:
             return []
 
     def list_names(self) -> list[str]:
-        """As `names`, with retries. Raises UnreadableSnapshot if the folder cannot be read."""
+        """The names of all files, listed with retries. Raises UnreadableSnapshot if that fails."""
         try:
             return with_retries(self.names, f"the folder {self.url}", self.retries_s)
         except CorruptSnapshot as error:  # a loop of links
             raise UnreadableSnapshot(str(error)) from None
 
     def write_atomic(self, name: str, content: Content) -> None:
-        """Write a file so that it is there whole, and durable, or not at all."""
+        """Write a file so that it appears whole and durable, or not at all."""
         self.write_stream(name, [memoryview(content)], len(content))
 
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """As `write_atomic`, from chunks of `size` bytes together; returns their SHA-256.
+        """Write a file atomically from chunks of `size` bytes together; returns their SHA-256.
 
-        An upload that fails is tried again, unless `chunks` is an iterator: then whoever makes it may try
-        again.
+        A failed upload is tried again, unless `chunks` is an iterator, which only its maker can begin again.
         """
         if not self.is_local:
             self.check_claim()
@@ -138,7 +137,7 @@ class FileStore:
             return write_chunks(file, chunks, name, size, file.fileno())
 
     def upload(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Upload an object and check its size; object stores have short failures, so it is retried."""
+        """Upload an object and check its size; retried, since object stores have short failures."""
 
         def on_failure(error: Exception) -> None:
             if isinstance(error, ClaimLost):
@@ -170,14 +169,14 @@ class FileStore:
         return sha256
 
     def remove_file(self, name: str) -> None:
-        """Remove a file that may not be there."""
+        """Remove a file that may not exist."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 
     def abort_unfinished_uploads(self) -> None:
-        """In S3, free the parts of uploads of snapshots' files; of more than 1,000 uploads, the first.
+        """Abort unfinished uploads of snapshots' files to S3, at most the first 1,000, to free their parts.
 
-        A failure is a line: whoever may write objects may not be allowed to list uploads.
+        A failure is only logged: a user who may write objects may not be allowed to list uploads.
         """
         if not hasattr(self.files, "call_s3"):
             return

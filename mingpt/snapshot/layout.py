@@ -1,13 +1,13 @@
-"""The names of a snapshot's files, which tensor lies where in them, and the buffers they are written from.
+"""The names of a snapshot's files, the place of each tensor in them, and the buffers they are written from.
 
 `step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights and
-`step_00001200.optimizer.safetensors` its optimizer's state, so that whoever samples or exports reads weights
-alone. A group of tensors that is too large for one file lies in `step_00001200-00001-of-00003.safetensors`
-and so on. Where depends on the tensors' names, types and shapes and on `part_bytes`, never on the number of
-workers. Runs tell which rank holds which bytes of a file.
+`step_00001200.optimizer.safetensors` its optimizer's state, so that sampling and export read weights alone. A
+group of tensors that is too large for one file lies in `step_00001200-00001-of-00003.safetensors` and so on.
+A tensor's place depends on the tensors' names, types and shapes and on `part_bytes`, never on the number of
+workers. A `Run` tells which rank holds which bytes of a file.
 
 Copying into a `StagingBuffer` is the only part of a snapshot that training waits for: the pages exist, and
-each tensor has its place. What is hashed and written is the buffer itself.
+each tensor has its place. The buffer itself is then hashed and written.
 """
 
 import bisect
@@ -29,7 +29,7 @@ FILE_NAME = re.compile(
 UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
 GROUPS = ("", ".optimizer")  # weights first
 PART_BYTES = 4 << 30
-OPTIMIZER = "optimizer."  # the names of optimizer state begin so
+OPTIMIZER = "optimizer."  # prefix of the names of optimizer state
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,28 +44,28 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Which rows of a tensor each rank holds; None for a tensor that all ranks hold whole.
+# From a tensor's name to the rows that each rank holds; None for a tensor that all ranks hold whole.
 RowsByRank = Callable[[str], list[range] | None]
 
 
 def file_name(step: int, kind: str) -> str:
-    """kind is "json" for the manifest and "safetensors" for the weights, where they lie in one file."""
+    """The name of a snapshot's file: kind "json" for the manifest, "safetensors" for weights in one file."""
     return f"step_{step:08d}.{kind}"
 
 
 def tensor_file_name(step: int, group: str, part: int, parts: int) -> str:
-    """The name of part `part` (from 1) of `parts`; `group` is one of GROUPS."""
+    """The name of the tensor file with part `part` (from 1) of `parts`; `group` is one of GROUPS."""
     number = "" if parts == 1 else f"-{part:05d}-of-{parts:05d}"
     return f"step_{step:08d}{group}{number}.safetensors"
 
 
 def unfinished_name(step: int) -> str:
-    """The file that is there while the snapshot of a step is being written."""
+    """The name of the file that exists while the snapshot of a step is being written."""
     return f"partial-step_{step:08d}"
 
 
 def step_of(name: str, kind: str | None = None) -> int | None:
-    """The step one of whose files (of kind "json" or "safetensors", or any) has this name, or None."""
+    """The step to whose snapshot the file `name` (of kind "json", "safetensors" or any) belongs, or None."""
     match = FILE_NAME.fullmatch(name)
     if not match:
         return None
@@ -78,13 +78,13 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
-    """Steps of the snapshots' files (of this kind, or of either) among these names; newest first."""
+    """The steps of the snapshots' files (of this kind, or of either) among these names; newest first."""
     found = {step_of(name, kind) for name in names}
     return sorted((step for step in found if step is not None), reverse=True)
 
 
 def files_of(names: Iterable[str], step: int) -> list[str]:
-    """Those of these names that are files of this step, the manifest last."""
+    """The names of this step's files among `names`, the manifest last."""
     found = [name for name in names if step_of(name) == step]
     return sorted(found, key=lambda name: (name.endswith(".json"), name))
 
@@ -104,7 +104,7 @@ def are_tensor_files(names: Sequence[str], step: int) -> bool:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a file has to know of a full (unsharded) tensor before there are any values."""
+    """The type and the shape of a full (unsharded) tensor, from which a file's layout is computed."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -129,11 +129,10 @@ def specs_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec]) -> dict[s
 
 
 def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PART_BYTES) -> list[FileLayout]:
-    """The files of the snapshot of `step`: that of the weights, then that of the optimizer's state, if any.
+    """The files of the snapshot of `step`: first the weights, then the optimizer's state, if any.
 
-    A group of more than `part_bytes` with its header is cut into parts: each takes tensors in their order
-    until the next one would not fit. A tensor that is larger than a part is alone in one, which is then as
-    large.
+    A group of more than `part_bytes` with its header is cut into parts: each part takes tensors in their
+    order until the next tensor would not fit. A tensor that is larger than `part_bytes` has a part alone.
     """
     layouts = []
     for group in GROUPS:
@@ -147,19 +146,19 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PA
 
 
 def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """By element size, largest first, so that all are aligned; then by name."""
+    """The tensors' names by element size, largest first, so that all tensors are aligned; then by name."""
     return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
 
 
 def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, TensorSpec]]:
     """The tensors of each part, in the order of the file; at least one part, which may be empty."""
     parts: list[dict[str, TensorSpec]] = [{}]
-    text_bytes, data_bytes = 0, 0  # of the part: entries of the header, tensors
+    text_bytes, data_bytes = 0, 0  # of the part's header entries, and of its tensors
     for name in file_order(specs):
         spec = specs[name]
         added = len(entry_text(name, spec, data_bytes))
         header_bytes = text_bytes + added + 1  # the closing brace
-        header_bytes += 8 + -header_bytes % 8  # its length and the padding
+        header_bytes += 8 + -header_bytes % 8  # the header's length and the padding
         if parts[-1] and header_bytes + data_bytes + spec.nbytes > part_bytes:
             parts.append({})
             text_bytes, data_bytes = 0, 0
@@ -170,9 +169,9 @@ def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, Te
 
 
 def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
-    """A tensor in a header, with the comma (or the first one's brace) before it.
+    """A tensor's entry in a header, after a comma, in whose place the first entry has a brace.
 
-    `begin` counts from the first tensor's.
+    `begin` counts from the first tensor's first byte.
     """
     entry: dict[str, Any] = {
         "dtype": DTYPE_NAMES[spec.dtype],
@@ -183,7 +182,7 @@ def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
 
 
 def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """One file that holds all these tensors."""
+    """The layout of one file that holds all these tensors."""
     texts, begins, position = [], {}, 0
     for tensor in file_order(specs):
         texts.append(entry_text(tensor, specs[tensor], position))
@@ -198,7 +197,7 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes of a file, `begin` to `end`, that lie together on one rank, from `offset` of its part on."""
+    """Bytes `begin` to `end` of a file, which one rank holds from `offset` of its part of the tensor on."""
 
     begin: int
     end: int
@@ -213,10 +212,10 @@ def find_runs(
     rows_by_rank: RowsByRank,
     main_rank: int,
 ) -> list[Run]:
-    """Where the bytes of a file's tensors are; those that all ranks hold come from the main rank."""
+    """The runs of a file's tensors, in order; a tensor that all ranks hold comes from the main rank."""
     runs = []
     for name, begin in layout.begins.items():
-        held, row_bytes = {main_rank: range(1)}, specs[name].nbytes  # whole, as if of one row
+        held, row_bytes = {main_rank: range(1)}, specs[name].nbytes  # whole, as if it had one row
         parts = rows_by_rank(name)
         if parts is not None:
             held, row_bytes = dict(enumerate(parts)), specs[name].nbytes // specs[name].shape[0]
@@ -226,7 +225,7 @@ def find_runs(
 
 
 def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """What lies between two bytes of the file, of runs in order."""
+    """The parts of the runs, which are in order, between two bytes of the file."""
     first = bisect.bisect_right(runs, begin, key=lambda run: run.end)
     pieces = []
     for run in runs[first:]:
@@ -266,7 +265,7 @@ class StagingBuffer:
             self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a state into the buffer; on return it may change again."""
+        """Copy a state into the buffer. On return the state may change again."""
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
             slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -274,20 +273,20 @@ class StagingBuffer:
             torch.cuda.synchronize(device)
 
     def pieces(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the bytes of these tensors, at most PIECE_BYTES at a time; they are not copied."""
+        """Yield the bytes of these tensors without copying them, at most PIECE_BYTES at a time."""
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 
     def chunks(self, layout: FileLayout) -> list[memoryview]:
-        """A file whose tensors all lie in this buffer, in views of at most 16 MiB."""
+        """The bytes of a file whose tensors all lie in this buffer, in views of at most 16 MiB."""
         return [memoryview(layout.header), *map(memory_of, self.pieces(layout.begins))]
 
     @property
     def content(self) -> memoryview:
-        """All bytes."""
+        """All bytes of the buffer."""
         return memory_of(self.buffer)
 
 
 def memory_of(piece: Tensor) -> memoryview:
-    """Return the memory of (n,) uint8 on the CPU, which can be written to."""
+    """Return the writable memory of (n,) uint8 on the CPU."""
     return memoryview(piece.numpy())  # type: ignore[arg-type]

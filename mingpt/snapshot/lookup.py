@@ -1,6 +1,6 @@
-"""A snapshot to start another program or another run from: by its name, or a folder's newest or best.
+"""Open a snapshot for another program or another run: by its name, or the newest or best of a folder.
 
-Nothing is renamed or removed there.
+Nothing is renamed or removed in the folder.
 """
 
 import logging
@@ -28,8 +28,8 @@ def open_snapshot(
     """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError.
 
     With `weights_only`, files of optimizer state are not read beyond their headers. With `best`, `where` is a
-    folder, and the snapshot is the one with the lowest validation loss. A bad one in a folder is passed over,
-    and one line says so.
+    folder, and the result is its snapshot with the lowest validation loss. A bad snapshot in a folder is
+    skipped, and logged in one line.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -77,7 +77,7 @@ def open_snapshot(
 
 
 def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
-    """Those of `steps` whose snapshots have a validation loss, the lowest loss first."""
+    """The steps of the snapshots that have a validation loss, the lowest loss first."""
     losses: dict[int, float] = {}
     for step in steps:
         try:
@@ -91,7 +91,7 @@ def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
 
 
 def possible_places(where: str) -> list[str]:
-    """Where a run folder's snapshots may be: `snapshot.path` of its config.yaml, `snapshots/`, itself.
+    """The places of a run folder's snapshots: `snapshot.path` of its config.yaml, `snapshots/`, the folder.
 
     Raises UserError for a config.yaml that is damaged.
     """

@@ -1,8 +1,8 @@
 """The manifest: the tensor files of a snapshot with their sizes and SHA-256, and a checksum of itself.
 
-Schema 2 lists `files`, and its `bytes` and `sha256` are of all of them. Schema 1 had one file, and its own. A
-checksum protects against accidents, not against a file from elsewhere. So every field is checked as well
-before it is used.
+Schema 2 lists `files`; its `bytes` and `sha256` are computed over all of them. In schema 1 they belong to the
+only tensor file. A checksum protects against accidents, not against a file from elsewhere. Every field is
+therefore checked before it is used.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from mingpt.snapshot.layout import are_tensor_files, file_name
 
 SCHEMA = 2
 OLDEST_SCHEMA = 1
-MAX_BYTES = 4 << 20  # of a manifest, which is held three times while it is checked
+MAX_BYTES = 4 << 20  # of a manifest, of which three copies exist while it is checked
 CONFIG = pydantic.TypeAdapter(Config)
 
 Name = Annotated[str, pydantic.Field(max_length=200)]
@@ -30,7 +30,7 @@ Scalar = bool | Number | Name | None
 
 
 def parse_object(content: bytes, what: str) -> dict[str, Any]:
-    """The object that `content` is. Raises CorruptSnapshot, in whose message it is called `what`.
+    """The JSON object in `content`. Raises CorruptSnapshot, whose message calls the content `what`.
 
     It is read strictly, since anybody may have written it.
     """
@@ -61,7 +61,7 @@ class TokenizerFields(pydantic.BaseModel):
 
 
 class SoftwareFields(pydantic.BaseModel):
-    """What the bits depend on besides the configuration."""
+    """The facts besides the configuration that the bits depend on."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
     __pydantic_extra__: dict[str, Scalar]
@@ -82,13 +82,13 @@ class FileRecord:
 
 
 class ShardFields(pydantic.BaseModel):
-    """Which part of a sharded state the file is: the rows that one rank held, and perhaps whole tensors."""
+    """The part of a sharded state in a snapshot: the rows that one rank held, and perhaps whole tensors."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
     workers: int = pydantic.Field(ge=1, lt=2**31)
-    weights: bool  # whether weights are sharded; else the optimizer's state alone
-    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, of the workers that wrote all parts
+    weights: bool  # whether weights are sharded, too, not the optimizer's state alone
+    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, one for all parts
 
     @pydantic.model_validator(mode="after")
     def check_rank(self) -> "ShardFields":
@@ -98,7 +98,7 @@ class ShardFields(pydantic.BaseModel):
 
 
 class Fields(pydantic.BaseModel):
-    """Types and ranges of the fields of schema 1; others may be there. Neither `true` nor "1" is 1."""
+    """The fields of schema 1 with types and ranges; there may be others. Neither `true` nor "1" is 1."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
     step: Count
@@ -112,31 +112,31 @@ class Fields(pydantic.BaseModel):
     metrics: dict[str, dict[str, Number]]
     sha256: Sha256
     bytes: Count
-    after: Count = 0  # of a snapshot in memory: the newest step on disk at its time
-    shard: ShardFields | None = None  # of a part in memory
-    replayed_step: Count | None = None  # the last one where all workers computed alike
+    after: Count = 0  # in a memory snapshot: the newest step on disk when it was saved
+    shard: ShardFields | None = None  # in a memory snapshot of a part
+    replayed_step: Count | None = None  # the last step at which all workers computed the same
     discarded_after: list[Count] = []  # see is_suspect
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
 
 
 class PartedFields(Fields):
-    """Those of schema 2."""
+    """The fields of schema 2."""
 
     files: list[FileRecord]
 
 
 def is_suspect(manifest: Mapping[str, Any], discarded_after: Sequence[int]) -> bool:
-    """Whether a snapshot may hold what a worker has computed wrongly.
+    """Whether a snapshot may hold wrong results of a worker.
 
-    `discarded_after` are the steps after which nothing was trusted, each time that workers differed in the
-    run; a manifest lists those that were known when it was written.
+    Each time that workers differed in the run, `discarded_after` got the last step that was trusted. A
+    manifest lists the entries that were known when it was written.
     """
     later = discarded_after[len(manifest.get("discarded_after", [])) :]
     return any(manifest["step"] > step for step in later)
 
 
 def file_records(manifest: dict[str, Any]) -> list[FileRecord]:
-    """The tensor files of a manifest that is in order, those of the weights first."""
+    """The tensor files of a valid manifest, with the weights first."""
     if manifest["schema"] == OLDEST_SCHEMA:
         name = file_name(manifest["step"], "safetensors")
         return [FileRecord(name, manifest["sha256"], manifest["bytes"])]
@@ -144,12 +144,12 @@ def file_records(manifest: dict[str, Any]) -> list[FileRecord]:
 
 
 def joint_sha256(records: Sequence[FileRecord]) -> str:
-    """The SHA-256 of the files' own, as hex digits one after the other."""
+    """The SHA-256 over the files' SHA-256 values, joined as hex digits."""
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
 def encode_manifest(fields: dict[str, Any], records: Sequence[FileRecord]) -> bytes:
-    """The manifest's bytes for these tensor files. Raises UserError if there would be too many."""
+    """The bytes of the manifest for these tensor files. Raises UserError if there are too many bytes."""
     body = {
         "schema": SCHEMA,
         **fields,
@@ -177,7 +177,7 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> dict[str, Any]:
-    """The inverse of `encode_manifest`. Raises CorruptSnapshot, or UserError for another schema version."""
+    """The checked manifest in `content`. Raises CorruptSnapshot, or UserError for a later schema version."""
     manifest = parse_object(content, "its manifest")
     if not is_intact(manifest, content):
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
@@ -195,7 +195,7 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
 
 
 def check_files(manifest: dict[str, Any]) -> None:
-    """Raises CorruptSnapshot unless the files are those of one snapshot and fit its size and SHA-256."""
+    """Raises CorruptSnapshot unless the files belong to one snapshot and agree with its size and SHA-256."""
     if manifest["schema"] == OLDEST_SCHEMA:
         return
     records = file_records(manifest)
@@ -207,7 +207,7 @@ def check_files(manifest: dict[str, Any]) -> None:
 
 
 def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
-    """Whether `content` is what `add_checksum` gives for the manifest, byte by byte."""
+    """Whether `content` equals the result of `add_checksum` for the manifest, byte by byte."""
     try:
         return add_checksum(manifest) == content
     except RecursionError:  # it is nested deeply
@@ -215,7 +215,7 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """A later version may have other fields, and its snapshots are left alone: that is a UserError."""
+    """Raises UserError for a later schema, whose snapshots are left alone, and CorruptSnapshot for none."""
     schema = manifest.get("schema")
     if type(schema) is not int or schema < OLDEST_SCHEMA:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
@@ -229,7 +229,7 @@ def check_schema(manifest: dict[str, Any]) -> None:
 def read_config(manifest: dict[str, Any]) -> Config:
     """The configuration that a manifest records. Raises CorruptSnapshot.
 
-    Settings that this version does not know are ignored, and those that are missing have their defaults.
+    Settings that this version does not know are ignored, and missing settings have their defaults.
     """
     known: dict[str, Any] = {}
     for name, info in Config.__pydantic_fields__.items():  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ def read_config(manifest: dict[str, Any]) -> Config:
         if settings and isinstance(known[name], dict):
             known[name] = {key: value for key, value in known[name].items() if key in settings}
     try:
-        # Paths may hold bytes that are no text; nothing but paths does, and they are not used.
+        # Paths may hold bytes that are no text. Other settings do not, and the paths are not used.
         text = json.dumps(known, ensure_ascii=False).encode(errors="replace")
         config = CONFIG.validate_json(text, strict=True)
         check(config)

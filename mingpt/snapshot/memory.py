@@ -1,11 +1,11 @@
 """Frequent snapshots in the nodes' memory, so that a killed worker costs a few steps at most.
 
-They lie in a folder such as /dev/shm, which outlives the workers but not the node, named after the random id
-that run.json gives the run. Where each rank holds the whole state, the first worker of the node writes it. A
-sharded state is written in parts, see `shard` in the manifest, and each part is copied to the next node, so
-that a lost node costs a few steps, too. One copy is made between two steps; checksums and the copies on the
-next node follow in the background. An orderly end removes the snapshots. If the folder is absent or too
-small, one line says so, and the run goes on with its snapshots on disk alone.
+They lie in a folder such as /dev/shm, which outlives the workers but not the node; the folder of a run is
+named after the random id in its run.json. If each rank holds the whole state, the first worker of the node
+writes it. A sharded state is written in parts, see `shard` in the manifest, and each part is copied to the
+next node, so that a lost node costs a few steps, too. One copy is made between two steps; checksums and the
+copies on the next node follow in the background. An orderly end removes the snapshots. If the folder is
+absent or too small, one line says so, and the run continues with its snapshots on disk alone.
 """
 
 import glob
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class MemorySnapshots:
-    """The snapshots of one run in this machine's memory. A node writes to its own folders and reads all."""
+    """The snapshots of a run in this machine's memory. A node writes to its own folders, and reads all."""
 
     def __init__(
         self, path: str, run_id: str, run_dir: Path, node_rank: int, owner: Process | None = None
@@ -52,7 +52,7 @@ class MemorySnapshots:
         return Slots(self.root / f"node-{self.node_rank}{suffix}", self.owner)
 
     def folders(self) -> list[Path]:
-        """List the folders of all nodes; none where another worker, the last, has just removed them."""
+        """List the folders of all nodes; none if the last worker has just removed them."""
         return [self.root / name for name in sorted(glob.glob("node-*", root_dir=self.root))]
 
     def find(
@@ -60,8 +60,9 @@ class MemorySnapshots:
     ) -> list[tuple[SnapshotStore, Snapshot]]:
         """Return the snapshots past the step `newer_than` that fulfil `check`, newest first.
 
-        Reads manifests alone; `verify` of its store tells whether a snapshot is valid. Each names the newest
-        one on disk at its time. If that is newer than `saved_after`, it does not count.
+        Only manifests and headers are read; `verify` of its store tells whether a snapshot is valid. A
+        manifest records the newest step on disk when it was written. A snapshot does not count if that step
+        is newer than `saved_after`.
         """
         stores = [SnapshotStore(str(path)) for path in self.folders()]
         found = [(step, store) for store in stores for step in store.steps() if step > newer_than]
@@ -70,13 +71,13 @@ class MemorySnapshots:
             try:
                 snapshot = store.open(step, check)
             except (CorruptSnapshot, UnreadableSnapshot):
-                continue  # it was being written when its worker died; the other one is valid
+                continue  # its worker died while writing it; the other slot's snapshot is valid
             if saved_after is None or snapshot.manifest.get("after", 0) <= saved_after:
                 snapshots.append((store, snapshot))
         return snapshots
 
     def remove_newer(self, step: int) -> None:
-        """Remove the snapshots past the step that a job starts from: the user has turned back to it."""
+        """Remove the snapshots past `step`, from which the job starts: the user has turned back to it."""
         for path in self.folders():
             store = SnapshotStore(str(path))
             for newer in store.steps():
@@ -84,13 +85,13 @@ class MemorySnapshots:
                     store.remove(newer)
 
     def remove_leftovers(self) -> None:
-        """Remove what other runs of this user left a day ago, unless a process of their jobs may be alive."""
+        """Remove folders that other runs of this user left a day ago, unless their jobs may be alive."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
                 remove_folder(root, "another run left it more than a day ago")
 
     def unused_folders(self, used: Container[str]) -> list[SnapshotStore]:
-        """Return this run's folders that nobody writes to.
+        """Return this run's folders that no worker writes to.
 
         `used` are the names of the folders that workers of this generation write to.
         """
@@ -124,9 +125,9 @@ def remove_after_end(path: Path) -> None:
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return who keeps a copy of each rank's part: ranks of the next node, in turn. With one node, nobody.
+    """Return the rank that keeps a copy of each rank's part: ranks of the next node, in turn.
 
-    `node_of`: the node of each rank. The first node is the next one of the last.
+    `node_of` has the node of each rank. After the last node comes the first. On one node there are no copies.
     """
     nodes = sorted(set(node_of))
     if len(nodes) < 2:
@@ -140,10 +141,10 @@ def plan_copies(node_of: Sequence[int]) -> list[int | None]:
 
 
 class MemorySaver:
-    """Saves a state to memory: each rank what it holds, and of a part a copy on the next node.
+    """Saves a state to memory: each rank its tensors, and a copy of a part on the next node.
 
-    A save counts when all parts of it are written; nobody overwrites the one before until then. Constructing
-    it, `allocate` and `save` are collective.
+    A save counts when all its parts are written; until then no rank overwrites the save before. The
+    constructor, `allocate` and `save` are collective.
     """
 
     def __init__(self, snapshots: MemorySnapshots, sharding: Sharding) -> None:
@@ -151,7 +152,7 @@ class MemorySaver:
         self.own = snapshots.make_slots(f"-worker-{sharding.local_rank}")
         self.kept: dict[int, Slots] = {}  # copies, by the rank whose part it is
         places = sharding.all_gather_object((snapshots.node_rank, self.own.folder.name))
-        # Who keeps a copy, by the rank whose part it is.
+        # The rank that keeps a copy, by the rank whose part it is.
         self.keepers = plan_copies([node for node, _ in places])
         # The folders that workers of this node write to; a node of this name may have been another before.
         self.used = {folder for node, folder in places if node == snapshots.node_rank}
@@ -159,20 +160,20 @@ class MemorySaver:
             if keeper is not None and places[keeper][0] == snapshots.node_rank:
                 self.used.add(f"node-{snapshots.node_rank}-copy-{rank}")
         self.generation = sharding.all_gather_object(uuid.uuid4().hex)[0]
-        self.group: BackgroundGroup | None = None  # of the copies, if any are made
+        self.group: BackgroundGroup | None = None  # for the copies, if any are made
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # why this rank cannot write
         self.newest = 0  # step of the last save that was begun
         self.disabled = False
 
     def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
-        """Allocate room for two such states, and for two copies; then saving is only a copy.
+        """Allocate room for two states like `tensors`, and for two copies; then saving is only a copy.
 
         `start_step` is the step from which this generation starts; no later snapshot is kept.
         """
         if self.own.buffers or self.disabled:
             return
-        problem = self.on_any_rank(self.make_room(start_step))  # all wait for it
+        problem = self.on_any_rank(self.make_room(start_step))  # all ranks wait for it
         if not problem:
             problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
         if problem:
@@ -185,7 +186,7 @@ class MemorySaver:
         return next(filter(None, self.sharding.all_gather_object(problem)), None)
 
     def make_room(self, start_step: int | None) -> str | None:
-        """Remove what other numbers of workers have left; returns why it cannot be done, if so.
+        """Remove the snapshots that other numbers of workers have left; returns the problem, if any.
 
         In each folder that `remove_outdated` may remove, the newest snapshot up to `start_step` is kept.
         """
@@ -202,7 +203,7 @@ class MemorySaver:
         return None
 
     def try_open(self, slots: Slots, specs: Mapping[str, TensorSpec], start_step: int | None) -> str | None:
-        """Allocate room for two such states; returns why there is none, if so."""
+        """Allocate room for two states of these specs; returns the problem, if any."""
         try:
             slots.open(specs, start_step)
         except OSError as error:
@@ -211,7 +212,10 @@ class MemorySaver:
         return None
 
     def open_copies(self, start_step: int | None) -> None:
-        """Allocate room for what this rank keeps of others; without it on any rank, no copies. Collective."""
+        """Allocate room for the copies that this rank keeps. If any rank has none, no copies are made.
+
+        Collective.
+        """
         problem = None
         for rank in [rank for rank, keeper in enumerate(self.keepers) if keeper == self.sharding.rank]:
             self.kept[rank] = self.snapshots.make_slots(f"-copy-{rank}")
@@ -230,7 +234,7 @@ class MemorySaver:
             )
 
     def part_specs(self, rank: int) -> dict[str, TensorSpec]:
-        """Return the specs of what a rank holds of the sharded tensors."""
+        """Return the specs of a rank's rows of the sharded tensors."""
         specs = {}
         for name, spec in self.sharding.specs.items():
             rows = self.sharding.rows_by_rank(name)
@@ -241,9 +245,9 @@ class MemorySaver:
     def save(
         self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
     ) -> None:
-        """Copy what this rank holds, and write manifests and copies in the background.
+        """Copy the tensors that this rank holds, and write manifests and copies in the background.
 
-        Skipped on all ranks if any has not finished the last save: it would overwrite the one before.
+        All ranks skip the save if any has not finished the last one: it would overwrite the save before that.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -261,7 +265,7 @@ class MemorySaver:
         self.thread.start()
 
     def is_free(self) -> bool:
-        """Whether all ranks have finished the last save. If one could not, nothing is saved any more."""
+        """Whether all ranks have finished the last save. If a rank could not, saving is disabled."""
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.sharding.all_gather_object((is_busy, self.problem))
         if any(busy for busy, _ in states):
@@ -272,7 +276,7 @@ class MemorySaver:
         return not problem
 
     def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
-        """Write checksums and manifests, and exchange copies; the background thread does this."""
+        """Write checksums and manifests, and exchange copies, in the background thread."""
         try:
             manifest = manifest | late_fields()
             part = self.own.buffer
@@ -286,8 +290,8 @@ class MemorySaver:
     def commit(self, slots: Slots, manifest: dict[str, Any], rank: int) -> None:
         """Make a buffer the snapshot of a rank's part, unless something has failed.
 
-        A rank that cannot write takes part in the save all the same, since others count on its messages. They
-        learn of it when the next save begins.
+        A rank that cannot write still takes part in the save, since other ranks wait for its messages. They
+        learn of the problem when the next save begins.
         """
         if self.problem is None:
             try:
@@ -296,7 +300,7 @@ class MemorySaver:
                 self.problem = str(error)
 
     def shard_fields(self, rank: int) -> dict[str, Any]:
-        """Return the manifest's fields about the part of a rank. A whole state has none."""
+        """Return the manifest's fields about a rank's part; none for a whole state."""
         if not self.sharding.context:
             return {}
         return {
@@ -309,9 +313,9 @@ class MemorySaver:
         }
 
     def exchange_copies(self, buffer: StagingBuffer) -> None:
-        """Send this rank's part to its keeper, and receive what it keeps of others, piece by piece.
+        """Send this rank's part to its keeper, and receive the parts that this rank keeps, piece by piece.
 
-        Raises SaveAborted if one of them is gone.
+        Raises SaveAborted if one of these ranks is gone.
         """
         keeper = self.keepers[self.sharding.rank]
         if self.group is None or keeper is None:
@@ -326,16 +330,16 @@ class MemorySaver:
             self.group.send_and_receive(outgoing, incoming)
 
     def remove_outdated(self, step: int) -> None:
-        """Remove folders of older snapshots that nobody writes to, once that of `step` is there.
+        """Remove folders with older snapshots that no worker writes to, once the snapshot of `step` exists.
 
-        The first worker of each node does. Not collective.
+        Called by the first worker of each node. Not collective.
         """
         for store in self.snapshots.unused_folders(self.used):
             if max(store.steps(), default=0) <= step:
                 remove_folder(Path(store.url), f"older than the snapshot of step {step}")
 
     def disable(self, problem: str) -> None:
-        """Save nothing from now on, and free what is there. All ranks do so, and the first one says why."""
+        """Save nothing from now on, and free the memory. All ranks call it, and rank 0 logs the problem."""
         self.disabled = True
         if self.sharding.rank == 0:
             log.warning(
@@ -352,7 +356,7 @@ class MemorySaver:
         self.kept = {}
 
     def remove(self) -> None:
-        """Remove this run's snapshots from memory; all ranks do. Not collective."""
+        """Remove this run's snapshots from memory. All ranks call it; not collective."""
         if self.thread:
             self.thread.join()
         self.own.remove()
@@ -360,6 +364,6 @@ class MemorySaver:
         for path in self.snapshots.folders():
             if self.sharding.local_rank == 0 and path.name not in self.used:
                 remove_folder(path)
-        # Whoever is the last one on this machine succeeds.
+        # The last worker on this machine finds no folders.
         if not self.snapshots.folders():
             shutil.rmtree(self.snapshots.root, ignore_errors=True)

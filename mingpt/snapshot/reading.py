@@ -1,9 +1,9 @@
 """The safetensors format, read strictly, from ranges of a file in a folder or at a URL.
 
 The format is 8 bytes with the header's length, the header as JSON, the tensors. `TensorFile` reads the
-header, and then the tensors or rows of them that it is asked for. The header is checked against the file's
-size before anything is allocated. No pickle, nothing is executed. A failure to read is told from wrong
-content. https://huggingface.co/docs/safetensors
+header, and later single tensors or rows of them. The header is checked against the file's size before
+anything is allocated. No pickle is read, and nothing is executed. A failure to read is distinguished from
+wrong content. https://huggingface.co/docs/safetensors
 """
 
 import errno
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
-    """The result of `work`, which reads `what`, tried again after each of `retries_s` seconds.
+    """The result of `work`, which reads `what` and is tried again after each of `retries_s` seconds.
 
-    Raises CorruptSnapshot for what is missing or no file, UnreadableSnapshot if reading fails to the end.
+    Raises CorruptSnapshot if `what` is missing or no file, UnreadableSnapshot if the last attempt fails.
     """
 
     def on_failure(error: Exception) -> None:
@@ -52,7 +52,7 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
 
 
 def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnapshot:
-    """What a failure to read `what` means for the snapshot that it belongs to."""
+    """The error of a snapshot whose part `what` could not be read."""
     if isinstance(error, (CorruptSnapshot, UnreadableSnapshot)):
         return error
     if isinstance(error, FileNotFoundError):
@@ -63,13 +63,13 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 
 
 class SourceFile:
-    """A file in a folder or at a URL, called `what` in messages. Raises as `with_retries` does."""
+    """A file in a folder or at a URL, called `what` in messages. Raises the errors of `with_retries`."""
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
 
     def size(self) -> int:
-        """In bytes. Raises CorruptSnapshot for what is no regular file, so it is asked before reading."""
+        """The size in bytes. Call it before reading: it raises CorruptSnapshot unless the file is regular."""
         return with_retries(lambda: size_of(self.files, self.path), self.what, self.retries_s)
 
     def read(self, begin: int, end: int) -> bytes:
@@ -79,7 +79,7 @@ class SourceFile:
         return bytes(content)
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `begin` on; never reads more."""
+        """Fill `buffer` with the bytes from `begin` on, and read no more."""
         for at in range(0, len(buffer), PIECE_BYTES):
             piece = buffer[at : at + PIECE_BYTES]
             work = functools.partial(read_range, self.files, self.path, begin + at, piece)
@@ -87,7 +87,7 @@ class SourceFile:
 
 
 def size_of(files: Any, path: str) -> int:
-    """In bytes. Raises IsADirectoryError for what is not a regular file, and whatever the driver raises."""
+    """The size of a file in bytes. Raises IsADirectoryError unless it is regular, and a driver's errors."""
     if isinstance(files, LocalFileSystem):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -102,7 +102,7 @@ def size_of(files: Any, path: str) -> int:
 def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
     """Fill `buffer` with the bytes from `begin` on.
 
-    Raises OSError if there are fewer, and what the driver raises.
+    Raises OSError if there are fewer, and a driver's errors.
     """
     if isinstance(files, LocalFileSystem):
         with open(path, "rb") as file:
@@ -118,7 +118,7 @@ def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in its file, as offsets from the file's start."""
+    """The type, shape and place of a tensor in its file, as offsets from the file's start."""
 
     dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ class TensorEntry:
 
 
 class EntryFields(pydantic.BaseModel):
-    """A tensor in the header."""
+    """The fields of a tensor's entry in the header."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
@@ -136,16 +136,16 @@ class EntryFields(pydantic.BaseModel):
 
 
 Entries = Mapping[str, TensorEntry]
-# Raises CorruptSnapshot if a snapshot with this manifest cannot hold these tensors.
+# A function that raises CorruptSnapshot if a snapshot with this manifest cannot hold these tensors.
 Check = Callable[[dict[str, Any], Entries], None]
 
 
 def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
-    """The check of a reader to whom all tensors are alike."""
+    """The check of a reader that accepts any tensors."""
 
 
 class TensorFile:
-    """A safetensors file whose header is in order; nothing else is read until it is asked for.
+    """A safetensors file with a valid header; tensors are read on request.
 
     Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
     """
@@ -192,7 +192,7 @@ def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEn
 
 
 def parse_entry(name: str, value: Any, start: int) -> TensorEntry:
-    """One tensor of the header, whose tensors' bytes begin at `start`. Raises CorruptSnapshot."""
+    """The entry of a tensor; the tensors' bytes begin at `start` in the file. Raises CorruptSnapshot."""
     if not name or len(name) > 500 or any(mark in name for mark in "/\\\0"):
         raise wrong(name, "this is no name for a tensor")
     try:

@@ -1,9 +1,9 @@
 """Writes snapshots in the background, one at a time, and prunes old ones.
 
-A whole state is a sharded state with one holder: a rank that has all of it writes it by itself. Else each
-rank holds some rows and all write together, several files at once where they see one folder. The files do not
-show which: the rank that writes a file receives the others' bytes in chunks. Training goes on meanwhile, so
-background threads do it, over a process group of their own.
+A whole state is a sharded state with one holder: a rank that has the whole state writes it alone. Otherwise
+each rank holds some rows and all ranks write together, several files at once if they see one folder. The rank
+that writes a file receives the others' bytes in chunks, so the files do not depend on the sharding. Training
+continues meanwhile: background threads write, over a process group of their own.
 """
 
 import logging
@@ -36,7 +36,7 @@ from mingpt.snapshot.layout import (
 from mingpt.snapshot.manifest import FileRecord
 from mingpt.snapshot.store import NO_ROOM, SnapshotStore
 
-# Manifest fields that are computed in the background; may raise SaveAborted.
+# A function that computes manifest fields in the background; it may raise SaveAborted.
 LateFields = Callable[[], dict[str, Any]]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -44,16 +44,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sharding:
-    """The ranks that save a state together, and which rows each of them holds.
+    """The ranks that save a state together, and the rows that each of them holds.
 
-    Without a `context` the state is not sharded: this rank, number 0 of 1, has all of it and exchanges
-    nothing.
+    Without a `context` the state is not sharded: this rank, number 0 of 1, holds the whole state and
+    exchanges nothing.
     """
 
-    context: DistributedContext | None = None  # of the ranks that hold the rows between them
+    context: DistributedContext | None = None  # of the ranks that share the rows
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the whole tensors
-    rows_by_rank: RowsByRank = dict[str, list[range]]().get  # all ranks hold everything
-    weights_are_sharded: bool = False  # else each rank has all weights
+    rows_by_rank: RowsByRank = dict[str, list[range]]().get  # by default all ranks hold all rows
+    weights_are_sharded: bool = False  # if not, each rank has all weights
     main_rank: int = 0  # names the snapshot on disk and prunes
     writers: Sequence[int] = (0,)  # ranks that write files to disk
 
@@ -63,7 +63,7 @@ class Sharding:
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank among those on its node."""
+        """The number of this rank among the ranks on its node."""
         return self.context.launch.local_rank if self.context else 0
 
     @property
@@ -71,7 +71,7 @@ class Sharding:
         return self.context.world_size if self.context else 1
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Each rank's value, by rank. Collective."""
+        """The values of all ranks, by rank. Collective."""
         return self.context.all_gather_object(value) if self.context else [value]
 
 
@@ -79,11 +79,11 @@ UNSHARDED = Sharding()
 
 
 class Transfer:
-    """Brings the tensor files of a snapshot into a store, once or, where there was no room, again.
+    """Writes the tensor files of a snapshot to a store, and again if there was no room the first time.
 
-    `runs` tells where the bytes of each file are, beyond its header; `staging` holds this rank's. `writers`
-    are the ranks that write files. In a group of one rank all bytes are here, and `runs` is not used.
-    Every rank of the group has a transfer, and its methods are collective.
+    `runs` tells which rank holds which bytes of each file after its header; `staging` holds this rank's
+    bytes. `writers` are the ranks that write files. A group of one rank holds all bytes and does not use
+    `runs`. Every rank of the group has a transfer, and its methods are collective.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Transfer:
         self.group, self.writers = group or BackgroundGroup(0, 1), writers
 
     def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
-        """Write the files; returns them as the manifest lists them, all of them durable.
+        """Write the files, durable on return; returns them as the manifest lists them.
 
-        What keeps one rank from writing, all ranks raise. Where the store is no folder, they try again before
-        that: all files together after each pause, or, with one rank, the store does, file by file.
+        An error of one rank is raised on all ranks. If the store is no folder, writing is first tried again:
+        by all ranks, for all files, after each pause; with one rank, by the store, file by file.
         """
         if self.group.world_size == 1:
             return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
@@ -119,7 +119,7 @@ class Transfer:
         return retry(lambda: self.write_files_once(store), pauses_s, on_failure)
 
     def write_files_once(self, store: SnapshotStore) -> list[FileRecord]:
-        """Raises on all ranks what keeps one from writing, and SaveAborted if a rank is gone."""
+        """Write the files. Raises an error of any rank on all ranks, and SaveAborted if a rank is gone."""
         records: list[FileRecord] = []
         error: Exception | None = None
         for first in range(0, len(self.layouts), len(self.writers)):
@@ -133,7 +133,7 @@ class Transfer:
             except Exception as problem:  # each driver raises exceptions of its own
                 error = error or problem
             for _ in chunks:
-                pass  # what this rank does not write it still has to send
+                pass  # a rank that does not write, or failed to, still has to send its bytes
         outcomes = self.group.all_gather_object((records, picklable(error)))
         for _, error_there in outcomes:
             if error_there is not None:
@@ -142,23 +142,23 @@ class Transfer:
         return [by_name[layout.name] for layout in self.layouts]
 
     def chunks(self, batch: Mapping[int, int]) -> Iterator[memoryview]:
-        """Yield the bytes of the file that this rank writes, while it sends its parts of the others.
+        """Yield the bytes of the file that this rank writes, and send its parts of the other files meanwhile.
 
-        `batch` is the number of each writer's file. The next chunk travels while this one is hashed and
+        `batch` has the number of each writer's file. The next chunk is sent while this one is hashed and
         written.
         """
         number = batch.get(self.group.rank)
         longest = max(self.layouts[file].size for file in batch.values())
         wait = self.exchange(batch, 0)
         for begin in range(0, longest, PIECE_BYTES):
-            wait_for_next = self.exchange(batch, begin + PIECE_BYTES)  # past the end, of nothing
+            wait_for_next = self.exchange(batch, begin + PIECE_BYTES)  # past the end it is empty
             received, wait = wait(), wait_for_next
             if number is not None and begin < self.layouts[number].size:
                 yield self.assemble(number, begin, received)
         wait()
 
     def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send the files' chunks from `begin` on; the result waits for those of this rank's file."""
+        """Begin to send the files' chunks from `begin` on; returns a function that waits for this rank's."""
         sent: list[list[Tensor]] = [[] for _ in range(self.group.world_size)]
         sizes = [0] * self.group.world_size
         for writer, number in batch.items():
@@ -171,7 +171,7 @@ class Transfer:
         return self.group.all_to_all(sent, sizes)
 
     def assemble(self, number: int, begin: int, received: Sequence[Tensor]) -> memoryview:
-        """A file's chunk from `begin` on, of what the ranks have sent of it."""
+        """A file's chunk from `begin` on, assembled from the bytes that the ranks have sent."""
         layout = self.layouts[number]
         chunk = memory_of(torch.empty(min(PIECE_BYTES, layout.size - begin), dtype=torch.uint8))
         header = layout.header[begin : begin + PIECE_BYTES]
@@ -185,11 +185,11 @@ class Transfer:
 
 
 class SnapshotSaver:
-    """Saves a state in the background; where it is sharded, each rank has a saver and all save together.
+    """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
 
-    A write that fails is reported and training goes on; the last one must succeed, see `finish`. Where there
-    is no room for a snapshot, older ones are removed for it, but not the newest that is valid. Constructing a
-    saver and `save` are collective.
+    A write that fails is reported and training continues; the last write must succeed, see `finish`. If there
+    is no room for a snapshot, older snapshots are removed, but not the newest valid one. Constructing a saver
+    and `save` are collective.
     """
 
     def __init__(
@@ -202,16 +202,16 @@ class SnapshotSaver:
     ) -> None:
         self.store, self.keep_last, self.keep_best, self.sharding = store, keep_last, keep_best, sharding
         self.replayed_step = 0  # the newest snapshot up to this step is kept
-        self.part_bytes = part_bytes  # of the largest file, unless a tensor is larger
+        self.part_bytes = part_bytes  # bytes of the largest file, unless a tensor is larger
         self.group = BackgroundGroup(sharding.rank, sharding.world_size)
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
-        self.newest_written = 0  # step
+        self.newest_written = 0  # step of the newest snapshot that was written
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
-        """Allocate the staging buffer for such a state, if that is not done yet."""
+        """The staging buffer for a state like `tensors`, allocated at the first call."""
         if self.staging is None:
             self.staging = StagingBuffer(tensors)
         return self.staging
@@ -219,7 +219,7 @@ class SnapshotSaver:
     def save(
         self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
     ) -> None:
-        """Copy what this rank holds and begin to write it; waits for the write before.
+        """Copy the tensors that this rank holds and begin to write them; waits for the write before.
 
         On return the tensors may change.
         """
@@ -235,13 +235,13 @@ class SnapshotSaver:
         self.thread.start()
 
     def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
-        """Write a snapshot and prune; the background thread does this."""
+        """Write a snapshot and prune, in the background thread."""
         step = manifest["step"]
         try:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
             self.write_making_room(manifest | fields, transfer)
             self.error, self.newest_written = None, step
-        except Exception as error:  # whatever the driver raises: training goes on, the failure is reported
+        except Exception as error:  # of any driver: training goes on, the failure is reported
             self.error = error
             # The main thread loses the same peer, or the same claim, and reports it.
             if not isinstance(error, (SaveAborted, ClaimLost)):
@@ -259,11 +259,11 @@ class SnapshotSaver:
         return self.group.rank == self.sharding.main_rank
 
     def on_main_rank(self, work: Callable[[], T]) -> T:
-        """Do `work` there; all ranks return, or raise, what it does. Collective."""
+        """Do `work` on the main rank; all ranks return its result or raise its error. Collective."""
         return self.group.on_rank(self.sharding.main_rank, work)
 
     def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot; while there is no room for it, remove an older one and try again. Collective."""
+        """Write a snapshot. While there is no room, remove an older snapshot and try again. Collective."""
         step, is_written = manifest["step"], False
         while not is_written:
             try:
@@ -280,9 +280,9 @@ class SnapshotSaver:
                 )
 
     def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot; durable on return. Nothing is left of one that fails. Collective.
+        """Write a snapshot, durable on return. A write that fails leaves no files. Collective.
 
-        A snapshot that is complete stays, even if a rank dies before all have heard of it.
+        A complete snapshot stays, even if a rank dies before all ranks know that it is complete.
         """
         step, is_committed = manifest["step"], False
 
@@ -303,7 +303,10 @@ class SnapshotSaver:
             raise
 
     def remove_one_before(self, step: int) -> int | None:
-        """Remove the oldest snapshot, the best one last, and keep the newest valid one; returns its step."""
+        """Remove the oldest snapshot before `step`, and return its step; None if none may be removed.
+
+        The newest valid snapshot is kept, and the best one is removed last.
+        """
         older = [one for one in self.store.steps() if one < step and one not in self.store.unreadable]
         newest_valid = next((one for one in older if self.is_valid(one)), 0)
         removable = [one for one in older if one < newest_valid]
@@ -323,7 +326,7 @@ class SnapshotSaver:
         return True
 
     def find_best(self, steps: list[int]) -> int | None:
-        """The step with the lowest validation loss, if the best snapshot is to be kept."""
+        """The step with the lowest validation loss, if `keep_best` is set and a loss is known."""
         unreadable = self.store.unreadable
         for step in steps:
             if step not in self.losses and step not in unreadable:
@@ -331,22 +334,22 @@ class SnapshotSaver:
                     self.losses[step] = validation_loss(self.store.read_manifest(step))
                 except CorruptSnapshot:
                     self.losses[step] = None
-                except (UnreadableSnapshot, UserError) as error:  # perhaps that of a later version
+                except (UnreadableSnapshot, UserError) as error:  # perhaps of a later version
                     unreadable[step] = str(error)
         self.losses = {step: self.losses[step] for step in steps if step in self.losses}
         known = {step: loss for step, loss in self.losses.items() if loss is not None}
         return min(known, key=known.__getitem__, default=None) if self.keep_best else None
 
     def best_loss(self, last_step: int) -> float:
-        """The lowest validation loss of the snapshots up to a step, if the best is kept; else infinity."""
+        """The lowest validation loss of snapshots up to `last_step`, if the best is kept; else infinity."""
         best = self.find_best([step for step in self.store.steps() if step <= last_step])
         loss = None if best is None else self.losses[best]
         return math.inf if loss is None else loss
 
     def prune(self) -> None:
-        """Delete all but the newest `keep_last`, the best, and the newest one up to `replayed_step`.
+        """Delete all snapshots but the newest `keep_last`, the best, and the newest up to `replayed_step`.
 
-        Those that could not be read do not count.
+        Snapshots that could not be read are neither counted nor deleted.
         """
         best = self.find_best(self.store.steps())
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
@@ -354,7 +357,7 @@ class SnapshotSaver:
         for step in steps[self.keep_last :]:
             if step not in (best, replayed):
                 self.store.remove(step)
-        # Removals that were cut short have left something.
+        # Remove files that interrupted removals have left.
         complete = self.store.steps()
         begun = {*self.store.steps("safetensors")} - {*complete}
         for step in begun:
@@ -362,13 +365,13 @@ class SnapshotSaver:
                 self.store.remove(step)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the write under way, at most so long; returns whether it is over."""
+        """Wait for the current write, at most `timeout_s`; returns whether it has ended."""
         if self.thread:
             self.thread.join(timeout_s)
         return not (self.thread and self.thread.is_alive())
 
     def finish(self) -> None:
-        """Wait until the last snapshot is durable; raises what kept it from being written."""
+        """Wait until the last snapshot is durable; raises the error if it could not be written."""
         self.wait()
         if self.error:
             raise self.error

@@ -1,10 +1,10 @@
-"""Two files in a node's memory that take a snapshot each, in turn.
+"""Two files in a node's memory that hold a snapshot each and are written in turn.
 
-They are mapped once and overwritten in place, so that saving is one copy between two steps; checksum and
-manifest follow in the background. While one is overwritten the other one is valid.
+The files are mapped once and overwritten in place, so that saving is one copy between two steps; checksum and
+manifest follow in the background. While one file is overwritten, the other holds a valid snapshot.
 
 A job that dies as a whole leaves its folder, and so does a node whose rank changes. A file beside the folder
-names the agent that it belongs to, so that a later start can tell what nobody needs any more.
+names the agent that it belongs to, so that a later start can tell which folders are not needed any more.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Process:
-    """A process on a machine; `start_time` tells it from a later one with the same id."""
+    """A process on a machine; `start_time` distinguishes it from a later process with the same id."""
 
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
     host: str
-    machine: str  # of one boot and one pid namespace, within which process ids mean something
+    machine: str  # one boot and one pid namespace, within which process ids are valid
     pid: Annotated[int, pydantic.Field(strict=True, gt=0, lt=2**31)]
-    start_time: str | None  # in clock ticks since the machine's boot; None where the system does not say
+    start_time: str | None  # in clock ticks since the machine's boot; None if the system does not tell
 
     def is_alive(self) -> bool | None:
-        """None if this is another machine, from which that cannot be seen."""
+        """Whether the process is alive; None if it is on another machine, or hidden."""
         if self.machine != this_machine():
             return None
         try:
@@ -53,7 +53,7 @@ class Process:
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # another user's
+            pass  # a process of another user
         state, start_time = read_stat(self.pid)
         if state is None and self.start_time is not None:
             return None  # /proc hides it
@@ -67,7 +67,7 @@ def this_process(pid: int | None = None) -> Process:
 
 
 def this_machine() -> str:
-    """Two processes see each other's ids if and only if this is the same for both."""
+    """A name of the machine. Two processes see each other's ids if and only if they have the same name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -76,7 +76,7 @@ def this_machine() -> str:
 
 
 def read_stat(pid: int) -> tuple[str | None, str | None]:
-    """State and start time as /proc has them; None where it does not."""
+    """The state and the start time of a process from /proc; None for both if /proc has no entry."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -87,8 +87,7 @@ def read_stat(pid: int) -> tuple[str | None, str | None]:
 class Slots:
     """The two files in `folder`, a sibling of the run's other folders, which belongs to the agent `owner`.
 
-    A save is `begin`, writing to `buffer`, and `commit`,
-    which alone may run in the background.
+    A save is `begin`, writing to `buffer`, and `commit`. Only `commit` may run in the background.
     """
 
     def __init__(self, folder: Path, owner: Process) -> None:
@@ -97,12 +96,12 @@ class Slots:
         self.buffers: list[StagingBuffer] = []
         self.names = ["slot-0", "slot-1"]
         self.next_slot = 0
-        self.kept: int | None = None  # the step of one in a third file, until there is a newer one
+        self.kept: int | None = None  # step of a snapshot in a third file, until there is a newer one
 
     def open(self, specs: Mapping[str, TensorSpec], start_step: int | None = None) -> None:
-        """Map the files, for tensors such as these. Raises OSError if there is no room.
+        """Map the files, with room for tensors of these specs. Raises OSError if there is no room.
 
-        What an earlier generation left is reused. The newest of its snapshots up to `start_step` is
+        Files of an earlier generation are reused. The newest of its snapshots up to `start_step` is
         overwritten last.
         """
         self.folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -128,7 +127,7 @@ class Slots:
 
     @property
     def buffer(self) -> StagingBuffer:
-        """Where the next snapshot goes, after `begin`."""
+        """The buffer for the next snapshot, after `begin`."""
         return self.buffers[self.next_slot]
 
     def begin(self) -> None:
@@ -143,7 +142,7 @@ class Slots:
             self.names[self.next_slot] = free
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """What is in the buffer becomes the snapshot of `manifest["step"]`. Raises OSError."""
+        """Make the buffer's content the snapshot of `manifest["step"]`. Raises OSError."""
         step, content = manifest["step"], self.buffer.content
         name = file_name(step, "safetensors")
         (self.folder / f"slot-{self.next_slot}").rename(self.folder / name)
@@ -153,18 +152,18 @@ class Slots:
         self.next_slot = 1 - self.next_slot
 
     def remove(self) -> None:
-        """Free the files, with all that is in them."""
+        """Remove the folder with its files, and free the memory."""
         self.buffers = []
         remove_folder(self.folder)
 
 
 def owner_file(folder: Path) -> Path:
-    """Where the agent that a node's folder belongs to is written down."""
+    """The file that names the agent to which a node's folder belongs."""
     return folder.with_name(f"owner-of-{folder.name}.json")
 
 
 def read_owner(folder: Path) -> Process | None:
-    """None if it is not known."""
+    """The agent to which a node's folder belongs; None if it is not known."""
     try:
         return Process(**read_json(owner_file(folder), Process))
     except (OSError, BadJson):
@@ -172,19 +171,16 @@ def read_owner(folder: Path) -> Process | None:
 
 
 def remove_folder(folder: Path, why: str | None = None) -> None:
-    """Remove a folder and its owner's name; a line says why, if it is not one's own.
-
-    They may be gone, or unreachable.
-    """
+    """Remove a folder and its owner file, which may be gone or unreachable. `why` is logged, if given."""
     if why:
         log.warning("removing %s from memory: %s", folder, why)
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # the memory cannot be used; whoever has the folder says so
+    with contextlib.suppress(OSError):  # the memory cannot be used; the folder's owner reports it
         owner_file(folder).unlink(missing_ok=True)
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """(size,) uint8 backed by a file. Raises OSError if there is no room; a sparse file would SIGBUS."""
+    """Map a file as (size,) uint8. Raises OSError if there is no room; a sparse file would raise SIGBUS."""
     if not hasattr(os, "posix_fallocate"):
         raise OSError(errno.ENOSYS, "this system has no posix_fallocate")
     with open(path, "a+b") as file:

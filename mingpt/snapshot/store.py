@@ -2,12 +2,12 @@
 
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, each
 in several files past 4 GiB (layout.py), and `step_00001200.json`, the manifest, describes them. The manifest
-is written last, after all of them are on disk: **a snapshot exists when its manifest does and its checksums
-hold.** Until then `partial-step_00001200` says that the files of this step are those of an unfinished save. A
-snapshot that does not hold is renamed, so that it can still be looked at. No pickle is ever loaded, and
-nothing depends on the number of workers.
+is written last, after all files are on disk: **a snapshot exists when its manifest does and its checksums
+hold.** Until then `partial-step_00001200` marks the files of this step as an unfinished save. A snapshot that
+fails its checks is renamed, so that it can still be examined. No pickle is ever loaded, and nothing depends
+on the number of workers.
 
-All bytes are checked in pieces: the SHA-256 that the manifest names, and finite numbers.
+All bytes are checked, in pieces, for the SHA-256 in the manifest and for finite numbers.
 """
 
 import bisect
@@ -63,9 +63,9 @@ log = logging.getLogger(__name__)
 
 
 def verify_file(file: TensorFile, sha256: str, step: int) -> None:
-    """Read a file once, in two pieces of at most 16 MiB.
+    """Read a file once, in pieces of at most 16 MiB, and check it. Two pieces are in memory at a time.
 
-    A thread hashes a piece while the next one is read and its numbers are looked at. Raises CorruptSnapshot
+    A thread hashes a piece while the next piece is read and its numbers are checked. Raises CorruptSnapshot
     unless the file has this SHA-256 and all numbers are finite, or UnreadableSnapshot. The optimizer may have
     counted fewer updates than the run has steps, since a run can change its optimizer, but never more.
     """
@@ -91,7 +91,7 @@ def verify_file(file: TensorFile, sha256: str, step: int) -> None:
 def pieces(
     entries: Sequence[tuple[str, TensorEntry]], starts: Sequence[int], size: int
 ) -> Iterator[tuple[int, int]]:
-    """Ranges that cover a file of so many bytes and cut no element of a tensor in two."""
+    """Yield ranges that cover a file of `size` bytes and cut no element of a tensor in two."""
     begin = 0
     while begin < size:
         end = min(begin + PIECE_BYTES, size)
@@ -103,7 +103,7 @@ def pieces(
 
 
 def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, step: int) -> None:
-    """Look at the numbers of a tensor that lie in a piece of its file, which begins at `begin`."""
+    """Check the numbers of a tensor in a piece of its file that begins at `begin`. Raises CorruptSnapshot."""
     low, high = max(entry.begin, begin) - begin, min(entry.end, begin + len(piece)) - begin
     dtype = DTYPES[entry.dtype]
     if low >= high or not dtype.is_floating_point:
@@ -118,7 +118,7 @@ def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, 
 
 
 class Snapshot:
-    """Reads tensors, or rows of them, from the files of a snapshot when they are asked for, and never more.
+    """Reads single tensors, or rows of them, from the files of a snapshot.
 
     Raises CorruptSnapshot if a tensor is in two files; reading raises UnreadableSnapshot or CorruptSnapshot.
     """
@@ -134,12 +134,12 @@ class Snapshot:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Type, shape and place of each tensor."""
+        """The type, shape and place of each tensor."""
         return {name: file.entries[name] for name, file in self.file_of.items()}
 
     @property
     def config(self) -> Config:
-        """The configuration of the run that wrote it."""
+        """The configuration of the run that wrote the snapshot."""
         return read_config(self.manifest)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class Snapshot:
         return self.file_of[name].read(name, begin, end)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, without it."""
+        """The tensors whose names begin with `prefix`, by their names without it."""
         return {
             name.removeprefix(prefix): self.read(name) for name in self.file_of if name.startswith(prefix)
         }
@@ -157,11 +157,11 @@ class SnapshotStore(FileStore):
     """Reads and writes the snapshots at `url`."""
 
     def steps(self, kind: str = "json") -> list[int]:
-        """Steps that have a manifest (or tensor files), valid or not; newest first."""
+        """The steps that have a manifest (or tensor files), valid or not; newest first."""
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
-        """Also where a listing is late."""
+        """Whether the step has a manifest, also if the listing is out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
     def completed_step(self) -> int:
@@ -169,9 +169,9 @@ class SnapshotStore(FileStore):
         return max([0, *steps_in(self.list_names(), "json")])
 
     def prepare(self) -> None:
-        """Create the folder and remove unfinished files. Raises UserError if it cannot be written to.
+        """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
 
-        A full disk is no reason to refuse a job: it may have room again when there is a snapshot to write.
+        A full disk does not refuse the job: the disk may have room when there is a snapshot to write.
         """
         try:
             self.make_ready()
@@ -200,7 +200,7 @@ class SnapshotStore(FileStore):
         self.is_ready = True
 
     def begin(self, step: int) -> None:
-        """Before one or several workers write the files of a snapshot. Removes what is there of this step."""
+        """Prepare for one or several workers to write a snapshot. Removes older files of this step."""
         self.check_claim()
         if not self.is_ready:
             self.make_ready()
@@ -210,13 +210,13 @@ class SnapshotStore(FileStore):
     def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
         """Write a tensor file, whose bytes are `chunks`, header included; durable on return.
 
-        See `write_stream`. Until `commit` it counts for nothing.
+        See `write_stream`. The file belongs to no snapshot until `commit`.
         """
         sha256 = self.write_stream(layout.name, chunks, layout.size)
         return FileRecord(layout.name, sha256, layout.size)
 
     def commit(self, manifest: dict[str, Any], records: Sequence[FileRecord]) -> None:
-        """Make these files, which all are durable, the snapshot of `manifest["step"]`; durable on return."""
+        """Make these durable files the snapshot of `manifest["step"]`; durable on return."""
         step = manifest["step"]
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest, records))
         self.unreadable.pop(step, None)
@@ -226,35 +226,35 @@ class SnapshotStore(FileStore):
             log.info("%s is left in %s (%s)", unfinished_name(step), self.url, reason_of(error))
 
     def remove(self, step: int) -> None:
-        """Delete a snapshot, manifest first, or what an unfinished save has left of it."""
+        """Delete a snapshot, manifest first, or the files of an unfinished save."""
         self.check_claim()
         self.remove_files(step)
         self.remove_file(unfinished_name(step))
 
     def remove_files(self, step: int) -> None:
-        """The manifest goes first, for good."""
+        """Remove the files of a step. The manifest's removal is durable before other files are removed."""
         self.remove_file(file_name(step, "json"))
         self.fsync_folder()
         for name in files_of(self.names(), step):
-            self.remove_file(name)  # it may be gone: a late listing
+            self.remove_file(name)  # the file may be gone: a listing may be out of date
         self.fsync_folder()
 
     def discard(self, step: int) -> None:
-        """After a save has failed: its files would take room for nothing. Raises nothing."""
+        """Remove the files of a failed save, to free their space. Raises nothing."""
         try:
             self.remove(step)
         except ClaimLost:
-            pass  # they are for the job that has taken over
+            pass  # the job that has taken over decides about the files
         except DriverError as error:
             why = reason_of(error)
             log.info("files of step %d are left in %s until the next start (%s)", step, self.url, why)
 
     def file(self, name: str, what: str) -> SourceFile:
-        """A file, for reading; messages call it `what`."""
+        """The file `name` for reading; messages call it `what`."""
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
     def read_manifest(self, step: int) -> dict[str, Any]:
-        """Raises CorruptSnapshot or UnreadableSnapshot."""
+        """The checked manifest of a step. Raises CorruptSnapshot or UnreadableSnapshot."""
         file = self.file(file_name(step, "json"), "its manifest")
         size = file.size()
         if size > MAX_BYTES:
@@ -265,7 +265,7 @@ class SnapshotStore(FileStore):
         return manifest
 
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
-        """A snapshot whose manifest, sizes and headers are in order and fulfil `check`; no tensor is read.
+        """A snapshot whose manifest, sizes and headers are valid and fulfil `check`; no tensor is read.
 
         Raises CorruptSnapshot or UnreadableSnapshot.
         """
@@ -279,9 +279,9 @@ class SnapshotStore(FileStore):
         return snapshot
 
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
-        """Read each file once (with `weights_only`, those that hold any weights) and check all its bytes.
+        """Read each file once (with `weights_only`, each file that holds weights) and check all its bytes.
 
-        Several at a time, see `verify_file`. Takes 32 MiB of memory a file.
+        Several files are read at a time, with 32 MiB of memory each; see `verify_file`.
         """
         files, digests, step = [], [], snapshot.manifest["step"]
         for file, record in zip(snapshot.files, file_records(snapshot.manifest), strict=True):
@@ -291,16 +291,16 @@ class SnapshotStore(FileStore):
                 digests.append(record.sha256)
         with ThreadPoolExecutor(max_workers=min(MAX_FILES_AT_ONCE, os.cpu_count() or 1)) as pool:
             for _ in pool.map(verify_file, files, digests, itertools.repeat(step)):
-                pass  # it raises what a file's check raises
+                pass  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
-        """`open` and `verify`: what is read from it then is as it was written."""
+        """Open and verify a snapshot: its tensors are as they were written."""
         snapshot = self.open(step, check)
         self.verify(snapshot, weights_only)
         return snapshot
 
     def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
-        """Rename the files of a snapshot, so that it is not used again and can still be looked at."""
+        """Rename the files of a snapshot, so that it is not used again and can still be examined."""
         names, number = self.names(), 1
         while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):
             number += 1
@@ -314,9 +314,10 @@ class SnapshotStore(FileStore):
         )
 
     def find_newest(self, check: Check = accept_all) -> tuple[Snapshot | None, dict[int, str]]:
-        """The newest valid snapshot, and what is wrong with each newer one; see `unreadable`, too.
+        """The newest valid snapshot, and the faults of newer corrupt ones, by step.
 
-        An unfinished save is none. Raises UnreadableSnapshot if the folder cannot be read.
+        `unreadable` gets the newer ones that cannot be read. An unfinished save is no snapshot. Raises
+        UnreadableSnapshot if the folder cannot be read.
         """
         corrupt: dict[int, str] = {}
         self.unreadable = {}
@@ -334,6 +335,6 @@ class SnapshotStore(FileStore):
 
 
 def unfinished_steps(names: Iterable[str]) -> list[int]:
-    """Steps whose snapshots were being written, or had just been, when their process ended."""
+    """The steps whose snapshots were being written, or had just been written, when their process ended."""
     matches = (UNFINISHED.fullmatch(name) for name in names)
     return [int(match[1]) for match in matches if match]
