@@ -138,7 +138,7 @@ def check_endpoint(where: str) -> tuple[bool, list[str]]:
 
 
 def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
-    """Whether agents or workers can meet there, and what this host sees of it."""
+    """Whether agents or workers can meet there, and a line on what this host sees."""
     target = ""
     with contextlib.suppress(OSError):  # an IPv6 address; or connecting says why
         target = f"{host} is {', '.join(socket.gethostbyname_ex(host)[2])}; "
@@ -166,7 +166,7 @@ def ask(connection: socket.socket, question: bytes) -> bytes:
 
 
 def identify(answer: bytes) -> str | None:
-    """Who answers a ping; an agent does by its name, and does not refuse it, as by {"error": ...}."""
+    """The program that answered a ping, or None. An agent answers with its id, not with {"error": ...}."""
     if answer == STORE_PONG:
         return "a store of torch"
     try:
@@ -186,7 +186,7 @@ class Exchange:
         self.store.set(f"doctor/{name}/{self.rank}", json.dumps(value))
 
     def get(self, name: str, rank: int, timeout_s: float) -> Any:
-        """Another's value; None if it does not come. What is there is found however short the limit is."""
+        """Another rank's value; None if it does not come. A value that is there is found within any limit."""
         from torch.distributed import DistError
 
         key = f"doctor/{name}/{rank}"

@@ -31,7 +31,7 @@ READ_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
 ROWS_AT_ONCE = 64
 KEY = "text"
-# Unicode's White_Space. GPT-2's pattern begins a word wherever some of it follows another character.
+# Unicode's White_Space. GPT-2's pattern begins a word wherever whitespace follows another character.
 BLANKS = (
     " \t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029"
     "\u202f\u205f\u3000"
@@ -77,7 +77,7 @@ def expand(name: str) -> list[str]:
 
 
 def make_input(path: str) -> InputFile:
-    """Raises UserError for a file that is not there, or a folder."""
+    """The input file of a path. Raises UserError if there is no such file, or if it is a folder."""
     with readable(path):
         files, inner = fsspec.core.url_to_fs(path)
         about = files.info(inner)
@@ -100,7 +100,7 @@ def open_input(file: InputFile) -> Iterator[io.BufferedReader]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of a document's text, or all of it."""
+    """A piece of a document's text, or all of the text."""
 
     text: str
     ends_document: bool
@@ -108,7 +108,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """Of UTF-8."""
+        """The number of bytes of the text in UTF-8."""
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
 
@@ -187,7 +187,7 @@ def read_parquet(file: InputFile) -> Iterator[Piece]:
 
 @dataclass
 class InputStats:
-    """What the documents are in all."""
+    """Totals over the documents."""
 
     documents: int = 0
     bytes: int = 0  # of UTF-8

@@ -70,7 +70,7 @@ def pause_s() -> float:
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """A count of bytes of text."""
+    """A progress bar that counts bytes of text."""
     return tqdm(
         total=total,
         desc=what,
@@ -139,7 +139,7 @@ def sample(pieces: Iterable[Piece], shown: "tqdm[Never]") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for. Raises UserError for values that are not allowed."""
+    """The options of the command line. Raises UserError for values that are not allowed."""
 
     tokenizer: str = "char"  # char, bpe, gpt2, or a tokenizer.json by path or URL
     vocab_size: int | None = None  # of bpe; None: BPE_TOKENS
