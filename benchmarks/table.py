@@ -3,8 +3,8 @@
     python benchmarks/table.py              # of speeds, in docs/RESULTS.md
     python benchmarks/table.py presets      # of configs/README.md
 
-The speeds are those of each program's newest folder, <date>_<claim>/rows.jsonl. A test compares what this
-prints with the pages. Takes seconds, anywhere.
+The speeds are from each program's newest folder, <date>_<claim>/rows.jsonl. A test compares the output with
+the pages. Takes seconds, anywhere.
 """
 
 import json
@@ -27,7 +27,7 @@ PRESETS = [
 
 
 def rows(claim: str) -> list[dict[str, Any]]:
-    """The rows of a claim's newest results; none where it was not measured."""
+    """The rows of a claim's newest results; none if the claim was not measured."""
     found = sorted(RESULTS.glob(f"*_{claim}/rows.jsonl"))
     if not found:
         return []
@@ -72,7 +72,7 @@ def scaling() -> Iterator[str]:
 
 
 def ratios() -> Iterator[str]:
-    """Of programs whose last row is one ratio."""
+    """Rows of programs whose last row is one ratio."""
     for entry in rows("start")[-1:]:
         what = "start of the process to the first step over a bare `import torch`"
         yield line(what, "start", with_range(entry, "ratio", 2))
@@ -91,7 +91,7 @@ def time_to_loss() -> Iterator[str]:
 
 
 def preset(path: Path) -> str:
-    """A row: FLOP of forward and backward passes (Chowdhery et al. 2022), state in float32."""
+    """A row of a preset: FLOP of forward and backward passes (Chowdhery et al. 2022), state in float32."""
     import torch
 
     from mingpt.config.cli import parse
