@@ -37,7 +37,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended."""
+    """The end of a program: exit code, output and peak of memory."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""From the start of the process, or from SIGKILL, to the next completed step, beside a bare `import torch`.
+"""The time from the start of the process, or from SIGKILL, to the next step, beside a bare `import torch`.
 
     python benchmarks/start.py                          # python train.py with one worker, a minute
     python benchmarks/start.py --launch plain           # with two workers; or torchrun

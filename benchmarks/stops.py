@@ -50,7 +50,7 @@ train.main()
 
 
 def leave_marks(marks: Path) -> None:
-    """In a worker, write files that mark when it has imported everything, and that it evaluates."""
+    """Write files, in a worker, that mark when it has imported everything, and that it evaluates."""
 
     def note_imports() -> None:
         while not hasattr(sys.modules.get("mingpt.training.trainer"), "Trainer"):

@@ -69,7 +69,7 @@ TIMES = "times.json"
 
 
 class StepTimes:
-    """In a worker: the seconds of each step, and of each part over all steps after the first quarter."""
+    """Measures, in a worker, seconds of each step, and of each part over steps after the first quarter."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -34,7 +34,7 @@ def test_the_commands_of_pages_that_are_marked_run(text: Path, tmp_path: Path) -
 
 @pytest.mark.weekly
 def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, tmp_path: Path) -> None:
-    """They are applied to a copy: new files, one import line each, and the page of settings."""
+    """The additions are applied to a copy: new files, one import line each, and the page of settings."""
     for name in ("train.py", "sample.py", "gpt2_train_cfg.yaml"):
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "mingpt", tmp_path / "mingpt", ignore=shutil.ignore_patterns("__pycache__"))

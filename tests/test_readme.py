@@ -8,7 +8,7 @@ from support.pages import halves_of_the_readme, run_all
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_about_settings_data_and_results_run(text: Path, tmp_path: Path) -> None:
-    """They run with one worker each, since the other half shows several workers."""
+    """The commands run with one worker each, since the other half shows several workers."""
     before, lines = halves_of_the_readme()
     assert len(lines) > 8
     four = next(line for line in before if "run_dir=out/four" in line)

@@ -134,7 +134,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         else:
             code = 1 if failures else 0
             killed = [rank for rank in sorted(failures) if failures[rank].exitcode < 0]
-            if killed:  # that worker could not report it itself
+            if killed:  # the killed worker could not report it itself
                 name = signal.Signals(-failures[killed[0]].exitcode).name
                 write_stderr(
                     f"error: worker {killed[0]} was killed by {name} and no restart is left "

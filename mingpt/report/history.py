@@ -222,7 +222,7 @@ class RunHistory:
                 if start.previous
                 else unknown_end(last, start)
             )
-            # From the last record until now, unless the whole job had ended.
+            # The time from the last record until now is lost, unless the whole job had ended.
             waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
         elif is_for_node:
             last["end"] = f"{', '.join(joined)} joined"

@@ -39,7 +39,7 @@ SETTINGS = {
     "trainer.eval_every": 8, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.device": "cpu",
     "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
 }  # fmt: skip
-# What a job may change whenever it starts, besides the number of its workers.
+# Settings that a job may change whenever it starts, besides the number of its workers.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"trainer.parallel": "ddp", "trainer.shard_optimizer": False},
     "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},

@@ -130,7 +130,7 @@ class Claim:
         read now, it does not count as lost.
         """
         if self.holder is None:
-            return  # it has been released
+            return  # the claim has been released
         try:
             number, other = self.read_newest()
         except DriverError:

@@ -1,4 +1,4 @@
-"""What is saved when, on disk and in memory, and the fields of the manifest."""
+"""The rules of what is saved when, on disk and in memory, and the fields of the manifest."""
 
 import logging
 import math
@@ -52,7 +52,7 @@ class Saving:
             start.corpus.tokenizer, start.corpus.vocab_size
         )
         self.store = start.store
-        self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
+        self.main_rank = start.folder.snapshots_rank  # the rank whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
         self.shapes = state.shapes()
@@ -244,7 +244,10 @@ class Saving:
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
-        """On the main rank, why the last snapshot is not on disk, or None. Raises errors of other causes."""
+        """The reason why the last snapshot is not on disk, on the main rank; None if it is on disk.
+
+        Raises the saver's error if that is not the disk's.
+        """
         error = self.saver.error
         if error is None:
             return None

@@ -1,8 +1,8 @@
-"""What a generation starts from, found in one sequence, the same on all ranks, and returned as frozen values.
+"""The start of a generation: one sequence, the same on all ranks, that finds what the generation starts from.
 
 The sequence: the run folder and its claims, the data, the newest snapshot that any rank sees (checked against
-the configuration), the weights to start with if there is no snapshot, the tokens and the environment.
-build.py makes the state of them.
+the configuration), the weights to start with if there is no snapshot, the tokens and the environment. The
+results are frozen values, from which build.py makes the state.
 """
 
 import logging

@@ -53,7 +53,7 @@ def prepared(folder: Path, **changes: Any) -> dict[str, Any]:
     return meta
 
 
-# What is shards
+# Paths that name shards
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_shards_behind_a_url_are_refused_without_asking_the_network(path: str) -
         open_shards(path, 0.1)
 
 
-# What is read
+# Tokens that are read
 
 
 def test_a_nanogpt_folder_is_read_as_it_is(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def fail(error: Exception) -> None:
 
 
 def test_an_error_that_others_do_not_know_of_is_raised_though_they_are_busy() -> None:
-    """Their work may wait for this rank, so they must learn that they have lost a peer."""
+    """The others' work may wait for this rank, so they must learn that they have lost a peer."""
     other_is_done = threading.Event()
     with pytest.raises(OSError, match="a disk"):
         make_context(other_is_done).run_with_heartbeat(lambda: fail(OSError("a disk")))

@@ -69,7 +69,7 @@ def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
 def test_a_worker_that_does_not_come_and_a_store_that_is_not_there_are_named(
     rank: int, sentences: list[str], start: Start, tmp_path: Path, text: Path
 ) -> None:
-    """Only one of two workers comes; if that is rank 1, there is no store."""
+    """Of two workers only one comes; without rank 0 there is no store."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None

@@ -97,7 +97,7 @@ def test_a_job_finishes_with_the_bits_of_one_process(
 def test_a_job_that_is_preempted_twice_finishes_with_the_same_bits(
     cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """It is preempted by the signal before the time limit, then for a job of higher priority."""
+    """The first preemption is the signal before the time limit, the second for a job of higher priority."""
     run_dir = tmp_path / "run"
     job = submit(cluster, "preemptible.sbatch", tmp_path, text, "--nodes=2", snapshot__every=1000)
     cluster.wait_until(reached(run_dir, 5), WAIT_S)

@@ -51,7 +51,7 @@ def test_the_loss_is_the_mean_over_the_targets(arch: Arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_operations_per_token_are_those_counted_by_hand(arch: Arch) -> None:
-    """They are six per weight of a matrix product, head included, plus the two products of attention."""
+    """There are six per weight of a matrix product, head included, plus the two products of attention."""
     width, length = 48, 24
     products = 3 * 12 * width * width + 31 * width
     assert make_model(arch).flops_per_token() == 6 * products + 3 * 12 * width * length

@@ -57,7 +57,7 @@ def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -
 
 
 def test_newton_schulz_brings_all_singular_values_near_one() -> None:
-    """Its coefficients are chosen to give about 0.7 to 1.2."""
+    """The iteration's coefficients are chosen to give about 0.7 to 1.2."""
     torch.manual_seed(1)
     values = torch.linalg.svdvals(newton_schulz(torch.randn(5, 12, 30)).float())
     assert 0.6 < values.min() < values.max() < 1.3

@@ -62,7 +62,7 @@ def test_the_stock_reduction_is_close(results: Results, ranks: int) -> None:
 
 
 def test_a_narrow_type_for_gathered_weights_has_bits_of_its_own(results: Results) -> None:
-    """They are the same for any number of ranks; gradients and weights stay float32."""
+    """The bits are the same for any number of ranks; gradients and weights stay float32."""
     alone = results[1][0]["narrow"]
     for ranks in RANKS:
         assert_pieces(of_ranks(results, "narrow", ranks), alone)

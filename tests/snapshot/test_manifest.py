@@ -173,7 +173,7 @@ def test_a_record_that_json_cannot_hold_is_left_out() -> None:
 
 
 def test_a_format_of_the_future_is_named() -> None:
-    """Its fields may differ; it is not called corrupt, so it is not renamed."""
+    """Fields of a later schema may differ; such a manifest is not called corrupt, so it is not renamed."""
     for schema in (3, 99, 10**400):
         expected = rf"the snapshot of step 4 has schema version {str(schema)[:20]}, .* reads versions 1 to 2"
         with pytest.raises(UserError, match=expected):

@@ -105,7 +105,7 @@ def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_
 
 
 def test_leftovers_of_a_removal_that_was_cut_short_go_with_the_next_save(store: SnapshotStore) -> None:
-    """So do leftovers that are newer than the oldest snapshot, which is the best one."""
+    """Leftovers that are newer than the oldest snapshot, which is the best one, are removed, too."""
     write(store, make_manifest(3), PARTS, PART)
     Path(store.path("step_00000002.json")).unlink()
     Path(store.path(NAMES[1])).unlink()

@@ -105,7 +105,7 @@ def test_an_optimizer_that_has_counted_more_updates_than_steps_is_corrupt() -> N
 def test_a_single_number_that_is_not_finite_is_found(
     dtype: torch.dtype, number: float, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found whatever the size of the pieces in which the file is read."""
+    """The number is found whatever the size of the pieces in which the file is read."""
     monkeypatch.setattr("mingpt.snapshot.store.PIECE_BYTES", piece_bytes)
     tensor = torch.randn(7, 11).to(dtype)
     verify(to_safetensors({"model.a": tensor, "model.b": torch.arange(5)}))

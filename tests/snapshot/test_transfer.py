@@ -204,7 +204,7 @@ def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tm
     ids=["for good", "claim", "no room"],
 )
 def test_an_upload_is_given_up_by_all_ranks(times: int, error: Exception, kind: str, tmp_path: Path) -> None:
-    """They give up after the last pause, or at once if another attempt would not help."""
+    """All ranks give up after the last pause, or at once if another attempt would not help."""
     store = make_store(tmp_path)
     work = save_together(tmp_path, prepare=breaking_off(1, error, lambda number: number <= times, False))
     assert [found for found, _ in results_of(3, work)] == [kind] * 3
@@ -252,7 +252,7 @@ def dying_in_exchange(rank: int, number: int) -> Prepare:
 
 @pytest.mark.parametrize("exchange", [1, 2, 3])
 def test_a_rank_that_dies_between_the_files_is_no_failure_to_write(exchange: int, tmp_path: Path) -> None:
-    """It dies in the exchange of late fields, before the files, or after the last file: nothing is logged."""
+    """The rank dies in the exchange of late fields, before the files, or after the last file: no warning."""
     store = make_store(tmp_path)
     prepare = dying_in_exchange(0, exchange)
     results = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)

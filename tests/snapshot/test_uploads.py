@@ -46,7 +46,7 @@ def uploads(bucket: Any) -> list[tuple[str, str]]:
 
 
 class BrokenNetwork:
-    """From the upload of a part on, calls of these names raise, `times` times."""
+    """A network on which calls of these names raise, `times` times, from the upload of a part on."""
 
     def __init__(self, store: SnapshotStore, name: str, part: int, times: int) -> None:
         self.call, self.name, self.part, self.times = store.files.call_s3, name, part, times

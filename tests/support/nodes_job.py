@@ -205,7 +205,7 @@ def listens(node: Node, port: int) -> bool:
 
 
 def last_began(run_dir: Path) -> float:
-    """When the last generation on record began; 0 if there is none."""
+    """The time when the last generation on record began; 0 if there is none."""
     generations = read_history(run_dir)["generations"]
     return float(generations[-1]["began"]) if generations else 0.0
 

@@ -173,8 +173,8 @@ class SlurmCluster:
         """Send SIGKILL to the node's slurmd and its processes, slurmstepd first: none tells slurmctld."""
         pids = self.job_pids(node)
         daemons = {step_daemon(pid) for pid in pids} - {None}
-        # As if at once, as when a machine dies. srun would end the step if it saw its daemons die: it goes
-        # first, its child that watches it before it, and the daemon of the batch script before the step's.
+        # All must seem to die at once, as with a machine. srun would end the step if it saw its daemons die:
+        # so it goes first, after the child that watches it, and the batch script's daemon before the step's.
         sruns = [pid for pid in pids if name_of(pid) == "srun"]
         ended = [*sorted(sruns, reverse=True), *sorted(pid for pid in daemons if pid), *pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -209,7 +209,7 @@ def name_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return ""  # it has just ended
+        return ""  # the process has just ended
 
 
 def step_daemon(pid: int) -> int | None:
@@ -217,5 +217,5 @@ def step_daemon(pid: int) -> int | None:
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
-        return None  # it has just ended
+        return None  # the process has just ended
     return parent if name_of(parent).startswith("slurmstepd") else None

@@ -137,7 +137,7 @@ def test_waiting_long_for_the_write_before_is_said_once(
 def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     local_every: int | None, expected: list[int], tmp_path: Path
 ) -> None:
-    """Its first worker, which is not rank 0, saves them; the last one is always kept."""
+    """The node's first worker, which is not rank 0, saves them; the last one is always kept."""
     saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
     for step in (5, 10, 15, 18):
         saving.state.step = step

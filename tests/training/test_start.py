@@ -1,4 +1,4 @@
-"""What a generation starts from, in one process; tests/jobs/ tests whole jobs."""
+"""The start of a generation, in one process; tests/jobs/ tests whole jobs."""
 
 import errno
 import logging

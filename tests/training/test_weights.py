@@ -79,7 +79,7 @@ def test_tensors_that_the_run_does_not_have_are_refused() -> None:
 def test_a_configuration_or_a_vocabulary_of_another_model_is_refused_whatever_its_size(
     change: dict[str, Any], vocabulary: str
 ) -> None:
-    """It is refused at once, and nothing is allocated for it."""
+    """The snapshot is refused at once, and nothing is allocated for it."""
     manifest, entries = make_snapshot("muon", "modern")
     manifest["config"]["model"] |= change
     with pytest.raises(CorruptSnapshot):

@@ -1,4 +1,4 @@
-"""What `launch/elastic.sh` does: options to a torchrun command that makes a cluster elastic."""
+"""The program of `launch/elastic.sh`: turns options into a torchrun command that makes a cluster elastic."""
 
 import errno
 import ipaddress
@@ -77,7 +77,7 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         raise UserError("--rdzv_id is a name for this job; got an empty one")
     if isinstance(rdzv, Path):
         try:
-            rdzv.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user alone
+            rdzv.mkdir(mode=0o700, parents=True, exist_ok=True)  # only this user may read it
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
                 raise UserError(f"--rdzv {rdzv} cannot be created as a folder: {error.strerror}") from None

@@ -15,7 +15,7 @@ from pydantic import StrictInt
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
 JOIN_HOLD_S = 1.0  # a node must wait so long, or a larger group be seen so long, before a round ends for it
-REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # for a node that was lost soon after it had joined
+REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # holds a node that was lost soon after joining
 SOON_S = 120.0  # more than the default `trainer.timeout_s`, after which a cut link ends a round
 LAG_HOLD_S = 4.0  # a member of a new round may briefly be seen in its old round
 

@@ -287,7 +287,7 @@ class ElasticRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Post the job's end. torchrun calls this with an exception in flight if the end was not orderly."""
         if sys.exc_info()[0] is None:
-            atexit.unregister(self._leave)  # this entry stays, for an agent that is frozen or cut off
+            atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
             self._node.end(FINISHED, EXIT_S)
             deadline = time.monotonic() + LINGER_S
             while time.monotonic() < deadline and any(

@@ -48,7 +48,7 @@ class Peer:
     """Another agent, as this one sees it."""
 
     entry: Entry
-    # By a board's name: two boards may hold entries of different ages, which does not show that it is alive.
+    # By a board's name: if two boards hold entries of different ages, that does not show life.
     pulses: dict[str, Pulse] = field(default_factory=dict)
     answered_at: float = -math.inf
     has_ended: bool = False  # its port refuses connections, or is another agent's

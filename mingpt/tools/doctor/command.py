@@ -130,7 +130,7 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
         exchange.put("faults", report(join_facts(hello, facts, rates)))
     faults = exchange.get("faults", 0, LIMIT_S)
     exchange.put("done", True)
-    if rank == 0:  # which may host the store
+    if rank == 0:  # rank 0 may host the store
         exchange.get_all("done", ACK_S)
     if faults is None:
         raise NonRetryableError(f"rank 0 did not answer worker {rank} on {platform.node()} any more")
@@ -141,7 +141,7 @@ def meet(launch: Launch) -> Rendezvous:
     """The rendezvous. Raises NonRetryableError if the store cannot be reached, or others do not come."""
     assert launch.master_addr is not None
     endpoint = f"{launch.master_addr}:{launch.master_port}"
-    if launch.agent_hosts_store:  # it is there before the workers are
+    if launch.agent_hosts_store:  # the store exists before the workers do
         is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
         if not is_good:
             raise NonRetryableError(

@@ -1,9 +1,9 @@
-"""What one worker finds out about itself and its node, and from the facts of all to a table and sentences.
+"""The facts that a worker finds about itself and its node; from all workers' facts, a table and sentences.
 
-Facts are plain values that travel as JSON: what a worker has not found out is missing. Of a node as a whole
-(data, folders, memory) only its first worker, local rank 0, finds anything out. A fact whose name ends with
-`error` is a reason in words, None if all is well. There is one sentence per fault, with host, cause and what
-to change.
+Facts are plain values that travel as JSON; a fact that a worker has not found is missing. Only a node's first
+worker, local rank 0, finds the facts of the node as a whole (data, folders, memory). A fact whose name ends
+with `error` is a reason in words, None if all is well. There is one sentence per fault, with host, cause and
+what to change.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ MAX_CLOCK_S = 1.0
 STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
 MAX_SETTINGS = 6  # named in one sentence
 FINDINGS_S = 20.0
-# What is to be the same on all workers, and the sentence on a node where it is not as on most.
+# {fact that must be the same on all workers: sentence on a node where it differs from most}
 COMPARED = {
     "torch": "{name} has torch {own} and the others {most}: pip install torch=={most} there, since the bits "
     "of a result depend on it",
@@ -47,7 +47,7 @@ COMPARED = {
     "clock_s": "the clock of {name} differs from the others' by {lead_s:+.1f} s: have NTP set it (chronyc "
     "makestep), since claims and logs are read by their time",
 }
-# What a worker could not do, and the sentence on it.
+# {fact on what a worker could not do: sentence on it}
 BROKEN = {
     "device_error": "{name}: {reason}",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",

@@ -34,7 +34,7 @@ STORE_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x6D696E67)
 STORE_PONG = struct.pack("<I", 0x6D696E67)
 AGENT_PING = b'{"op": "ping"}\n'
 NO_ANSWER, REFUSED = f"no answer within {CONNECT_S:g} s", "connection refused"
-# What to do about a connection that fails for this reason.
+# {reason why a connection fails: what to do about it}
 ADVICE = {
     REFUSED: "the host is up and nothing listens on that port: start the agent there first, look at its port "
     "and at the address that it listens on",
@@ -78,7 +78,7 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
             try:
                 probe.bind(address)
             except OSError:
-                continue  # of another host
+                continue  # the address is another host's
             return str(address[0])
     return "127.0.0.1"
 
@@ -88,7 +88,7 @@ def listen(address: str) -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, 0), family=family, backlog=ACCEPT_BACKLOG)
     port = int(server.getsockname()[1])
-    server.detach()  # it is not closed when this function ends
+    server.detach()  # so that the socket stays open when this function ends
     return port
 
 
@@ -237,7 +237,7 @@ def all_reduce_rate(exchange: Exchange, gpu: int | None) -> float:
 
     device = "cpu" if gpu is None else f"cuda:{gpu}"
     if gpu is not None:
-        torch.cuda.set_device(gpu)  # of this thread
+        torch.cuda.set_device(gpu)  # the device is set per thread
     distributed.init_process_group(
         "gloo" if gpu is None else "nccl",
         store=distributed.PrefixStore("group", exchange.store),

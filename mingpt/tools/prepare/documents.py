@@ -1,10 +1,10 @@
-"""From the files that the command names to the tokens that the shards hold.
+"""The way from the files that the command names to the tokens that the shards hold.
 
 Files come in a fixed order; a text file is one document, so is each line of .jsonl or row of .parquet. The
-training part comes first, then the validation part: the documents of the tail by count of bytes; of a single
-document the tail of its characters. Texts come in batches, the same ones each time the files are read, so
+training part comes first, then the validation part, which is the tail: its documents by count of bytes, or of
+a single document its last characters. Texts come in batches, the same ones each time the files are read, so
 that work can go on at a batch's number. A text file larger than PIECE_BYTES is encoded in pieces that end
-before a line end. End-of-text stands behind each document.
+before a line end. End-of-text follows each document.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from mingpt.base.urls import redact
 from mingpt.data.source import COMPRESSED, KINDS, readable
 from mingpt.data.tokenizers import Tokenizer
 
-PIECE_BYTES = 1 << 17  # of a long text; the package encodes pieces in parallel
+PIECE_BYTES = 1 << 17  # size of a long text's pieces, which the package encodes in parallel
 BATCH_BYTES = 1 << 21  # encoded at once; the package needs about 100 bytes for a token meanwhile
 READ_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
@@ -48,7 +48,7 @@ class InputFile:
 
     @property
     def shown(self) -> str:
-        """Its name without credentials."""
+        """The file's name without credentials."""
         return redact(self.path)
 
 
@@ -251,7 +251,7 @@ def token_type(tokenizer: Tokenizer) -> np.dtype:
 
 def encode(tokenizer: Tokenizer, batch: Batch) -> np.ndarray:
     """(tokens,) of all texts, with end-of-text, where there is one, behind each document. For any thread."""
-    if len(batch) == 1:  # which may be a very long line
+    if len(batch) == 1:  # its one piece may be a very long line
         arrays = [tokenizer.encode(batch[0].text)]
     else:
         arrays = tokenizer.encode_batch([piece.text for piece in batch])

@@ -52,7 +52,7 @@ POLL_S = 0.1  # a signal that another thread takes does not wake the main one
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
-ENCODING_THREADS = 2  # one takes the tokens out of the package while the other encodes on all cores
+ENCODING_THREADS = 2  # one copies tokens out of the package while the other encodes on all cores
 MAX_PENDING = 3  # batches
 BPE_TOKENS = 4096
 # GPT-2's pattern with words of at most 256 characters: the time of a merge grows with the longest word.
@@ -259,7 +259,7 @@ def write_shards(
     """Encode and write the shards that are missing; returns the content of meta.json. Raises UserError."""
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
-    unpredicted_bytes: int | None = None  # of validation: its first token's
+    unpredicted_bytes: int | None = None  # bytes of the validation part's first token
     loses_text = False
     with (
         progress("encoding", stats.bytes) as shown,

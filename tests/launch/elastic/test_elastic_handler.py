@@ -138,7 +138,7 @@ def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
 def test_an_agent_that_comes_after_the_end_of_its_job_frees_the_memory_of_its_node(
     new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps the memory of another agent on the same machine."""
+    """The memory of another agent on the same machine stays."""
     monkeypatch.setattr(Node, "view", lambda self: SimpleNamespace(finished=True))
     slots = []
     for run_id, owner in (("ended", this_process()), ("other", this_process(os.getppid()))):

@@ -147,7 +147,7 @@ def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node("host", HERE, 1)
     node.wait_for_round()
     assert node.promise(proposal("a", "r1"))
-    time.sleep(0.1)  # that time itself
+    time.sleep(0.1)  # until the promise expires
     assert not node.enter(proposal("a", "r1"))
     assert node.promise(proposal("b", "r2")) and node.enter(proposal("b", "r2"))
 

@@ -150,6 +150,6 @@ def test_boards_forget_killed_agents_and_keep_the_news_that_a_job_is_finished(
         board.exchange(finished)
         board.exchange(entry("killed"))
         board.exchange(entry("b", 1))
-        time.sleep(0.3)  # that time itself
+        time.sleep(0.3)  # until the entry expires
         board.exchange(entry("b", 2))
         assert sorted(found.id for found in board.exchange(entry("b", 3))) == ["a", "b"]
