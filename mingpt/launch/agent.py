@@ -54,7 +54,7 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
 
 class StopRequest:
-    """The first signal that told this job to stop. torch's agent obeys it where the agent calls `obey`.
+    """The first signal that told this job to stop. torch's agent obeys it when it next calls the rendezvous.
 
     The handler raises nothing: SignalException is an Exception, which torch's rendezvous may swallow, and one
     that is raised while workers are started leaves them running.

@@ -1,7 +1,7 @@
 """Elastic jobs: how torchrun's agents find each other, agree on a group, and notice who joined or left.
 
 With torch's own rendezvous, a job does not survive every loss. Its c10d backend has a host whose death ends
-the job. Its file store is a log that grows with every heartbeat and unpickles the file's content. Neither
+the job. Its file store writes a log that grows with every heartbeat, and unpickles the content. Neither
 leaves out a node that reaches the meeting place but not its peers. And with the store that agents share with
 their workers, an agent that joins in mid-run kills the job.
 

@@ -149,7 +149,7 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """The answer as JSON. Entries are encoded once: for many agents, that would be most of the work."""
+        """The answer as JSON. Each entry is encoded once: with many agents, encoding is most of the work."""
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
         posted = json.dumps(entry, separators=(",", ":")), now + forget_s

@@ -38,7 +38,7 @@ class View:
     alive: tuple[Entry, ...]  # including `me`
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
     done: frozenset[str]  # ids of agents that have come to the end of the round that `me` is in
-    finished: bool  # an agent that is of this job, or was seen running, has posted that the job is finished
+    finished: bool  # an agent of this job, or one seen running, has posted FINISHED; no earlier job counts
     is_fresh: bool
     troubles: tuple[str, ...]  # boards and agents that do not answer, or why they cannot be used
 
