@@ -1,5 +1,4 @@
-"""Sinks that hand values to a package in a thread of its own: the package may fail, block for ever or be
-absent.
+"""Sinks that hand values to a package in its own thread: the package may fail, block for ever or be absent.
 
 TensorBoard reads run_dir/tensorboard. An experiment tracker is a package with `init`, `log(values, step=...)`
 and `finish`, like wandb.

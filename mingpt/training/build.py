@@ -1,6 +1,4 @@
-"""Builds the state to train, from snapshot, weights or seed: model, strategy, optimizer, position in the
-data.
-"""
+"""Builds the state to train from snapshot, weights or seed: model, strategy, optimizer, place in the data."""
 
 import functools
 import logging

@@ -1,5 +1,4 @@
-"""Claims: only one job at a time writes to a place, which is a run folder or the folder or URL of its
-snapshots.
+"""Claims: one job at a time writes to a place: a run folder, or the folder or URL of its snapshots.
 
 A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: if several
 jobs try, one succeeds. The newest claim counts. It holds until the job releases it, while one of the job's
@@ -46,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    """A job that holds a claim. The job is named after the first of its agents."""
+    """A job that holds a claim, and its agents."""
 
     agents: tuple[Process, ...]
     job: str = field(default_factory=lambda: uuid.uuid4().hex)  # later generations keep the first one's
