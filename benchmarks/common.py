@@ -1,7 +1,7 @@
-"""What the programs of this folder share.
+"""Helpers that the programs of this folder share.
 
-Arguments, jobs of train.py and signals to their workers, measuring in turns, the machine's own rate, rows of
-JSON, and the exit code. `benchmarks/results/<date>_<claim>/rows.jsonl` keeps the rows.
+They are: arguments, jobs of train.py and signals to their workers, measuring in turns, the machine's own
+rate, rows of JSON, and the exit code. `benchmarks/results/<date>_<claim>/rows.jsonl` keeps the rows.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
     "trainer.batch_size": 8, "trainer.micro_batch_size": 1, "trainer.log_every": 1,
     "trainer.sample_tokens": 0, "trainer.timeout_s": 60, "trainer.device": "cpu",
 }  # fmt: skip
-# A run of which the steps alone are measured.
+# A run in which only the steps are measured.
 STEPS_ALONE: dict[str, Any] = {
     "trainer.eval_at_start": False, "trainer.eval_every": 10**6, "trainer.sample_tokens": 0,
     "data.val_fraction": 0.01, "snapshot.every": 10**6, "snapshot.memory_every": 0,
@@ -41,7 +41,7 @@ STEPS_ALONE: dict[str, Any] = {
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the program's docstring as it stands."""
+    """A parser that shows the program's docstring with its line breaks."""
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=formatter)
 
@@ -59,26 +59,26 @@ def row(**values: Any) -> None:
 
 
 class Tally:
-    """Counts the trials of a program and the good ones."""
+    """Counts the trials of a program, and the good trials."""
 
     def __init__(self) -> None:
         self.trials = self.good = 0
 
     def add(self, is_good: bool, *jobs: Job) -> None:
-        """Count a trial; one that is not good shows what its jobs wrote to stderr."""
+        """Count a trial; if it is not good, show what its jobs wrote to stderr."""
         self.trials += 1
         self.good += is_good
         for job in () if is_good else jobs:
             print(job.err()[-3000:], file=sys.stderr)
 
     def exit_code(self, **more: Any) -> int:
-        """Print the last row; 0 if all trials were good, else 1."""
+        """Print the last row; returns 0 if all trials were good, else 1."""
         row(trials=self.trials, ok=self.good, **more)
         return 0 if self.good == self.trials else 1
 
 
 def arguments_of(settings: Settings, more: Iterable[str] = ()) -> list[str]:
-    """The settings as train.py takes them on its command line; words of `more` override them."""
+    """The settings as words of train.py's command line; words of `more` override them."""
     given = dict(word.partition("=")[::2] for word in more)
     return [f"{key}={value}" for key, value in {**settings, **given}.items()]
 
@@ -92,7 +92,7 @@ def start(
     checkout: Path = ROOT,
     output: Path | None = None,
 ) -> Job:
-    """train.py under torchrun; its output goes to <output>.out and <output>.err, `run_dir` by default."""
+    """Start train.py under torchrun; its output goes to <output>.out and .err, `run_dir` by default."""
     given = [f"run_dir={run_dir}", *arguments_of(settings, more)]
     return Job([*torchrun(workers, restarts), "train.py", *given], output or run_dir, cwd=checkout)
 
@@ -105,14 +105,14 @@ def start_plain(
     prefix: Sequence[str] = (),
     output: Path | None = None,
 ) -> Job:
-    """Plain `python train.py`, which starts its workers itself; output as in `start`."""
+    """Start plain `python train.py`, which starts its workers itself; output as in `start`."""
     own = {"run_dir": run_dir, "trainer.workers": workers, "trainer.max_restarts": restarts}
     command = [*prefix, sys.executable, "train.py", *arguments_of({**settings, **own})]
     return Job(command, output or run_dir)
 
 
 def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, restarts: int) -> list[Job]:
-    """train.py under several torchrun agents, as on several nodes; each agent starts `workers` workers."""
+    """Start train.py under several torchrun agents, as on several nodes, with `workers` workers each."""
     rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--rdzv_id=job"]
     command = torchrun(workers, restarts, [f"--nnodes={agents}", *rendezvous])
     given = [f"run_dir={run_dir}", *arguments_of(settings)]
@@ -120,7 +120,7 @@ def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, r
 
 
 def train(run_dir: Path, settings: Settings, *more: str, workers: int = 2, checkout: Path = ROOT) -> None:
-    """As `start`, to the end. Raises RuntimeError if the job fails."""
+    """Start a job as `start` does, and wait for its end. Raises RuntimeError if it fails."""
     wait_for_success(start(run_dir, settings, *more, workers=workers, checkout=checkout))
 
 
@@ -166,7 +166,7 @@ def signal_one(pids: Sequence[int], number: signal.Signals, rng: random.Random) 
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Meanwhile, so many processes do nothing but compute."""
+    """Run so many processes that do nothing but compute, until the block ends."""
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -185,7 +185,7 @@ def short_hash(run_dir: Path) -> str:
 def measure_in_turns(
     variants: Mapping[str, Callable[[], float]], rounds: int, digits: int = 5, **about: Any
 ) -> dict[str, list[float]]:
-    """Call each variant once a round, in an order that changes; prints a row per round."""
+    """Call each variant once a round, in a changing order; prints a row per round."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in sorted(variants, reverse=number % 2 == 1):
@@ -200,7 +200,7 @@ def paired(found: Mapping[str, Sequence[float]], over: str, under: str) -> list[
 
 
 def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "ratio") -> dict[str, float]:
-    """The median under its name, the least and the largest value, as the last row of a program shows them."""
+    """The median under its name, and the least and the largest value, for the last row of a program."""
     return {
         name: round(statistics.median(values), digits),
         "from": round(min(values), digits),
@@ -232,7 +232,7 @@ def product_rate(device: str, threads: int, dtype: str = "bfloat16") -> float:
     for _ in range(5):
         began = time.perf_counter()
         product = left @ right
-        float(product[0, 0])  # waits for it
+        float(product[0, 0])  # waits for the result
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best
 

@@ -3,21 +3,21 @@
     python benchmarks/crash_points.py                # needs Linux and strace; two minutes
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
 
-Snapshots of steps 10 and 20 are there; the one of step 30 is being saved, after which step 10 is pruned. Each
-has two parts of weights, two of optimizer state, and a manifest. Five kinds of fault, all enumerated:
+Snapshots of steps 10 and 20 exist; that of step 30 is being saved, after which step 10 is pruned. Each has
+two parts of weights, two of optimizer state, and a manifest. There are five kinds of fault, all enumerated:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection);
-- `ENOSPC`, `EIO`: each of its calls on files fails so, and the process lives;
-- `power`: the machine loses power after each of its operations on files. What was not fsynced is on disk,
-  half of it is, or none; each renaming and removal since the folder's last fsync has happened or not, in any
-  combination (after Pillai et al. 2014, "All file systems are not created equal");
-- `order`: the parts come in any order, from several workers perhaps, and all workers are killed: any of the
-  parts are there, or are being written;
+- `ENOSPC`, `EIO`: each of its calls on files fails with this error, and the process lives;
+- `power`: the machine loses power after each of its operations on files. Of data that was not fsynced, all,
+  half or nothing is on disk; each renaming and removal since the folder's last fsync has happened or not, in
+  any combination (after Pillai et al. 2014, "All file systems are not created equal");
+- `order`: the parts come in any order, perhaps from several workers, and all workers are killed: any of the
+  parts exist, or are being written;
 - `store`: an object store fails once, fails from then on, tears an upload with or without an error, or lists
   late, at each of its calls; files go up by one PUT, or in parts.
 
-After each the newest valid snapshot must be of step 20 or 30, with the right content, a further save must
-succeed, and no file of an unfinished save may be left. Exit code 1 otherwise.
+After each fault the newest valid snapshot must be of step 20 or 30, with the right content, a further save
+must succeed, and no file of an unfinished save may be left. Exit code 1 otherwise.
 """
 
 import collections
@@ -47,7 +47,7 @@ ON_FILES = {
 }  # fmt: skip
 PART_BYTES = 1000
 UPLOAD_PART_BYTES = 300
-BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks up, to be seen by strace
+BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks up for strace to see
 
 Verdicts = Iterator[tuple[str, str, str]]  # kind of fault, where it happened, verdict
 Operation = tuple[str, str, str]  # kind, name of a file, its new name or its inode
@@ -60,7 +60,7 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def transfer(step: int) -> Transfer:
-    """The files of a step."""
+    """The tensor files of a step."""
     tensors = tensors_of(step)
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
@@ -68,7 +68,7 @@ def transfer(step: int) -> Transfer:
 
 
 def manifest(step: int) -> dict[str, Any]:
-    """The fields of a manifest that a save knows."""
+    """The manifest's fields that a save knows."""
     return {
         "step": step,
         "windows": step,
@@ -92,7 +92,7 @@ def write_first_two(store: SnapshotStore) -> None:
 
 
 def verdict(store: SnapshotStore) -> str:
-    """ "ok", or what is wrong with what the fault left behind."""
+    """The verdict on the files that a fault left behind: "ok", or what is wrong with them."""
     found, corrupt = store.find_newest()
     if found is None:
         return "there is no valid snapshot"
@@ -140,7 +140,7 @@ def save_under_strace(store: SnapshotStore, injection: list[str], log: Path) -> 
 
 
 def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen[str]:
-    """Returns when the process is traced. Raises RuntimeError if it cannot be."""
+    """Attach strace; returns when the process is traced. Raises RuntimeError if it cannot be."""
     command = ["strace", "-q", "-y", "-o", str(log), *injection, "-p", str(pid)]
     strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
@@ -152,7 +152,7 @@ def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen
 
 
 def system_calls(log: Path) -> list[tuple[str, int, str]]:
-    """Of the save: name, its number among the child's calls of this name, the line."""
+    """The save's system calls: name, number among the child's calls of this name, the line."""
     counts: collections.Counter[str] = collections.Counter()
     found, is_inside = [], False
     for line in log.read_text(errors="replace").splitlines():
@@ -170,7 +170,7 @@ def system_calls(log: Path) -> list[tuple[str, int, str]]:
 
 
 def faults_by_strace(work: Path, stride: int) -> Verdicts:
-    """`kill`, `ENOSPC` and `EIO`. Leaves what an undisturbed save did in `work`, for `power_losses`."""
+    """The verdicts on `kill`, `ENOSPC` and `EIO`. Leaves an undisturbed save in `work` for `power_losses`."""
     reference = SnapshotStore(str(work / "reference" / "snapshots"))
     write_first_two(reference)
     save_under_strace(reference, [], work / "reference.log")
@@ -186,7 +186,7 @@ def faults_by_strace(work: Path, stride: int) -> Verdicts:
 
 
 def file_operations(log: Path, root: str) -> list[Operation]:
-    """What the save did in the snapshot folder."""
+    """The operations of the save on files in the snapshot folder."""
     done: list[Operation] = []
     for name, _, line in system_calls(log):
         names = re.findall(rf'"{root}/([^"]+)"', line)
@@ -196,7 +196,7 @@ def file_operations(log: Path, root: str) -> list[Operation]:
         elif name == "write" and opened:
             done.append(("write", opened[1], ""))
         elif name == "fsync" and opened:
-            done.append(("sync", opened[1], ""))  # with no name: the folder
+            done.append(("sync", opened[1], ""))  # without a name it is the folder
         elif name.startswith("rename") and names:
             done.append(("rename", names[0], names[1]))
         elif name.startswith("unlink") and names:
@@ -207,14 +207,14 @@ def file_operations(log: Path, root: str) -> list[Operation]:
 def states_after(
     done: Sequence[Operation], before: Mapping[str, bytes], saved: Mapping[str, bytes]
 ) -> Iterator[DiskState]:
-    """What a disk may hold if the power fails after these operations on the files `before`.
+    """The contents that a disk may have if the power fails after these operations on the files `before`.
 
     `saved` are the files that the whole save leaves.
     """
-    contents = dict(before)  # of each inode, once all of it is written
-    current = {name: name for name in before}  # name to inode, as processes see the folder
-    durable = dict(current)  # as the folder's last fsync left it
-    pending: list[Operation] = []  # on the folder since then
+    contents = dict(before)  # {inode: content once all of it is written}
+    current = {name: name for name in before}  # {name: inode} as processes see the folder
+    durable = dict(current)  # {name: inode} as the folder's last fsync left it
+    pending: list[Operation] = []  # operations on the folder since then
     unsynced: set[str] = set()  # inodes
     for kind, name, new in done:
         if kind == "create":
@@ -244,7 +244,7 @@ def states_after(
 
 
 def apply(folder: Mapping[str, str], operations: Sequence[Operation]) -> dict[str, str]:
-    """The folder, name to inode, after these operations; one on a file that is not there does nothing."""
+    """The folder, {name: inode}, after these operations; an operation on a missing file does nothing."""
     after = dict(folder)
     for kind, name, new in operations:
         if kind == "create":
@@ -261,7 +261,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def power_losses(work: Path, stride: int) -> Verdicts:
-    """`power`, from the operations that `faults_by_strace` has recorded."""
+    """The verdicts on `power`, from the operations that `faults_by_strace` has recorded."""
     reference = work / "reference" / "snapshots"
     done, saved = file_operations(work / "reference.log", str(reference)), read_files(reference)
     first_two = SnapshotStore(str(work / "before" / "snapshots"))
@@ -279,7 +279,7 @@ def power_losses(work: Path, stride: int) -> Verdicts:
 
 
 def orders(work: Path, stride: int) -> Verdicts:
-    """`order`. What a kill leaves depends on which parts are there, not on the order in which they came."""
+    """The verdicts on `order`. After a kill it matters which parts exist, not in which order they came."""
     layouts = transfer(30).layouts
     states = list(itertools.product(("absent", "half", "whole"), repeat=len(layouts)))
     for number, state in list(enumerate(states))[::stride]:
@@ -297,7 +297,7 @@ def orders(work: Path, stride: int) -> Verdicts:
 
 
 def faulty_store(upload_part_bytes: int) -> tuple[SnapshotStore, FaultyStore]:
-    """A store with the first two snapshots."""
+    """A faulty store with the first two snapshots."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
     store = SnapshotStore("memory://bucket/run", (0.0, 0.0), upload_part_bytes)
@@ -308,7 +308,7 @@ def faulty_store(upload_part_bytes: int) -> tuple[SnapshotStore, FaultyStore]:
 
 
 def faults_of_a_store(stride: int) -> Verdicts:
-    """`store`."""
+    """The verdicts on `store`."""
     for upload_part_bytes, way in ((PART_BYTES, "by a PUT"), (UPLOAD_PART_BYTES, "in parts")):
         store, files = faulty_store(upload_part_bytes)
         files.armed = True

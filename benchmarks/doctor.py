@@ -3,12 +3,12 @@
     python benchmarks/doctor.py                # 4 minutes; needs root, ip, nft, bindfs and faketime
     python benchmarks/doctor.py --only data    # half a minute
 
-Each fault is planted on one node, then `python -m mingpt doctor` is started there as a run would be:
-torchrun's agents, whose store is on the first node. The doctor must name the host and the cause, say what to
-change, end the job with exit code 1 on every node and start no second generation. Node 3 is the victim.
+Each fault is planted on one node, then `python -m mingpt doctor` is started as a run would be, by torchrun's
+agents, whose store is on the first node. The doctor must name the host and the cause, say what to change, end
+the job with exit code 1 on every node and start no second generation. Node 3 is the victim.
 
-A row each, as JSON; `seconds` is from the start of the agents to the end of the last one. Exit code 1 unless
-all is as it must be.
+Prints a row per fault, as JSON; `seconds` is from the start of the agents to the end of the last one. Exit
+code 1 unless the doctor meets all of this.
 """
 
 import re
@@ -28,14 +28,14 @@ from support.nodes import Cluster, Node, why_no_cluster
 
 PORT = 29400
 LIMIT_S = 60.0
-# torch says that it is another version, as an older installation would.
+# torch reports another version, as an older installation would.
 ANOTHER_TORCH = "import torch\ntorch.__version__ = torch.version.__version__ = '2.0.1'\n"
 SETTINGS = {"trainer.device": "cpu", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 64}
 
 
 @dataclass
 class Trial:
-    """What is different on node 3; `everywhere` are settings of all nodes."""
+    """The changes on node 3; `everywhere` are settings of all nodes."""
 
     env: dict[str, str] = field(default_factory=dict)
     prefix: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ def nothing(cluster: Cluster, trial: Trial) -> None:
 
 
 def wrong_interface(cluster: Cluster, trial: Trial) -> None:
-    """A second card in a network of its own; its cable ends in the same node."""
+    """Give the node a second card in a network of its own; its cable ends in the same node."""
     node = cluster.nodes[2]
     node.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "end1")
     node.run("ip", "address", "add", "10.99.0.1/24", "dev", "eth1")
@@ -61,7 +61,7 @@ def wrong_interface(cluster: Cluster, trial: Trial) -> None:
 
 
 def blocked(cluster: Cluster, trial: Trial) -> None:
-    """A firewall on node 3 that lets answers in, and no connections from node 2."""
+    """Set a firewall on node 3 that lets answers in, but no connections from node 2."""
     rule = f"ip saddr {cluster.nodes[1].address} tcp dport 32768-60999 tcp flags syn / syn,ack drop"
     for words in (
         "table ip wall",
@@ -93,7 +93,7 @@ def other_clock(cluster: Cluster, trial: Trial) -> None:
 
 
 def read_only(cluster: Cluster, trial: Trial) -> None:
-    """Root ignores a folder's mode, and no mount."""
+    """Mount a folder read-only: root ignores a folder's mode, but no mount."""
     node, place = cluster.nodes[2], str(cluster.disk / "run")
     node.run("mkdir", place)
     node.run("mount", "--bind", place, place)
@@ -106,12 +106,12 @@ def little_memory(cluster: Cluster, trial: Trial) -> None:
 
 
 def hanging_disk(cluster: Cluster, trial: Trial) -> None:
-    """The shared folder of node 3 does not answer."""
+    """Let the shared folder of node 3 hang."""
     trial.everywhere = {"snapshot.path": str(cluster.shared / "snapshots")}
     cluster.nodes[2].cut_storage()
 
 
-# kind: (how it is planted, what the doctor's one sentence must say)
+# {kind: (function that plants the fault, what the doctor's one sentence must say)}
 FAULTS: dict[str, tuple[Plant, str]] = {
     "healthy": (nothing, ""),
     "interface": (wrong_interface, r"node3 listens on 10\.99\.0\.1, interface eth1.*SOCKET_IFNAME.* eth0"),
@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
 
 
 def agent(cluster: Cluster, node: Node, trial: Trial) -> list[str]:
-    """The command line of a node."""
+    """The command line of a node's agent."""
     conf = f"is_host={int(node.number == 1)},join_timeout=60,read_timeout=10"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc_per_node=1", "--max-restarts=5",
@@ -142,7 +142,7 @@ def agent(cluster: Cluster, node: Node, trial: Trial) -> list[str]:
 
 
 def examine(kind: str, folder: Path) -> bool:
-    """Plant a fault, run the doctor, print a row; whether all is as it must be."""
+    """Plant a fault, run the doctor, print a row; whether the doctor did all that it must."""
     plant, expected = FAULTS[kind]
     trial = Trial()
     with Cluster(3, folder, shared=kind == "folder, hangs") as cluster:

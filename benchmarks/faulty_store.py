@@ -1,4 +1,4 @@
-"""An object store in memory, one of whose calls goes wrong; for crash_points.py."""
+"""An object store in memory of which one call goes wrong, for crash_points.py."""
 
 import io
 from typing import Any
@@ -10,7 +10,7 @@ FAULTS = ("fails once", "fails on", "tears", "tears and says so", "lists late")
 
 
 class FaultyUpload(AbstractBufferedFile):  # type: ignore[misc]
-    """An upload in parts: the object appears when it is closed. Its calls are those of its FaultyStore."""
+    """An upload in parts: the object appears when it is closed. Its calls count as its FaultyStore's."""
 
     def _initiate_upload(self) -> None:
         self.fs.count_call()
@@ -33,10 +33,10 @@ class FaultyUpload(AbstractBufferedFile):  # type: ignore[misc]
 
 
 class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
-    """Its `at`-th call, counted while `armed`, has the fault:
+    """A store whose `at`-th call, counted while `armed`, has the fault:
 
-    "fails once": it raises; "fails on": all calls from it on raise; "tears": an upload stores one half;
-    "tears and says so": and raises; "lists late": all listings from it on are the one before it.
+    "fails once": the call raises; "fails on": all calls from it on raise; "tears": an upload stores one half;
+    "tears and says so": it also raises; "lists late": all listings from it on are the listing before it.
     """
 
     protocol = "faulty"
@@ -49,7 +49,7 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
         self.last_listing: list[str] | None = None
 
     def count_call(self) -> bool:
-        """Whether this call is the one; raises OSError if it is to fail."""
+        """Whether this call has the fault; raises OSError if it must fail."""
         if not self.armed:
             return False
         self.calls += 1
@@ -69,7 +69,7 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
             raise OSError("connection lost")
 
     def put(self, path: str, value: bytes) -> None:
-        """Without faults."""
+        """Store an object without faults."""
         super().pipe_file(path, value)
 
     def open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:

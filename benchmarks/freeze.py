@@ -1,15 +1,15 @@
-"""Workers that do nothing any more: when is it noticed, when does the job go on, with which bits?
+"""Workers that freeze or are stuck: when is it noticed, when does the job go on, with which bits?
 
     python benchmarks/freeze.py                         # 10 frozen, 10 before, 20 stuck: 20 minutes
     python benchmarks/freeze.py --frozen 1 --before 0 --stuck 0 --minutes 0       # one alone: half a minute
 
 - frozen: SIGSTOP to a random worker at a random moment, with timeout_s=10. `noticed_s` is when the first of
   the others is gone, `on_s` when the next generation has completed a step, in seconds since the signal.
-- before: the same before the workers have met. `gone_s` is when the frozen one is gone, `patience_s` for how
-  long the others waited, as the next generation says.
+- before: the same before the workers have met. `gone_s` is when the frozen worker is gone, `patience_s` for
+  how long the others waited, as the next generation logs it.
 - stuck: a main thread waits in C code, as in a CUDA call: pause(), sleep() or a read() of an empty pipe, at
   the start of a random step or after a backward pass. Another worker gets SIGKILL; `gone_s` is when the stuck
-  one is gone.
+  worker is gone.
 - no false alarm: a run of so many minutes beside four processes that keep all cores busy.
 
 A row per trial, as JSON. Exit code 1 unless every freeze was noticed within timeout_s + 2 s and the job went
@@ -67,7 +67,7 @@ def freeze_in_training(folder: Path, number: int, expected: str, rng: random.Ran
     job = start(run_dir, SETTINGS, workers=workers, restarts=3)
     step = rng.randrange(2, STEPS - 20)
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
-    time.sleep(rng.uniform(0, 0.3))  # anywhere in a step
+    time.sleep(rng.uniform(0, 0.3))  # a random moment in a step
     began = time.monotonic()
     victim, pids = freeze(job, rng)
     others = [pid for pid in pids if pid != pids[victim]]
@@ -89,14 +89,14 @@ def freeze_in_training(folder: Path, number: int, expected: str, rng: random.Ran
 
 
 def freeze_before_meeting(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
-    """A trial in which they had met by then does not count."""
+    """Freeze a worker before the workers meet; a trial in which they had met does not count."""
     run_dir, workers = folder / f"before{number}", 2 + number % 2
     job = start(run_dir, SETTINGS, workers=workers, restarts=1)
     job.wait_until(lambda: len(job.workers()) == workers)
-    time.sleep(rng.uniform(0, 1.5))  # the random moment itself
+    time.sleep(rng.uniform(0, 1.5))  # until a random moment
     began = time.monotonic()
     victim, pids = freeze(job, rng)
-    time.sleep(0.5)  # they meet and open log.txt, or they do not
+    time.sleep(0.5)  # time for the workers to meet and open log.txt, if they do
     if (run_dir / "log.txt").exists():
         job.kill()
         return
@@ -114,7 +114,7 @@ def freeze_before_meeting(folder: Path, number: int, expected: str, rng: random.
 
 
 def run_worker(mark: Path, rank: int, step: int, event: str, call: str, argv: list[str]) -> None:
-    """train.py, in which one worker waits in C code for ever, once."""
+    """Run train.py, in which one worker waits in C code for ever, once."""
     libc = ctypes.CDLL(None)
 
     def stick(**details: Any) -> None:
@@ -137,7 +137,7 @@ def run_worker(mark: Path, rank: int, step: int, event: str, call: str, argv: li
 
 
 def kill_beside_stuck(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
-    """Kill a worker that is not stuck, and see how long the stuck one stays."""
+    """Kill a worker that is not stuck, and measure how long the stuck worker stays."""
     run_dir, mark = folder / f"run{number}", folder / f"stuck{number}"
     workers, step = rng.choice([2, 3]), rng.randrange(1, STEPS)
     rank, event = rng.randrange(workers), rng.choice(["step_start", "backward_end"])
@@ -148,7 +148,7 @@ def kill_beside_stuck(folder: Path, number: int, expected: str, rng: random.Rand
     job = Job(command, run_dir)
     job.wait_until(lambda: mark.exists() and mark.read_text())
     pids, stuck = job.workers(), int(mark.read_text())
-    time.sleep(rng.uniform(0.0, 0.5))  # the random moment itself
+    time.sleep(rng.uniform(0.0, 0.5))  # until a random moment
     victim = rng.choice([pid for pid in pids if pid != stuck])
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -164,7 +164,7 @@ def kill_beside_stuck(folder: Path, number: int, expected: str, rng: random.Rand
 
 
 def train_beside_busy_processes(folder: Path, minutes: float, tally: Tally) -> None:
-    """Many evaluations and snapshots, and no worker that is late."""
+    """Train with many evaluations and snapshots; no worker may be taken for a frozen one."""
     run_dir, settings = folder / "busy", SETTINGS | {"trainer.max_steps": 10**6}
     with busy_processes(BUSY):
         job = start(run_dir, settings, restarts=3)

@@ -3,14 +3,14 @@
     python benchmarks/full_disk.py                # as root; a quarter of an hour on two cores
     python benchmarks/full_disk.py --stride 20    # every 20th case only: a minute or two
 
-A tmpfs of 4 KB and of 0.5, 1 and 2 MB under run_dir, under snapshot.path and under the cache, which snapshots
-and text overflow; one worker of plain python, two of torchrun, and two of which one is killed. What fails
-with an I/O error is tested file by file in tests/report/ and tests/snapshot/.
+A tmpfs of 4 KB or of 0.5, 1 or 2 MB is under run_dir, snapshot.path or the cache, and snapshots and text
+overflow it. Jobs have one worker of plain python, two of torchrun, or two of which one is killed. I/O errors
+are tested file by file in tests/report/ and tests/snapshot/.
 
-A job may say what it cannot write, once per file, and ends with exit code 0; with 1 and one sentence where
+A job may log what it cannot write, once per file, and ends with exit code 0, or with 1 and one sentence if
 the last snapshot does not fit (`first_code`). Then there is room, and the same command must end with exit
 code 0, the hash of an undisturbed run, its records except those that run.json calls missing, and the status
-`finished`. No traceback of ours anywhere. A row per case, as JSON; exit code 1 unless all is so.
+`finished`. No traceback of ours may appear. Prints a row per case, as JSON; exit code 1 if a case fails.
 """
 
 import collections
@@ -40,14 +40,14 @@ SETTINGS = SMALL | {
     "data.val_fraction": 0.01, "trainer.max_steps": STEPS, "trainer.eval_every": 10, "snapshot.every": 5,
     "snapshot.keep_last": 100, "snapshot.memory_every": 0,
 }  # fmt: skip
-SENTENCE = "cannot be written to"  # of the error about the last snapshot
+SENTENCE = "cannot be written to"  # in the error about the last snapshot
 WRITTEN_IN_VAIN = re.compile(r"^(\S+) cannot be written \(", re.MULTILINE)
 OWN_TRACEBACK = re.compile(r'^  File ".*/(?:mingpt/\S+|train)\.py"', re.MULTILINE)
 
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """A tmpfs; the function that it gives changes its size."""
+    """A tmpfs; yields a function that changes its size."""
     folder.mkdir(parents=True)
 
     def mount(options: str) -> None:
@@ -86,7 +86,7 @@ class Trial:
     output: Path
 
     def train(self, workers: int = 1, kills_at: int | None = None) -> Job:
-        """The job, which has ended: one worker of plain python, or several of torchrun.
+        """Train to the end with one worker of plain python, or several of torchrun; returns the job.
 
         With `kills_at`, the last worker is killed once this step is on record.
         """
@@ -102,7 +102,7 @@ class Trial:
         return job
 
     def weights(self) -> str:
-        """Hash of the last snapshot."""
+        """The hash of the last snapshot."""
         snapshots = Path(self.settings.get("snapshot.path", self.run_dir / "snapshots"))
         return tensor_hash(snapshots.parent, STEPS)
 
@@ -142,7 +142,7 @@ class Disks:
         return Trial(case / "run", settings, case / "cache", case / "output")
 
     def undisturbed(self, name: str, text: Path) -> Trial:
-        """Raises RuntimeError if the run fails."""
+        """An undisturbed run on this text. Raises RuntimeError if the run fails."""
         case = self.work / name
         case.mkdir()
         trial = self.trial(case, text)
@@ -158,7 +158,7 @@ class Disks:
         sentences = [line for line in errors.splitlines() if line.startswith("error: ")]
         last = trial.train(about["workers"])
         problems = {
-            "traceback": bool(OWN_TRACEBACK.search(job.err())),  # of both starts: they append to one file
+            "traceback": bool(OWN_TRACEBACK.search(job.err())),  # both starts append to one file
             "first_code": not (first_code == 0 or (len(sentences) == 1 and SENTENCE in sentences[0])),
             "code": last.process.returncode != 0,
             "hash": trial.weights() != expected.weights(),
@@ -170,7 +170,7 @@ class Disks:
         self.tally.add(not found, job)
 
     def fill(self, where: str, size: str, workers: int, is_killed: bool) -> None:
-        """A run whose disk is full, and the same command again once there is room."""
+        """Run a job whose disk is full, and the same command again once there is room."""
         case = Path(tempfile.mkdtemp(dir=self.work))
         trial, disk, expected = self.trial(case, self.small_text), case / "disk", self.reference
         if where == "run_dir":
@@ -189,7 +189,7 @@ class Disks:
 
 
 def cases() -> Iterator[tuple[str, str, int, bool]]:
-    """Where the disk is, its size, the number of workers, and whether one of them is killed."""
+    """The cases: where the disk is, its size, the number of workers, and whether one of them is killed."""
     for where in ("run_dir", "snapshot.path", "cache"):
         for size in ("4k", "500k", "1m", "2m"):
             for workers, is_killed in ((1, False), (2, False), (2, True)):

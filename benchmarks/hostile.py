@@ -3,11 +3,11 @@
     python benchmarks/hostile.py                          # all; needs Linux; an hour on two cores
     python benchmarks/hostile.py --kinds NaN FIFO --programs train --older yes     # a minute
 
-A small run has snapshots of steps 2 and 4. That of step 4 is replaced by one of each kind of
-hostile_kinds.py, with right checksums where that makes it worse, and each program is started on it: once with
-the older snapshot, which must be used (exit code 0, one line names the bad one, which only train.py renames),
-and once without (one sentence, exit code 2). "init file" is snapshot.init_from=step_00000004.safetensors. In
-each there must be no traceback and nothing executed, and the peak of resident memory at most that of the same
+A small run has snapshots of steps 2 and 4. Snapshots of each kind of hostile_kinds.py replace that of step 4,
+with right checksums where that makes it worse, and each program is started on them: once with the older
+snapshot, which must be used (exit code 0, one line names the bad one, which only train.py renames), and once
+without (one sentence, exit code 2). "init file" is snapshot.init_from=step_00000004.safetensors. There must
+be no traceback and nothing executed, and the peak of resident memory must be at most the peak of the same
 program on the valid snapshot plus the size of the two files plus --slack_mb. Exit code 1 otherwise. `--kinds`
 takes words of the names of kinds.
 """
@@ -37,16 +37,16 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended."""
+    """The end of a program: exit code, output and peak of memory."""
 
     code: int
     out: str
     err: str
-    peak: int  # of its resident memory, in bytes
+    peak: int  # of the program's resident memory, in bytes
 
 
 def execute(command: Sequence[str], timeout_s: float = 120) -> Outcome:
-    """Run a program to its end; one that takes longer is killed, and its code is negative."""
+    """Run a program to its end; if it takes too long it is killed, and its code is negative."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         words = ["timeout", "--signal=KILL", str(timeout_s), *command]
         process = subprocess.Popen(words, cwd=ROOT, env=clean_environment(), stdout=out, stderr=err)
@@ -73,7 +73,7 @@ def command(program: str, run_dir: Path, text: Path, fresh: Path) -> list[str]:
 
 
 class Range:
-    """Where the programs are tried: a whole run, of which each trial gets a copy."""
+    """The place where the programs are tried: a whole run, of which each trial gets a copy."""
 
     def __init__(self, folder: Path, slack_mb: float) -> None:
         self.folder, self.slack_mb = folder, slack_mb
@@ -95,7 +95,7 @@ class Range:
         return execute(command(program, run_dir, self.text, self.folder / "fresh"))
 
     def clean_peak(self, program: str) -> int:
-        """The peak on the valid snapshots; train.py goes on from step 2."""
+        """The peak of memory on the valid snapshots; train.py goes on from step 2."""
         if program not in self.clean_peaks:
             run_dir = self.copy()
             if program == "train":
@@ -108,7 +108,7 @@ class Range:
         return self.clean_peaks[program]
 
     def forge(self, kind: str, manifest: Path, tensors: Path) -> None:
-        """Replace a snapshot, in a process of its own: children begin with their parent's peak memory."""
+        """Replace a snapshot, in its own process: children begin with their parent's peak memory."""
         child = os.fork()
         if child == 0:
             forgery = read(manifest, tensors, self.canary)
@@ -119,7 +119,7 @@ class Range:
         assert status == 0, "the forgery failed"
 
     def trial(self, kind: str, program: str, older: bool) -> bool:
-        """Print a row with what is wrong; whether that is nothing."""
+        """Try a program and print a row with its problems; whether it has none."""
         clean_peak, run_dir = self.clean_peak(program), self.copy()
         snapshots = run_dir / "snapshots"
         paths = snapshots / "step_00000004.json", snapshots / "step_00000004.safetensors"
@@ -154,7 +154,7 @@ class Range:
 
 
 def problems(outcome: Outcome, has_older: bool) -> list[str]:
-    """What is wrong with how a program took a bad snapshot of step 4."""
+    """The problems of a program that was given a bad snapshot of step 4."""
     lines = outcome.err.splitlines()
     if has_older:
         named = [line for line in lines if "snapshot of step 4 " in line]

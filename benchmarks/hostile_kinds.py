@@ -1,8 +1,8 @@
-"""Snapshots that nobody's run has written, by kind; for hostile.py.
+"""Snapshots that no run has written, by kind, for hostile.py.
 
 Each changes a valid snapshot. Checksums and sizes are put right afterwards, so that they do not give it away.
 Missing fields, lists of files that no save writes, flipped bits and truncations are in tests/snapshot/.
-Imports no torch: the peak memory of a child process begins with that of its parent.
+Imports no torch: the peak memory of a child process begins with its parent's.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ class Forgery:
     header: dict[str, Any]
     data: bytes
     canary: Path  # a payload that is executed creates this file
-    tensor_file: bytes | None = None  # instead of header and data
-    manifest_file: bytes | None = None  # instead of the manifest, or what is left of it
-    place: list[Callable[[Path, Path], None]] = field(default_factory=list)  # changes the files at last
+    tensor_file: bytes | None = None  # replaces header and data
+    manifest_file: bytes | None = None  # replaces the manifest, or is what is left of it
+    place: list[Callable[[Path, Path], None]] = field(default_factory=list)  # change the files at the end
 
     def write(self, manifest_path: Path, tensor_path: Path) -> None:
         content = self.tensor_file
@@ -80,7 +80,7 @@ def seal(manifest: dict[str, Any]) -> bytes:
 
 
 class Payload:
-    """Unpickled, it creates the canary."""
+    """An object that creates the canary when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -94,7 +94,7 @@ def pickled(forgery: Forgery) -> bytes:
 
 
 def zipped(forgery: Forgery) -> bytes:
-    """As torch.save writes it."""
+    """The payload as torch.save writes it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", pickled(forgery))
@@ -178,7 +178,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "config: an unknown optimizer": ("optimizer", {"name": "sgd"}),
     "config: the other optimizer": ("optimizer", {"name": "adamw"}),
 }
-# What takes a file's place after it is written.
+# Functions that put something else in a file's place after it is written.
 PLACED: dict[str, Callable[[Path], Any]] = {
     "a folder": lambda path: path.mkdir(),
     "a FIFO": lambda path: os.mkfifo(path),
@@ -186,7 +186,7 @@ PLACED: dict[str, Callable[[Path], Any]] = {
     "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
     "a sparse file of 1 TB": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 10**12),
 }
-# Valid in itself: used or refused, but no allocation follows from it.
+# Fields that are valid by themselves: a snapshot with them is used or refused, but nothing is allocated.
 VALID_FIELDS: dict[str, dict[str, Any]] = {
     "valid: 2**62 windows": {"windows": 2**62},
     "valid: schema is 1": {"schema": 1},
@@ -205,7 +205,7 @@ def transposed(forgery: Forgery) -> None:
 
 
 def missing_tensor(forgery: Forgery) -> None:
-    """The last one, so that the rest is in order."""
+    """Remove the last tensor, so that the rest is in order."""
     name = max(forgery.header, key=lambda name: forgery.header[name]["data_offsets"][1])
     forgery.data = forgery.data[: forgery.header.pop(name)["data_offsets"][0]]
 
@@ -242,7 +242,7 @@ def place_instead(forgery: Forgery, change: Callable[[Path], Any], suffix: str) 
 
 
 def forge(kind: str, forgery: Forgery) -> None:
-    """Make the snapshot one of this kind."""
+    """Turn the snapshot into one of this kind."""
     subject, _, rest = kind.partition(": ")
     if kind in OTHERS:
         OTHERS[kind](forgery)

@@ -4,15 +4,15 @@
     python benchmarks/kills.py --jobs 1 --agent_jobs 0 --plain_jobs 0    # one job, half a minute
     python benchmarks/kills.py --storm 5000 --every_s 30                 # twice 10 minutes
 
-20 jobs of two workers under torchrun, 10 of two agents with one worker each, 20 of two workers under plain
-`python train.py`. One of the workers gets SIGKILL at a seeded random moment between its start and the time
-that an undisturbed job takes. A job counts only if the signal hit a living worker.
+There are 20 jobs of two workers under torchrun, 10 of two agents with one worker each, and 20 of two workers
+under plain `python train.py`. One worker gets SIGKILL at a seeded random moment between its start and the
+time that an undisturbed job takes. A job counts only if the signal hit a living worker.
 
-With --storm, the default run of so many steps gets such signals all the time. `goodput` is the
-time that the steps take undisturbed over the time that they took; `run_json` is what run.json says of it.
+With --storm, the default run of so many steps gets such signals all the time. `goodput` is the time that the
+steps take undisturbed over the time that they took; `run_json` is the goodput that run.json has.
 
-A row per job or signal, as JSON; exit code 1 unless every job finished with the hash of the undisturbed one,
-and, in a storm, goodput is at least `--least`. Needs Linux.
+Prints a row per job or signal, as JSON; exit code 1 unless every job finished with the hash of the
+undisturbed one, and, in a storm, goodput is at least `--least`. Needs Linux.
 """
 
 import argparse
@@ -48,7 +48,7 @@ RESTARTS, TIMEOUT_S, DAY_S = 3, 300, 24 * 3600
 
 
 def start_jobs(kind: str, run_dir: Path) -> list[Job]:
-    """Two workers by "torchrun", by two torchrun "agents", or by "plain" python."""
+    """Start two workers by "torchrun", by two torchrun "agents", or by "plain" python."""
     if kind == "plain":
         return [start_plain(run_dir, SETTINGS, workers=2, restarts=RESTARTS)]
     if kind == "agents":
@@ -61,11 +61,11 @@ def kill_once(
 ) -> None:
     """Run a job of two workers and kill one of them; it must end with the expected hash."""
     victim = None
-    while victim is None:  # the signal came too late, or before there was a worker: another moment
+    while victim is None:  # the signal came too late, or before there was a worker: try another moment
         run_dir = folder / f"job-{rng.randrange(10**9)}"
         began, after_s = time.monotonic(), rng.uniform(0.0, length_s)
         jobs = start_jobs(kind, run_dir)
-        time.sleep(after_s)  # the random moment itself
+        time.sleep(after_s)  # until the random moment
         pids = sorted(pid for job in jobs for pid in job.workers())
         victim = signal_one(pids, signal.SIGKILL, rng)
         codes = exit_codes(jobs, TIMEOUT_S)
@@ -87,7 +87,7 @@ def kill_once(
 
 
 def kill_again_and_again(run_dir: Path, settings: Settings, arguments: argparse.Namespace) -> tuple[int, int]:
-    """Until the run ends; returns its exit code and the number of kills."""
+    """Kill workers until the run ends; returns its exit code and the number of kills."""
     rng = random.Random(arguments.seed)
     job = start(run_dir, settings, restarts=100_000)
     job.wait_until(lambda: read_history(run_dir)["generations"], 600)
@@ -99,7 +99,7 @@ def kill_again_and_again(run_dir: Path, settings: Settings, arguments: argparse.
             continue
         victim = signal_one(pids, signal.SIGKILL, rng)
         if victim is None:
-            continue  # it ended in this instant; the next look finds another
+            continue  # the worker has just ended; the next turn finds another
         signals += 1
         row(number=signals, worker=victim, step=last_step(run_dir))
         next_at += rng.expovariate(1 / arguments.every_s)
@@ -113,7 +113,7 @@ def training_seconds(run_dir: Path) -> float:
 
 
 def storm(folder: Path, arguments: argparse.Namespace, tally: Tally) -> None:
-    """The default run undisturbed, then with signals."""
+    """Train the default run undisturbed, then with signals."""
     settings = {
         "trainer.max_steps": arguments.storm, "trainer.eval_every": 500, "trainer.device": "cpu",
         "trainer.timeout_s": 10, "snapshot.keep_last": 2,

@@ -3,11 +3,11 @@
     python benchmarks/long_run.py                               # 100,000 steps, half an hour on two cores
     python benchmarks/long_run.py --steps 4000 --every 1000 --pairs 1      # two minutes
 
-A tiny model under torchrun, two workers. First the resident memory of every worker (VmRSS, in MB) each
-`--every` steps. Then, in turns, 1,000 steps of two jobs that are resumed: one at step 1,000, one 1,000 steps
-before the end, from the first step to the end with evaluations and snapshots. Rows as JSON. Exit code 1
-unless every worker's memory stays within 10 MB of what it had after 2,000 steps, and the median over the
-pairs of late to early is at most 1.03. Needs Linux, and for the times cores that nobody else uses.
+Trains a tiny model under torchrun with two workers. First measures the resident memory of every worker
+(VmRSS, in MB) each `--every` steps. Then times, in turns, 1,000 steps of two resumed jobs: one resumed at
+step 1,000, one 1,000 steps before the end; evaluations and snapshots count. Prints rows as JSON. Exit code 1
+unless every worker's memory stays within 10 MB of its memory after 2,000 steps, and the median ratio of late
+to early over the pairs is at most 1.03. Needs Linux, and for the times cores that nobody else uses.
 """
 
 import shutil
@@ -43,7 +43,7 @@ SETTINGS = SMALL | {
 
 
 def keep_copy(run_dir: Path, step: int, copy: Path) -> None:
-    """A copy of the run folder as soon as the snapshot of this step is there."""
+    """Copy the run folder as soon as the snapshot of this step is there."""
     if not copy.exists() and (run_dir / "snapshots" / f"step_{step:08d}.json").exists():
         shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("*partial*"))
         for path in (copy / "snapshots").glob("step_*"):
@@ -75,7 +75,7 @@ def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) ->
 
 
 def resume(copy: Path, settings: Settings, last: int) -> float:
-    """Seconds of the steps when the run goes on from a copy up to step `last`."""
+    """The seconds that the steps take if the run goes on from a copy up to step `last`."""
     run_dir = copy.with_name(f"{copy.name}-again")
     shutil.copytree(copy, run_dir)
     train(run_dir, {**settings, "trainer.max_steps": last, "snapshot.resume": "changed"})

@@ -9,16 +9,17 @@
 Needs root. Three nodes with one worker each, in namespaces of this machine (tests/support/nodes.py). With a
 shared disk all nodes have one run_dir and meet in a shared folder; with disks of their own each has a run_dir
 there, and they meet at a list of hosts. A node is killed with everything on it; every second victim is
-replaced by one with an empty disk. One that is cut off or frozen is healed when the others have trained again
-for 5 s, after 15 s at the earliest.
+replaced by a node with an empty disk. A node that is cut off or frozen is healed when the others have trained
+again for 5 s, after 15 s at the earliest.
 
-A row per trial, as JSON. `rank` is the victim's, and `hosts_rendezvous` says whether its processes listened
-on the port of the rendezvous. After a kill, `on_s` are the seconds until a new generation of the others has
-completed a step; after another fault, the longest time in which no step was completed until it was healed.
-`rejoined_s` is from the healing or replacement to a step of all three. `lost` are the steps from the last one
-on record at the fault back to where the others went on; `told` those that run.json counts. `one_history`:
-metrics.jsonl has each step once, in order, with the losses of the undisturbed run. Under `--stock` a trial
-has 90 s to go on. `load` is the machine's load average, which stretches all of these times.
+Prints a row per trial, as JSON. `rank` is the victim's, and `hosts_rendezvous` tells whether its processes
+listened on the port of the rendezvous. After a kill, `on_s` is the seconds until a new generation of the
+other nodes has completed a step; after another fault, the longest time without a completed step until it was
+healed. `rejoined_s` is the time from the healing or replacement to a step of all three nodes. `lost` is the
+number of steps between the point where the others went on and the last step on record at the fault; `told`
+is the number that run.json counts. `one_history`: metrics.jsonl has each step once, in order, with the losses
+of the undisturbed run. Under `--stock` a trial has 90 s to go on. `load` is the machine's load average, which
+stretches all of these times.
 
 Exit code 1 unless every trial but those of `--stock` is ok: it ends with exit code 0 on all nodes that are
 up, with one history and the hash of the undisturbed run; all nodes have rejoined; a kill loses at most
@@ -50,15 +51,15 @@ SETTINGS = SMALL | {
     "model.n_embd": 64, "trainer.batch_size": 24, "trainer.eval_every": 10_000,
     "trainer.timeout_s": TIMEOUT_S, "snapshot.every": 20, "snapshot.memory_every": MEMORY_EVERY,
 }  # fmt: skip
-KILL_STEPS, LONG_STEPS = 400, 600  # so many that the job still trains when a healed node is back
+KILL_STEPS, LONG_STEPS = 400, 600  # enough for the job to be training when a healed node is back
 CUTS = ("network", "storage", "both", "frozen")
-ON_OWN_DISKS = ("network", "frozen")  # the others need storage over a network
+ON_OWN_DISKS = ("network", "frozen")  # the other faults need storage over a network
 Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What happens to which node (0, 1 or 2) of a job."""
+    """A fault that happens to a node (0, 1 or 2) of a job."""
 
     fault: str
     victim: int
@@ -67,7 +68,7 @@ class Trial:
     minimum: int = 1
     is_replaced: bool = False
     steps: int = LONG_STEPS
-    limit_s: float = 180.0  # for each thing that is waited for
+    limit_s: float = 180.0  # for each wait
 
     @property
     def has_storage(self) -> bool:
@@ -86,11 +87,11 @@ def inflict(fault: str, node: Node) -> None:
 
 
 def disturb(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
-    """Let the fault happen and end; returns what is measured on the way."""
+    """Let the fault happen and end; returns the values measured meanwhile."""
     is_training = job.reach(rng.randrange(60, 200))
     if not is_training:
         return {"on_s": None}
-    time.sleep(rng.uniform(0, 0.2))  # anywhere in a step
+    time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     victim = job.nodes[trial.victim]
     others = [node for node in job.nodes if node is not victim]
     found: Found = {"rank": job.rank(victim), "hosts_rendezvous": listens(victim, PORT)}
@@ -125,7 +126,7 @@ def mend(trial: Trial, job: NodesJob, victim: Node) -> None:
 
 
 def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
-    """1 -> 3 -> 2 nodes; the victim leaves by SIGTERM to its agent."""
+    """Go from 1 node to 3 and back to 2; the victim leaves by SIGTERM to its agent."""
     found: Found = {"grown_s": None, "shrunk_s": None}
     is_training = job.reach(100)
     if not is_training:
@@ -146,7 +147,7 @@ def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
 
 
 def outcome(trial: Trial, job: NodesJob) -> Found:
-    """Wait for the end of the job; what it leaves."""
+    """Wait for the end of the job; returns its results."""
     codes = job.exit_codes()
     last = job.newest_run_dir(job.nodes)
     history = read_history(last)
@@ -158,7 +159,7 @@ def outcome(trial: Trial, job: NodesJob) -> Found:
 
 
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
-    """A job from its start to its end, compared with the undisturbed one if there is one yet."""
+    """Run a job from its start to its end, and compare it with the undisturbed run if there is one yet."""
     settings, began = SETTINGS | {"trainer.max_steps": trial.steps}, time.monotonic()
     with work_folder() as folder, Cluster(NODES, folder, shared=trial.has_storage) as cluster:
         job = NodesJob(cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s)
@@ -186,7 +187,7 @@ def is_ok(trial: Trial, found: Found) -> bool:
     if found["on_s"] is None or found.get("rejoined_s", 0) is None:
         return False
     if trial.fault == "kill":
-        # A step that was complete and not yet on record makes a difference of one.
+        # A step that was complete but not yet on record makes a difference of one.
         return bool(found["lost"] <= MEMORY_EVERY and abs(found["told"] - found["lost"]) <= 1)
     return bool(found["on_s"] <= TIMEOUT_S + 15)
 
@@ -200,7 +201,7 @@ def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
             for victim in arguments.victims:
                 is_replaced = number % 2 == 1
                 yield Trial("kill", victim, disk, launch, is_replaced=is_replaced, steps=KILL_STEPS)
-        minimum = 1 if disk == "shared" else 2  # without a common place, a majority goes on
+        minimum = 1 if disk == "shared" else 2  # without a shared folder, only a majority goes on
         for _ in range(arguments.cuts):
             for fault in arguments.faults:
                 if fault in ON_OWN_DISKS or disk == "shared":

@@ -3,10 +3,10 @@
     python benchmarks/one_hash.py                                       # ten minutes on two cores; Linux
     python benchmarks/one_hash.py --workers 1,2 --steps 2 --no_jobs     # a minute or two
 
-Both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped; under fsdp also
-with recomputed activations. The last configuration is wide enough for fsdp to gather block by block. Every
-run is the trainer's own, in workers forked after one import of torch; then each strategy once more as a job
-under torchrun. One row per configuration, as JSON; exit code 1 unless each has one hash.
+The configurations: both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped;
+under fsdp also with recomputed activations. The last one is wide enough for fsdp to gather block by block. Each
+is trained by the trainer, in workers forked after one import of torch; then each strategy is trained once as a
+job under torchrun. Prints one row per configuration, as JSON; exit code 1 unless each has one hash.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def train_forked(settings: Settings, workers: int) -> None:
 
 
 def run_worker(settings: Settings, workers: int, rank: int, port: int) -> None:
-    """A forked worker, to the end of its process."""
+    """Run a forked worker, to the end of its process."""
     from mingpt.launch.worker import Worker
     from mingpt.training.trainer import Trainer
 
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def jobs(folder: Path, steps: int) -> int:
-    """Each strategy under torchrun with two workers and one."""
+    """Train by each strategy under torchrun, with two workers and with one."""
     chosen = {"model.arch": "modern", "optimizer.name": "muon", "trainer.dtype": "bfloat16"}
     hashes = {}
     for strategy, more in STRATEGIES.items():

@@ -9,11 +9,11 @@
 - gap: a worker of a job is killed, and while its next generation is on its way a second job is started in the
   same run_dir. It must be refused, and the first must end with the hash of an undisturbed run.
 - successor: a job is killed whole. A job started then must take over: at once on the same host; within the
-  lease of 20 s on another one, which is a pid namespace of its own here (needs root).
-- superseded: a job on another host is frozen whole, another one takes over and trains to the end. Woken up,
+  lease of 20 s on another host, which is its own pid namespace here (needs root).
+- superseded: a job on another host is frozen whole, another job takes over and trains to the end. Woken up,
   the first must end with one sentence and change no file.
 
-A row each, as JSON. Exit code 1 unless all is as it must be. Needs Linux.
+Prints a row per case, as JSON. Exit code 1 unless all of them end so. Needs Linux.
 """
 
 import contextlib
@@ -58,13 +58,13 @@ def refusals(job: Job) -> list[str]:
 
 
 def is_refused(job: Job, holder: int) -> bool:
-    """Whether the job ended with one sentence that names the process of the other, and nothing else."""
+    """Whether the job ended with one sentence that names the other job's process, and nothing else."""
     lines, has_traceback = refusals(job), "mingpt/training/trainer.py" in job.err()
     return len(lines) == 1 and f"process {holder} on host" in lines[0] and not has_traceback
 
 
 def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
-    """Two jobs started together."""
+    """Start two jobs together."""
     run_dirs = [folder / f"{kind}{number}.{job}" for job in range(2)]
     if kind == "s3":
         settings = SETTINGS | {"snapshot.path": f"s3://runs/{number}"}
@@ -85,7 +85,7 @@ def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
 
 
 def gap(folder: Path, number: int, rng: random.Random, expected: str) -> dict[str, Any]:
-    """A second job between a kill and the next generation."""
+    """Start a second job between a kill and the next generation."""
     run_dir = folder / f"gap{number}"
     first = start(run_dir, SETTINGS, restarts=3)
     step = rng.randint(2, 30)
@@ -99,7 +99,7 @@ def gap(folder: Path, number: int, rng: random.Random, expected: str) -> dict[st
 
 
 def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, Any]:
-    """A job is killed whole; how long until another one, on this host or another, trains?"""
+    """Kill a whole job and start another, on this host or another; how long until it trains?"""
     run_dir, is_other = folder / f"{host}{number}", host == "another"
     prefix = ANOTHER_HOST if is_other else []
     first = start_alone(run_dir, output=folder / f"{host}{number}.first", prefix=prefix)
@@ -118,7 +118,7 @@ def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, 
 
 
 def superseded(folder: Path, number: int, expected: str) -> dict[str, Any]:
-    """A job is frozen whole for longer than its lease, and wakes up when another one has finished the run."""
+    """Freeze a whole job for longer than its lease; wake it up when another job has finished the run."""
     run_dir = folder / f"superseded{number}"
     first = start_alone(run_dir, output=folder / f"superseded{number}.first", prefix=ANOTHER_HOST)
     first.wait_until(lambda: last_step(run_dir) >= 12)
@@ -145,7 +145,7 @@ def fingerprint(run_dir: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def object_store() -> Iterator[None]:
-    """An S3 server of moto's in a process of its own, which jobs find, and a bucket `runs` in it."""
+    """Run moto's S3 server, which jobs find, in its own process; it has a bucket `runs`."""
     import fsspec
 
     port = free_port()
@@ -157,7 +157,7 @@ def object_store() -> Iterator[None]:
     try:
         bucket, deadline = fsspec.filesystem("s3", use_listings_cache=False), time.monotonic() + 60
         while not bucket.exists("runs"):
-            with contextlib.suppress(OSError):  # it is not listening yet
+            with contextlib.suppress(OSError):  # the server is not listening yet
                 bucket.mkdir("runs")
             assert time.monotonic() < deadline, "the server does not start"
         yield

@@ -24,7 +24,7 @@ from common import row
 
 from mingpt.tools.jobs import ROOT
 
-# Jobs of real workers that go through a room, in tests/jobs/, beside the tests in tests/<room>.
+# Jobs of real workers in tests/jobs/ that go through a room, in addition to the tests in tests/<room>.
 JOBS = {
     "base": ["test_bad_input"],
     "config": ["test_bad_input", "test_resuming"],
@@ -66,7 +66,7 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 
 
 def find(tree: Path, file: str) -> str | None:
-    """The test that notices what is planted in a file, if there is one."""
+    """The test that notices the fault planted in a file, or None."""
     room = Path(file).parts[1]
     failure = first_failure(tree, [f"tests/{room}"], "not slow and not weekly")
     jobs = [f"tests/jobs/{name}.py" for name in JOBS[room]]

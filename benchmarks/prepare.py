@@ -3,11 +3,11 @@
     python benchmarks/prepare.py                                  # 100 MB, 5 rounds: a quarter of an hour
     python benchmarks/prepare.py --megabytes 20 --rounds 1        # a minute or two
 
-The text: lines of Python's standard library and of data/input.txt, in an order drawn from a seed. Its BPE of
-4096 tokens is trained before, by the command. Ours is the whole command, with start, counting, writing and
-checksums; the package's is `encode_batch` of the lines in batches of 10,000, without reading, and nothing is
-written. Rows as JSON. Exit code 1 unless the median of the paired ratios is at most 1.3, peak memory at most
-1 GB, and a killed command that goes on leaves the same bytes. Wants a core that nobody else uses.
+The text is lines of Python's standard library and of data/input.txt, in an order drawn from a seed. The
+command trains its BPE of 4096 tokens beforehand. Our time is that of the whole command, with start, counting,
+writing and checksums; the package's time is that of `encode_batch` on the lines in batches of 10,000, without
+reading or writing. Prints rows as JSON. Exit code 1 unless the median of the paired ratios is at most 1.3,
+peak memory at most 1 GB, and a killed command that goes on leaves the same bytes. Wants a core of its own.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ LINES_AT_ONCE = 10_000
 
 
 def make_text(path: Path, size: int) -> None:
-    """About `size` bytes."""
+    """Write a text of about `size` bytes."""
     library = Path(sysconfig.get_path("stdlib"))
     sources = sorted(source for source in library.rglob("*.py") if "site-packages" not in source.parts)
     texts = [source.read_bytes().decode(errors="ignore") for source in sources]
@@ -47,14 +47,14 @@ def make_text(path: Path, size: int) -> None:
 
 
 def encode_alone(text: Path, tokenizer: Path) -> float:
-    """Seconds of the package's own encoding, in a process of its own."""
+    """The seconds of the package's own encoding, in its own process."""
     command = [sys.executable, __file__, "--encode", str(text), str(tokenizer)]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
 def encode(text: Path, tokenizer: Path) -> None:
-    """In that process: print the seconds."""
+    """Encode in this process, and print the seconds."""
     from tokenizers import Tokenizer
 
     lines, package = text.read_bytes().decode().splitlines(keepends=True), Tokenizer.from_file(str(tokenizer))
@@ -65,7 +65,7 @@ def encode(text: Path, tokenizer: Path) -> None:
 
 
 class Prepare:
-    """The command on a text; remembers its peak memory in bytes."""
+    """The command on a text; it records its peak memory in bytes."""
 
     def __init__(self, text: Path) -> None:
         self.text, self.peak = text, 0
@@ -76,7 +76,7 @@ class Prepare:
         return subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL)
 
     def run(self, out: Path, tokenizer: str) -> float:
-        """Seconds. Raises RuntimeError if the command fails."""
+        """Run the command; returns its seconds. Raises RuntimeError if it fails."""
         began = time.perf_counter()
         process = self.start(out, tokenizer)
         _, status, usage = os.wait4(process.pid, 0)
@@ -93,7 +93,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def is_same_after_a_kill(prepare: Prepare, out: Path, tokenizer: str, whole: dict[str, str]) -> bool:
-    """Kill a command when half of the shards are there, go on, and compare. False if it was not killed."""
+    """Kill a command when half of the shards exist, go on, and compare. False if it was not killed."""
     half = sum(name.endswith(".bin") for name in whole) // 2
     process = prepare.start(out, tokenizer)
     while process.poll() is None and len(list(out.glob("*_*.bin"))) < half:

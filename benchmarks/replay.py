@@ -3,15 +3,15 @@
     python benchmarks/replay.py                      # 26 lies and 20 honest jobs, an hour on two cores
     python benchmarks/replay.py --kinds once --honest 0
 
-Kinds of lies, of the last worker: `bit`, from step 57 on one bit of each gradient of a block's output is
-wrong; `once`, a single time, in the first micro-batch that it replays at step 60; `copy`, one bit of its
-weights changes at step 57 (60 with a sharded optimizer, whose next update would repair it). Each in a job of
-100 steps that replays every 20. Then the same command again, honest. `--honest` jobs of 500 steps, in turns
-compiled, run beside two busy processes.
+The last worker computes wrongly ("lies") in these ways: `bit`, from step 57 on one bit of each gradient of a
+block's output is wrong; `once`, this happens once, in the first micro-batch that it replays at step 60;
+`copy`, one bit of its weights changes at step 57 (60 with a sharded optimizer, whose next update would repair
+it). Each job has 100 steps and replays every 20. Then the same command runs again without a lie. `--honest`
+jobs of 500 steps without lies, every other one compiled, run beside two busy processes.
 
-A row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, the liar (of
-two workers both) named alone, the same command ended with the hash of an undisturbed run, and no honest job
-ended otherwise. Needs Linux.
+Prints a row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, only the
+liar (of two workers both) was named, the same command ended with the hash of an undisturbed run, and every
+honest job ended well. Needs Linux.
 """
 
 import contextlib
@@ -55,13 +55,13 @@ PROGRAM = (
 
 
 def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
-    """One bit of the first element, a low one, in place."""
+    """Flip a low bit of the first element, in place."""
     tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
     return tensor
 
 
 def lie() -> None:
-    """In the last worker, as LIE in the environment says."""
+    """Compute wrongly in the last worker, as LIE in the environment tells."""
     kind, told = os.environ["LIE"], list[int]()
 
     def on_run_start(state: Any, strategy: Any) -> None:
@@ -85,7 +85,7 @@ def lie() -> None:
 
 
 def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, tally: Tally) -> None:
-    """One job that lies, and the same command again, honest. `expected`: the hash of exact jobs."""
+    """Run one job that lies, then the same command without a lie. `expected` is the hash of exact jobs."""
     workers, strategy, reduction = case
     words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
     name = "-".join(map(str, (kind, *case)))

@@ -2,10 +2,10 @@
 
     git worktree add /tmp/older COMMIT && python benchmarks/resume_from.py /tmp/older
 
-The other checkout trains to the end, with a snapshot half way: a whole state, one in parts, one with a
+The other checkout trains to the end, with a snapshot half way: a whole state, a state in parts, one with a
 sharded optimizer and one of fsdp. Its last snapshot is removed, and this checkout goes on from the one before
-with another number of workers and another strategy. A row each, as JSON; exit code 1 unless all end with one
-hash and this checkout began half way. (A state in parts has a hash of its own: that of its files.)
+with another number of workers and another strategy. Prints a row per case, as JSON; exit code 1 unless all
+end with one hash and this checkout began half way. (A state in parts has its own hash, that of its files.)
 """
 
 import shutil
@@ -20,7 +20,7 @@ from mingpt.tools.jobs import Job, read_history, torchrun
 
 STEPS = 12
 MORE = {"trainer.max_steps": STEPS, "snapshot.every": STEPS // 2, "snapshot.keep_last": 10}
-# In parts of 4 kB, by the default of the only argument of a saver that has one.
+# Save in parts of 4 kB, by changing the default of the saver's only argument that has one.
 IN_PARTS = """
 import sys
 sys.path.insert(0, {checkout!r})
@@ -31,7 +31,7 @@ SnapshotSaver.__init__.__defaults__ = tuple(
 import train
 train.main()
 """
-# What the other checkout writes, and with how many workers, and then who goes on.
+# {case: (strategy and workers of the other checkout, strategy and workers of this one)}
 CASES = {
     "whole": ("ddp", 1, "ddp", 3),
     "in parts": ("ddp", 2, "fsdp", 2),

@@ -1,4 +1,4 @@
-"""From the start of the process, or from SIGKILL, to the next completed step, beside a bare `import torch`.
+"""The time from the start of the process, or from SIGKILL, to the next step, beside a bare `import torch`.
 
     python benchmarks/start.py                          # python train.py with one worker, a minute
     python benchmarks/start.py --launch plain           # with two workers; or torchrun
@@ -6,10 +6,10 @@
     python benchmarks/start.py --kills 30               # from SIGKILL of a random worker: 5 minutes
     python benchmarks/start.py --kills 1 --steps 30     # half a minute
 
-The default run, on two cores; a start leaves out its first evaluation. A row per round or kill, as JSON, then
-medians of the paired ratios: with --against, our time over the other checkout's; last, our time over that of
-the import. Exit code 1 unless the last is at most 2.5 for a start, 1.25 after a kill, and every run with
-kills ended with the bits of an undisturbed one.
+Uses the default run, on two cores, without its first evaluation in a start. Prints a row per round or kill,
+as JSON, then medians of the paired ratios: with --against, our time over the other checkout's; last, our time
+over that of the import. Exit code 1 unless the last is at most 2.5 for a start, 1.25 after a kill, and every
+run with kills ended with the bits of an undisturbed one.
 """
 
 import argparse
@@ -52,14 +52,14 @@ SETTINGS = {
     "trainer.sample_tokens": 0,
     "trainer.device": "cpu",
 }
-# What stands before train.py, and the number of workers.
+# {name: (the words before train.py, the number of workers)}
 LAUNCHES = {"one": ([sys.executable], 1), "plain": ([sys.executable], 2), "torchrun": (torchrun(2), 2)}
 KILLS_PER_RUN, IMPORTS = 8, 5
 MAX_START, MAX_RECOVERY = 2.5, 1.25
 
 
 def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
-    """Until the first step is on record. Raises RuntimeError if the run fails."""
+    """The seconds until the first step is on record. Raises RuntimeError if the run fails."""
     launcher, workers = LAUNCHES[launch]
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     settings = SETTINGS | {"run_dir": run_dir, "trainer.workers": workers}
@@ -92,7 +92,7 @@ def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def stamp(run_dir: Path) -> list[tuple[int, int]]:
-    """Changes with the files that tell how far a run is; reading them takes time that its workers need."""
+    """A value that changes with a run's records; reading the records takes time that the workers need."""
     files = [(run_dir / name).stat() for name in ("run.json", "metrics.jsonl")]
     return [(file.st_mtime_ns, file.st_size) for file in files]
 
@@ -100,7 +100,7 @@ def stamp(run_dir: Path) -> list[tuple[int, int]]:
 def seconds_to_recover(job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float) -> float:
     """Kill a worker around this step; returns the seconds until a later generation has completed a step."""
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
-    time.sleep(rng.uniform(0, 0.2))  # anywhere in a step
+    time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
     began = time.monotonic()
     victim = signal_one(pids, signal.SIGKILL, rng)
@@ -125,10 +125,10 @@ def seconds_to_recover(job: Job, run_dir: Path, step: int, rng: random.Random, i
 
 
 def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
-    """Kills in as many runs as that takes; returns the exit code."""
+    """Kill workers, in as many runs as that takes; returns the exit code."""
     rng, tally = random.Random(arguments.seed), Tally()
     took, ratios = list[float](), list[float]()
-    # A record for each step, so that a completed step is seen.
+    # Each step has a record, so that a completed step is seen.
     settings = {"trainer.log_every": 1, "trainer.max_steps": arguments.steps}
     expected, _ = train_undisturbed(folder, settings)
     while len(took) < arguments.kills:
@@ -144,7 +144,7 @@ def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
         tally.add(exit_codes([job], 600) == [0] and short_hash(run_dir) == expected, job)
     last = median_and_spread(ratios)
     ordered = sorted(took)
-    p95_s = ordered[-(-95 * len(ordered) // 100) - 1]  # the smallest that 95 % do not exceed
+    p95_s = ordered[-(-95 * len(ordered) // 100) - 1]  # the least time that 95 % do not exceed
     seconds = median_and_spread(took, name="median") | {"p95": round(p95_s, 3)}
     code = tally.exit_code(kills=len(took), **last, seconds=seconds)
     return code if last["ratio"] <= MAX_RECOVERY else 1

@@ -8,10 +8,10 @@
     python benchmarks/steps_against.py /tmp/older --sizes default --rounds 1         # a minute
 
 Runs of two workers under torchrun, without evaluations and snapshots, on two cores that nobody else uses. A
-step's time is the median over the records of metrics.jsonl after the first quarter. A row per round, as JSON,
-then the median of the paired ratios with their range: ours over the other checkout's; exact over fast
-reduction; `efficiency`, the tokens/s of W workers over W times those of one, or over those of two jobs of one
-worker and half the batch each, at once; nanoGPT's over ours.
+step's time is the median over the records of metrics.jsonl after the first quarter. Prints a row per round,
+as JSON, then the median of the paired ratios with their range: ours over the other checkout's; exact over
+fast reduction; `efficiency`, the tokens/s of W workers over W times those of one, or over those of two jobs of
+one worker and half the batch each, at once; nanoGPT's over ours.
 
 nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
 settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its
@@ -94,13 +94,16 @@ OURS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Bench:
-    """Our step times, each of a run in a folder of its own."""
+    """Our step times, each from a run in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, itertools.count(1)
 
     def step_s(self, settings: Settings, workers: int = 2, checkout: Path = ROOT) -> float:
-        """Raises RuntimeError if the run fails, or is not compiled where it should be."""
+        """The seconds per step of a run.
+
+        Raises RuntimeError if the run fails, or is not compiled where it should be.
+        """
         run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
         own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
@@ -138,7 +141,7 @@ def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
     """Whether two workers are as efficient as they should be; four on two cores show that nothing breaks.
 
     One worker exchanges nothing and has no DistributedDataParallel around its model under `exact`; its row
-    under `fast` shows what that costs.
+    under `fast` shows the cost of that.
     """
     variants: dict[str, Callable[[], float]] = {
         f"{reduction} {workers}": functools.partial(
@@ -175,7 +178,7 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> b
 
 
 def copy_peer(checkout: Path, text: str, copy: Path) -> None:
-    """A copy of nanoGPT with the data as its own prepare.py leaves it.
+    """Copy nanoGPT with the data that its own prepare.py makes.
 
     Its train_bfloat16.py is a second train.py, with autocast on the CPU.
     """
@@ -196,7 +199,7 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
 
 
 def peer_step_s(copy: Path, size: str, variant: str) -> float:
-    """Median seconds per iteration of the second half, by nanoGPT's own clock."""
+    """The median seconds per iteration of the second half, by nanoGPT's own clock."""
     program, steps = (
         "train_bfloat16.py" if variant == "bfloat16" else "train.py",
         SIZES[size]["trainer.max_steps"],

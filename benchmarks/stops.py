@@ -3,15 +3,15 @@
     python benchmarks/stops.py                        # 40 stops, a quarter of an hour on two cores
     python benchmarks/stops.py --plain --stops 1      # of plain `python train.py`, a minute
 
-In turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file; in turns in the first 2 s of
-the first worker, in an evaluation with its text, and at any moment. After each stop the same command is
-started again, until the run is finished; then a new run begins. A row per stop, as JSON: the seconds until
-the last worker was gone, and its agent, those for which a worker was still importing torch and all else, and
-the newest snapshot before and after.
+A job is stopped in turns by SIGTERM and SIGINT to the agent, SIGUSR1 to a worker and a STOP file; in turns in
+the first 2 s of the first worker, in an evaluation with its text, and at any moment. After each stop the same
+command is started again, until the run is finished; then a new run begins. Prints a row per stop, as JSON:
+the seconds until the last worker and its agent were gone, the seconds for which a worker was still importing,
+and the newest snapshot before and after.
 
-Exit code 1 unless the workers took less than 2 s, a step and what was left of the imports each time, lost no
-step that had a snapshot, wrote one of the step they stopped at if they had begun to train, left no process,
-and each run ended with the hash and the records of an undisturbed one. Needs Linux.
+Exit code 1 unless each time the workers took less than 2 s plus a step and the rest of the imports, lost no
+step that had a snapshot, wrote a snapshot of the step they stopped at if they had begun to train, and left no
+process, and each run ended with the hash and the records of an undisturbed one. Needs Linux.
 """
 
 import json
@@ -50,7 +50,7 @@ train.main()
 
 
 def leave_marks(marks: Path) -> None:
-    """In a worker: files that tell when it has imported everything, and that it evaluates."""
+    """Write files, in a worker, that mark when it has imported everything, and that it evaluates."""
 
     def note_imports() -> None:
         while not hasattr(sys.modules.get("mingpt.training.trainer"), "Trainer"):
@@ -66,7 +66,7 @@ def leave_marks(marks: Path) -> None:
 
 
 def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool) -> Job:
-    """A job of two workers that leave marks."""
+    """Start a job of two workers that leave marks."""
     marks.mkdir(exist_ok=True)
     program = folder / "marked_train.py"
     program.write_text(PROGRAM.format(root=str(ROOT), here=str(Path(__file__).parent)))
@@ -76,7 +76,7 @@ def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool) -> Jo
 
 
 def catches_sigusr1(pid: int) -> bool:
-    """Whether a process has a handler for it; before that it would die of it."""
+    """Whether a process has a handler for SIGUSR1; without one it would die of it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -86,12 +86,12 @@ def catches_sigusr1(pid: int) -> bool:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Of the snapshots of a run; 0 if there is none."""
+    """The step of a run's newest snapshot; 0 if there is none."""
     return max((int(path.stem[5:]) for path in run_dir.glob("snapshots/step_*.json")), default=0)
 
 
 def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: random.Random) -> bool:
-    """Whether the request reached a running job."""
+    """Request a stop; whether the request reached a running job."""
     try:
         if kind == "STOP":
             run_dir.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def request_stop(kind: str, job: Job, pids: list[int], run_dir: Path, rng: rando
 
 
 def imports_left_s(marks: Path, since: float) -> float:
-    """Seconds for which a worker was still importing."""
+    """The seconds for which a worker was still importing."""
     ends = [float(path.read_text() or since) for path in marks.glob("imported-*")]
     return max([0.0, *(end - since for end in ends)])
 
@@ -114,13 +114,16 @@ def imports_left_s(marks: Path, since: float) -> float:
 def wait_for_moment(
     job: Job, moment: str, kind: str, marks: Path, length_s: float, rng: random.Random
 ) -> float:
-    """Returns how long after the start of the first worker. Raises RuntimeError if the job ends before."""
+    """Wait for the moment; returns the seconds since the first worker's start.
+
+    Raises RuntimeError if the job ends before.
+    """
     job.wait_until(job.workers)
     began = time.monotonic()
     if moment == "evaluation":
         job.wait_until((marks / "evaluating").exists)
     longest_s = {"first 2 s": 2.0, "evaluation": 0.5, "any": 0.8 * length_s}[moment]
-    time.sleep(rng.uniform(0.0, longest_s))  # the random moment itself
+    time.sleep(rng.uniform(0.0, longest_s))  # until a random moment
     if kind == "SIGUSR1":
         job.wait_until(lambda: job.workers() and all(map(catches_sigusr1, job.workers())))
     return time.monotonic() - began
@@ -129,11 +132,11 @@ def wait_for_moment(
 def stop_once(
     job: Job, moment: str, kind: str, run_dir: Path, marks: Path, length_s: float, rng: random.Random
 ) -> dict[str, Any] | None:
-    """Stop a job that has just been started; returns the row of it, None if the request came too late."""
+    """Stop a job that has just been started; returns its row, or None if the request came too late."""
     try:
         after_s = wait_for_moment(job, moment, kind, marks, length_s, rng)
     except RuntimeError:
-        return None  # it has finished
+        return None  # the job has finished
     pids, before, began = job.workers(), newest_step(run_dir), time.monotonic()
     if not request_stop(kind, job, pids, run_dir, rng):
         job.wait()
@@ -147,7 +150,7 @@ def stop_once(
     step_s = max((entry.get("step_s", 0.0) for entry in history["generations"]), default=0.0)
     is_good = took < LIMIT_S + step_s + imports_s and newest >= before
     is_good = is_good and not any(is_alive(pid) for pid in pids)
-    if history["status"] == "stopped":  # it had begun to train: the step it stopped at has the snapshot
+    if history["status"] == "stopped":  # it had begun to train: its last step must have a snapshot
         is_good = is_good and newest == history["generations"][-1]["to_step"]
     return {
         "kind": kind,
@@ -165,7 +168,7 @@ def stop_once(
 
 
 def records(run_dir: Path) -> list[tuple[int, float]]:
-    """Step and loss of each record, in order; a step that was recorded twice is there twice."""
+    """(step, loss) of each record, in order; a step that was recorded twice is there twice."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line.get("train/loss", line.get("val/loss"))) for line in lines]
 

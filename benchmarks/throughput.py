@@ -3,13 +3,13 @@
     python benchmarks/throughput.py             # default run, nanoGPT's CPU size, 10 M parameters: 5 minutes
     python benchmarks/throughput.py --sizes default --rounds 1             # half a minute
 
-A row per size, as JSON. `products` is what the arithmetic of a step would take at the rate measured for large
-products in the run's type, over what the step took. A part's share is the time in the main thread that ends
-with the event of that part; `reduction` is what is left of it after the last backward pass, and `optimizer`
-includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's: with and without
-`trainer.parallel=fsdp` they show what sharding costs, also on cores that others use.
-On a GPU the same command measures there (`--workers 1 trainer.device=cuda`); the shares of forward and
-backward are then those of their launches. Wants cores that nobody else uses.
+Prints a row per size, as JSON. `products` is the time that the arithmetic of a step would take at the rate
+measured for large products in the run's type, over the step's time. A part's share is the time in the main
+thread that ends with the event of that part; `reduction` is the rest of it after the last backward pass, and
+`optimizer` includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's: with and
+without `trainer.parallel=fsdp` they show the cost of sharding, also on cores that others use.
+On a GPU (`--workers 1 trainer.device=cuda`) the shares of forward and backward are those of their launches.
+Wants cores that nobody else uses.
 """
 
 import argparse
@@ -54,7 +54,7 @@ QUIET = {
     "data.val_fraction": 0.01,
 }
 PARTS = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
-# The part of a step that ends with an event of the main thread.
+# {event of the main thread: part of a step that ends with it}
 ENDS = {
     "batch": "data",
     "forward_end": "forward",
@@ -64,13 +64,13 @@ ENDS = {
     "optimizer_end": "optimizer",
     "save_end": "snapshot",
 }
-# Of rank 0: CPU seconds and page faults per step, and its peak.
+# Rank 0's CPU seconds and page faults per step, and its peak memory.
 USAGE = ("user_s", "system_s", "page_faults", "peak_mb")
 TIMES = "times.json"
 
 
 class StepTimes:
-    """In a worker: the seconds of each step, and of each part over all steps after the first quarter."""
+    """Measures, in a worker, seconds of each step, and of each part over steps after the first quarter."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -109,7 +109,7 @@ class StepTimes:
         self.steps.append(time.perf_counter() - self.step_began)
 
     def on_run_end(self, state: "TrainState") -> None:
-        """Rank 0 leaves in run_dir what it has measured."""
+        """Write rank 0's measurements to run_dir."""
         if not self.is_rank_0:
             return
         steps = self.steps[self.warm_up :]
@@ -130,7 +130,7 @@ class StepTimes:
 
 
 def work(arguments: list[str]) -> None:
-    """train.py, with its steps timed."""
+    """Run train.py with its steps timed."""
     StepTimes(parse(arguments))
     import train
 
@@ -139,7 +139,7 @@ def work(arguments: list[str]) -> None:
 
 
 def measure(settings: Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
-    """One run; what rank 0 measured, and what the snapshot says of torch and the device."""
+    """Do one run; returns rank 0's measurements, and torch and the device from its snapshot."""
     with work_folder() as folder:
         run_dir = folder / "run"
         given = arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)

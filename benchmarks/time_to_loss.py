@@ -32,7 +32,7 @@ RECIPE = {
 
 
 def train_once(run_dir: Path, settings: Settings, more: list[str]) -> float:
-    """Seconds from the start of the process until the validation loss is on record."""
+    """The seconds from the start of the process until the validation loss is on record."""
     command = [sys.executable, "train.py", f"run_dir={run_dir}", *arguments_of(settings, more)]
     record = run_dir / "metrics.jsonl"
     began = time.monotonic()

@@ -6,18 +6,18 @@
 The trainer runs in workers forked after one import of torch, which take each other for workers of other
 nodes. torch's profiler names every collective of gloo, in every thread, with its number of elements and their
 type; the kernel counts the bytes of every socket. These are counts, not seconds: they do not depend on how
-busy a machine is. What a worker sends of n bytes that it gives to a collective of W:
+busy a machine is. A worker that gives n bytes to a collective of W workers sends:
 
     all_to_all   n (W - 1) / W     its own part stays; where parts differ in size, on average over the workers
     all_gather   n (W - 1)         each passes on what it gets, in a ring
     all_reduce   2 n (W - 1) / W   a ring; also FSDP2's own reduce-scatter, which gloo does as an all-reduce
     broadcast    n (W - 1) / W     on average over the workers
 
-`sent` is that sum, `wire` what the sockets between workers have sent. `asked` is what `python -m mingpt plan`
-computes for a step, `ring` what an all-reduce of the gradient sends: 2 (W - 1) / W x 4 bytes x parameters.
-Figures are means over the workers; `largest` is that of the worker that sends most; calls are those of the
-first worker. One row per strategy, optimizer and number of workers, as JSON. Then the buckets of GPT-2 XL.
-Needs Linux.
+`sent` is the sum of these bytes, `wire` the bytes that the sockets between workers have sent. `asked` is the
+figure of `python -m mingpt plan` for a step, `ring` the bytes of an all-reduce of the gradient: 2 (W - 1) / W
+x 4 bytes x parameters. Figures are means over the workers; `largest` is the figure of the worker that sends
+most; calls are the first worker's. Prints one row per strategy, optimizer and number of workers, as JSON.
+Then the buckets of GPT-2 XL. Needs Linux.
 """
 
 import itertools
@@ -54,7 +54,7 @@ SETTINGS = SMALL | {
     "trainer.dtype": "float32", "trainer.timeout_s": 600,
     "snapshot.every": 1000, "snapshot.memory_every": 0,
 }  # fmt: skip
-COUNTED_STEP = 2  # DistributedDataParallel arranges its buckets after the first
+COUNTED_STEP = 2  # DistributedDataParallel arranges its buckets after the first step
 BYTES = {
     "float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1, "c10::BFloat16": 2, "bool": 1,
 }  # fmt: skip
@@ -102,7 +102,7 @@ class Recorder:
 
 
 def sent_to_workers() -> int:
-    """Bytes that this process's sockets have sent since they were opened, but for those to the store."""
+    """The bytes that this process's sockets, except those to the store, have sent since they were opened."""
     store_port, sent = int(os.environ["MASTER_PORT"]), 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -110,18 +110,18 @@ def sent_to_workers() -> int:
                 ports = one.getsockname()[1], one.getpeername()[1]
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKED_AT + 8)
         except (OSError, IndexError):
-            continue  # no connection by TCP
+            continue  # this is no TCP connection
         if store_port not in ports:
             sent += struct.unpack_from("Q", info, ACKED_AT)[0]
     return sent
 
 
 def subscribe(folders: list[Path]) -> None:
-    """For workers that are forked from here on; each run's counts go to the last folder of its time."""
+    """Count in workers forked from here on; each run's counts go to the last folder at its time."""
     recorders: list[Recorder] = []
 
     def start(launch: Any) -> None:
-        shared_memory.node = lambda: f"of worker {launch.rank} alone"  # what workers of one share is not sent
+        shared_memory.node = lambda: f"of worker {launch.rank} alone"  # workers of one node share memory
         recorders.append(Recorder(folders[-1] / f"{launch.rank}.json"))
 
     events.subscribe("worker_start", start)
@@ -130,16 +130,16 @@ def subscribe(folders: list[Path]) -> None:
 
 
 def sent_bytes(given: dict[str, int], workers: int) -> dict[str, float]:
-    """By kind, of what a worker gives to collectives of so many workers."""
+    """{kind: bytes sent} of the bytes that a worker gives to collectives of so many workers."""
     rest = (workers - 1) / workers
     factors = {"all_to_all": rest, "all_gather": workers - 1, "all_reduce": 2 * rest, "broadcast": rest}
     return {kind: size * factors[kind] for kind, size in given.items()}
 
 
 def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
-    """What the workers counted: calls of the first worker, bytes as means over all.
+    """The workers' counts: calls of the first worker, bytes as means over all workers.
 
-    `messages` are those that gloo sends at least: in a ring, and all to all, W - 1 a round.
+    `messages` is the least number that gloo sends: in a ring, and all to all, W - 1 a round.
     """
     totals = [sum(sent_bytes(counted["given"], workers).values()) for counted in by_rank]
     calls, rounds = by_rank[0]["calls"], {"all_to_all": 1, "all_gather": 1, "all_reduce": 2}
@@ -153,7 +153,7 @@ def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
 
 
 def asked_of_step(config: Config, workers: int) -> tuple[int, int]:
-    """Bytes that a worker sends in a step by `python -m mingpt plan`, and the number of parameters."""
+    """The bytes that a worker sends in a step by `python -m mingpt plan`, and the number of parameters."""
     from mingpt.tools.plan.costs import bytes_sent
     from mingpt.tools.plan.workload import Workload, measure_data
 
@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
     arguments = parser.parse_args()
     import torch._dynamo
-    import torch.distributed.fsdp  # noqa: F401 - both imported once, before the forks
+    import torch.distributed.fsdp  # noqa: F401 - both are imported once, before the forks
 
     cases = itertools.product(arguments.workers, arguments.optimizers, arguments.strategies)
     folders: list[Path] = []

@@ -36,18 +36,18 @@ SMALL: dict[str, Any] = {
     "trainer.device": "cpu",
     "snapshot.every": 5,
     "snapshot.keep_last": 100,
-    "snapshot.keep_best": False,  # else each evaluation at which the loss has fallen saves, too
-    "snapshot.memory_path": tempfile.mkdtemp(prefix="mingpt-tests-", dir=SHM),  # killed jobs leave theirs
+    "snapshot.keep_best": False,  # else each evaluation with a lower loss would also save
+    "snapshot.memory_path": tempfile.mkdtemp(prefix="mingpt-tests-", dir=SHM),  # killed jobs leave files
 }
 
 
 def pytest_configure() -> None:
-    """One thread each: the processes of `pytest -n` share the cores, and waiting threads of torch spin."""
+    """Use one thread per process: the processes of `pytest -n` share the cores, and waiting threads spin."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores, and jobs would inherit that
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and jobs would inherit that
 
 
-# Files that take a minute or more with their slow tests, the longest first.
+# Test files that take a minute or more with their slow tests, the longest first.
 LONG_FILES = (
     "test_nodes.py",
     "test_nodes_without_a_shared_disk.py",
@@ -66,7 +66,7 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: a file is one process's, and none should be left to one of two at the end."""
+    """Run long files first, so that no process is left with a long file at the end. A file is not split."""
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
@@ -81,13 +81,13 @@ def command(
     program: Path | str = "train.py",
     **settings: object,
 ) -> list[str]:
-    """The command line of a small run. Settings spell a dot as two underscores."""
+    """The command of a small run. Names of settings have two underscores in place of a dot."""
     given = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
     return [*launcher, str(program), *map(str, words), *(f"{key}={value}" for key, value in given.items())]
 
 
 def changed_program(folder: Path, code: str) -> Path:
-    """A program like train.py in which every process runs `code` first, which finds `events` and `train`."""
+    """A program like train.py in which each process first runs `code`, with `events` and `train` imported."""
     path = folder / "changed_train.py"
     imports = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom mingpt.base import events\n"
     path.write_text(f"{imports}{code}\ntrain.main()\n")
@@ -95,7 +95,7 @@ def changed_program(folder: Path, code: str) -> Path:
 
 
 def reached(run_dir: Path, step: int) -> Callable[[], bool]:
-    """Whether this step is on record."""
+    """A function that tells whether this step is on record."""
     return lambda: last_step(run_dir) >= step
 
 
@@ -113,7 +113,7 @@ def snapshot_steps(run_dir: Path) -> list[int]:
 
 
 def final_hash(run_dir: Path, step: int = 30) -> str:
-    """SHA-256 of the tensors of model and optimizer at a step, taken from the file itself."""
+    """The SHA-256 of the tensors of model and optimizer at a step, computed from the files themselves."""
     digest = tensor_hash(run_dir, step)
     assert digest == manifest(run_dir, step)["sha256"]
     return digest
@@ -124,7 +124,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def error_of(job: Job, code: int = 2) -> str:
-    """What follows `error: ` in the one such line of a job; exit code 2 comes without a traceback."""
+    """The text after `error: ` in a job's one such line; with exit code 2 there is no traceback."""
     assert job.wait() == code, job.err()
     (line,) = [line for line in job.err().splitlines() if line.startswith("error: ")]
     assert code != 2 or "Traceback" not in job.err(), job.err()
@@ -132,7 +132,7 @@ def error_of(job: Job, code: int = 2) -> str:
 
 
 def assert_same_run(run_dir: Path, expected: Path) -> None:
-    """Weights, optimizer, what the workers were fed, and all that was measured."""
+    """Assert equal weights, optimizer state, audit and metrics."""
     assert final_hash(run_dir) == final_hash(expected)
     assert manifest(run_dir, 30)["audit"] == manifest(expected, 30)["audit"]
     for name in ("train/loss", "grad_norm", "val/loss", "val/bits_per_byte"):
@@ -142,7 +142,7 @@ def assert_same_run(run_dir: Path, expected: Path) -> None:
 
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start a command in the background; whatever is left of it is killed when the test ends."""
+    """A function that starts a command in the background; all its processes are killed when the test ends."""
     jobs: list[Job] = []
     folder = tmp_path_factory.mktemp("output")
 
@@ -159,7 +159,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture
 def finish(start: Start, text: Path) -> Finish:
-    """Run what `command` makes of some arguments to its end with exit code 0; data.path is `text`."""
+    """A function that runs a command from `command` to its end with exit code 0; data.path is `text`."""
 
     def finish_job(*words: object, env: Mapping[str, str] | None = None, **options: Any) -> Job:
         job = start(command(*words, **({"data__path": text} | options)), **(env or {}))
@@ -171,7 +171,7 @@ def finish(start: Start, text: Path) -> Finish:
 
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """Make a Cluster(count, shared=...); nothing is left of it when the test ends."""
+    """A function that makes a Cluster(count, shared=...), which is removed when the test ends."""
     why_not = why_no_cluster()
     if why_not:
         pytest.skip(why_not)
@@ -205,5 +205,5 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(undisturbed: Path, tmp_path: Path) -> Path:
-    """A folder of the test's own with what the undisturbed run has left."""
+    """A copy, for one test, of the folder that the undisturbed run has left."""
     return Path(shutil.copytree(undisturbed, tmp_path / "run"))

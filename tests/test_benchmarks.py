@@ -1,4 +1,4 @@
-"""The programs that enumerate crash points and hostile snapshots, and count bytes: a part of each.
+"""A part of the programs that enumerate crash points and hostile snapshots, and that count bytes.
 
 The others run every week, as .github/workflows/ci.yml says.
 """
@@ -17,7 +17,7 @@ from mingpt.tools.jobs import clean_environment
 
 
 def all_rows(*words: str) -> list[dict[str, Any]]:
-    """The lines that a program prints; it must exit with 0."""
+    """The lines that a program prints, which must exit with 0."""
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -51,7 +51,7 @@ def test_wherever_a_save_is_cut_short_a_valid_snapshot_is_there() -> None:
 
 @pytest.mark.weekly
 def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
-    """A part of the kinds, one of them read by three programs; an older snapshot is there."""
+    """Some of the kinds, one of them read by three programs; there is an older snapshot."""
     kinds = {
         "train": ["a zip of torch.save", "huge shape", "model: NaN"],
         "sample": ["a zip of torch.save", "huge shape", "manifest: 4 MB of small"],
@@ -65,16 +65,16 @@ def test_hostile_snapshots_end_in_a_sentence_and_take_no_memory() -> None:
 
 @pytest.mark.weekly
 def test_the_bytes_and_collectives_of_a_step_are_those_that_plan_asks_for() -> None:
-    """Two rounds of two workers, two blocks: fsdp gathers each block twice a round, and the root once."""
+    """With two rounds, workers and blocks, fsdp gathers each block twice a round, and the root once."""
     strategies = ["ddp exact", "fsdp exact", "fsdp fast"]
     words = ["--workers", "2", "--micro_batches", "4", "--optimizers", "adamw", "--strategies", *strategies]
     ddp, exact, fast, xl = all_rows("benchmarks/traffic.py", *words)
     assert ddp["step"]["calls"] == {"all_to_all": 1, "all_gather": 1, "all_reduce": 1}
-    # And once more for the norms of rows.
+    # The last all_gather is for the norms of rows.
     assert exact["step"]["calls"] == {"all_gather": 2 * (2 * 2 + 1) + 1, "all_to_all": 2 * 3, "all_reduce": 1}
     for counted in (ddp, exact):
         assert counted["over_asked"] == pytest.approx(1.0, abs=0.01)
-    assert fast["over_asked"] > 1.2  # gloo reduces all and scatters nothing
+    assert fast["over_asked"] > 1.2  # gloo's reduce_scatter is an all-reduce
     for counted in (ddp, exact, fast):
         step = counted["step"]
         assert step["sent"] < step["wire"] < 1.05 * step["sent"] + 1000 * step["messages"]

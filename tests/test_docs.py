@@ -18,7 +18,7 @@ from support.pages import blocks, commands, halves_of_the_readme, run, run_all
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_that_start_jobs_run(text: Path, tmp_path: Path) -> None:
-    """Those behind them are in test_readme.py, so that two processes share them."""
+    """The commands after them are in test_readme.py, so that two processes share them."""
     lines, _ = halves_of_the_readme()
     assert len(lines) > 8
     run_all(lines, text, tmp_path)
@@ -34,7 +34,7 @@ def test_the_commands_of_pages_that_are_marked_run(text: Path, tmp_path: Path) -
 
 @pytest.mark.weekly
 def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, tmp_path: Path) -> None:
-    """Applied to a copy: new files, one import line each, and the page of settings."""
+    """The additions are applied to a copy: new files, one import line each, and the page of settings."""
     for name in ("train.py", "sample.py", "gpt2_train_cfg.yaml"):
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "mingpt", tmp_path / "mingpt", ignore=shutil.ignore_patterns("__pycache__"))

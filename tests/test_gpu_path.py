@@ -1,6 +1,6 @@
 """The GPU's path through model, loss and optimizer, with tensors that have a device but no content.
 
-Backward passes cannot be run that way, so gradients are made up.
+Backward passes cannot be run in this way, so gradients are made up.
 """
 
 import pytest
@@ -20,7 +20,7 @@ NEEDS_CUDA_BUILD = pytest.mark.skipif(
 
 
 def make_model(config: ModelConfig, vocab_size: int, block_size: int) -> GPT:
-    """Inside FakeTensorMode, where neither Module.to nor Module.to_empty works."""
+    """Make a model inside FakeTensorMode, where neither Module.to nor Module.to_empty works."""
     with torch.device("meta"):
         model = GPT(config, vocab_size=vocab_size, block_size=block_size)
     allocate(model, CUDA)
@@ -34,7 +34,7 @@ def make_model(config: ModelConfig, vocab_size: int, block_size: int) -> GPT:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("vocab_size", [50, 50257])  # the loss of many logits is computed in chunks
 def test_no_tensor_is_left_on_another_device(arch: str, name: str, vocab_size: int) -> None:
-    """FakeTensorMode raises where an operation mixes devices. Autocast needs a GPU, so it is left out."""
+    """FakeTensorMode raises if an operation mixes devices. Autocast needs a GPU, so it is left out."""
     shape = (4, 64) if vocab_size < 1000 else (32, 1024)
     config = ModelConfig(arch=arch, n_layer=2, n_head=2, n_embd=32, dropout=0.1)  # type: ignore[arg-type]
     with FakeTensorMode():

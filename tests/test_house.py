@@ -42,7 +42,7 @@ def test_every_room_says_what_it_promises() -> None:
 
 
 def private_accesses(path: Path) -> list[str]:
-    """Names with a single underscore that are read from something other than self, super, cls or torch."""
+    """Names with one leading underscore, read from anything but self, super, cls, torch or os."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):

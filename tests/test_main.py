@@ -1,4 +1,4 @@
-"""`python -m mingpt COMMAND`: the commands, and the frame that all of them have."""
+"""`python -m mingpt COMMAND`: the commands, and the frame that they all share."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The commands of README.md behind those that start jobs, which are in test_docs.py."""
+"""The commands of README.md after those that start jobs, which are in test_docs.py."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from support.pages import halves_of_the_readme, run_all
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_about_settings_data_and_results_run(text: Path, tmp_path: Path) -> None:
-    """By one worker each: what more of them do is shown by the other half."""
+    """The commands run with one worker each, since the other half shows several workers."""
     before, lines = halves_of_the_readme()
     assert len(lines) > 8
     four = next(line for line in before if "run_dir=out/four" in line)

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Written(TorchDispatchMode):
-    """Counts the bytes that operations put into memory of their own."""
+    """Counts the bytes that operations write to new memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Written(TorchDispatchMode):
 
 
 def micro_batch(arch: str) -> Callable[[], None]:
-    """A forward and backward pass as the default run makes them on a CPU that has bfloat16."""
+    """A function that makes the default run's forward and backward pass, as on a CPU that has bfloat16."""
     torch.manual_seed(0)
     config = ModelConfig(arch=arch)  # type: ignore[arg-type]
     model = GPT(config, vocab_size=65, block_size=CONFIG.data.block_size)
@@ -88,7 +88,7 @@ sys.exit(", ".join(name for name in slow if name in sys.modules) or 0)
 
 
 def test_model_and_optimizer_are_made_without_the_compiler_and_without_fsdp() -> None:
-    """torch._dynamo takes as long to import as torch, sympy a fifth; a fresh process tells of them."""
+    """torch._dynamo takes as long to import as torch, sympy a fifth; a fresh process reports its imports."""
     done = subprocess.run(
         [sys.executable, "-c", STARTING_PROGRAM], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )

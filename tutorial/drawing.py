@@ -10,7 +10,7 @@ BOLD = ' font-weight="bold"'
 
 
 class Picture:
-    """An SVG file: what is drawn later lies above. Lengths are in pixels, and y grows downwards."""
+    """An SVG file: later parts are drawn above earlier ones. Lengths are in pixels, and y grows downwards."""
 
     def __init__(self, title: str, description: str, height: int) -> None:
         self.parts = [
@@ -21,7 +21,7 @@ class Picture:
             f'<desc id="description">{escape(description)}</desc>',
             '<defs><marker id="head" markerWidth="9" markerHeight="8" refX="8" refY="4" '
             f'orient="auto"><path d="M0,0 L9,4 L0,8 Z" fill="{INK}"/></marker></defs>',
-            # Else the dark background of a page would be seen behind dark text.
+            # Without a white background, dark text would stand on a page's dark background.
             f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{WHITE}"/>',
         ]
         self.text(LEFT, 34, title, 17, style=BOLD)
@@ -29,7 +29,7 @@ class Picture:
     def text(
         self, x: float, y: float, text: str, size: int = 12, anchor: str = "start", style: str = ""
     ) -> None:
-        """`y` is that of the base line; `anchor` says which end of the text is at `x`: start, middle, end."""
+        """`y` is the base line's; `anchor` is the end of the text that is at `x`: start, middle or end."""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{INK}"{style}>'
             f"{escape(text)}</text>"
@@ -38,7 +38,7 @@ class Picture:
     def box(
         self, x: float, y: float, width: float, height: float, fill: str, *labels: str, dashed: bool = False
     ) -> None:
-        """With its labels in the middle, one below the other."""
+        """Draw a box with its labels in the middle, one below the other."""
         dashes = ' stroke-dasharray="5 3"' if dashed else ""
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" '
@@ -58,7 +58,7 @@ class Picture:
         self.line(x1, y1, x2, y2, style=' marker-end="url(#head)"')
 
     def legend(self, y: float, meanings: Mapping[str, str]) -> None:
-        """A row of squares, each in its colour and with what it means."""
+        """Draw a row of squares, each in its colour and with its meaning."""
         x = LEFT
         for meaning, fill in meanings.items():
             self.box(x, y, 14, 14, fill)

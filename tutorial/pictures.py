@@ -16,7 +16,7 @@ from mingpt.model import GPT
 from mingpt.parallel.strategy import numel_by_rank
 from tutorial.drawing import BLUE, BOLD, GREEN, GREY, LEFT, ORANGE, PURPLE, RED, WHITE, WIDTH, Picture
 
-single = importlib.import_module("tutorial.1_single")  # an import statement takes no name that begins with 1
+single = importlib.import_module("tutorial.1_single")  # an import statement allows no name that begins with 1
 WORLD_SIZE, MICRO_BATCHES = 2, 2
 SNAPSHOT_EVERY, KILLED_IN = 20, 60
 FLOAT_BYTES, RENDEZVOUS_PORT = 4, 29400
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "pictures"
 
 
 def parameter_bytes() -> dict[str, list[int]]:
-    """What each rank holds of the parameters if they are sharded: of each block, and of the rest."""
+    """{block, or "rest": bytes of its parameters that each rank holds if they are sharded}."""
     _, vocab_size = single.make_dataset()
     with torch.device("meta"):
         config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
@@ -207,7 +207,7 @@ def draw_restart() -> Picture:
 
 
 def draw_collectives() -> Picture:
-    """A lane is what happens, with which part of the model, for how many slots of time."""
+    """Draw a lane per event: which part of the model it concerns, and for how many slots of time."""
     units = {name: sum(held) for name, held in parameter_bytes().items()}
     whole, blocks = sum(units.values()), units["h.0"] + units["h.1"]
     forward, backward = ["rest", "block 1", "block 2"], ["block 2", "block 1", "rest"]

@@ -1,7 +1,8 @@
 """`python train.py` without a launcher: torchrun's agent in this process, with one worker per GPU or core.
 
-As `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, without torchrun's own output,
-and with the exit code of a single process: 0 finished or stopped, 2 a user's mistake, 1 anything else.
+It works like `torchrun --standalone --nproc_per_node=N --max-restarts=M train.py ...`, without torchrun's own
+output, and with the exit code of a single process: 0 finished or stopped, 2 a user's mistake, 1 anything
+else.
 """
 
 import dataclasses
@@ -29,18 +30,18 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 MAX_WORKERS = 8
-SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop are writing a snapshot
+SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop need time to write a snapshot
 BACKEND = "mingpt-one-node"
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
-    """How many workers `trainer.workers` means on this machine. Raises UserError if they are too many."""
+    """The number of workers that `trainer.workers` means on this machine. Raises UserError if too many."""
     trainer = config.trainer
     if trainer.workers != "auto":
         check_workers(config, trainer.workers)
         return trainer.workers
     if trainer.device == "mps" or (config.snapshot.path or "").startswith("memory://"):
-        return 1  # Apple's GPU, and snapshots in the memory of a process, are for one
+        return 1  # only one worker can use Apple's GPU, or snapshots in a process's memory
     available = usable_cores() // launch.threads(trainer)
     if trainer.device != "cpu":
         import torch
@@ -53,7 +54,7 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
 
 class StopRequest:
-    """The first signal that told this job to stop, which torch's agent obeys where it asks.
+    """The first signal that told this job to stop. torch's agent obeys it when it next calls the rendezvous.
 
     The handler raises nothing: SignalException is an Exception, which torch's rendezvous may swallow, and one
     that is raised while workers are started leaves them running.
@@ -65,15 +66,15 @@ class StopRequest:
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler. After a further signal the workers get theirs again, too, and exit at once."""
+        """The signal handler. After a further signal the workers get theirs again, and exit at once."""
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
             self.obey()
 
     def obey(self, before_start: bool = False) -> None:
-        """Raise SignalException, which ends the agent and its workers, if the job was told to stop.
+        """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        `before_start`: no worker runs, which could write the status.
+        `before_start`: no worker runs that could write the status file.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -84,10 +85,10 @@ class StopRequest:
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def exit_code(self) -> int:
-        """The code of a job that was told to stop, after a sentence if that is not in the log."""
+        """The exit code of a job that was told to stop. Prints a sentence if the log does not have it."""
         try:
             code, sentence = self.status_file.read_text().split(" ", 1)
-        except (OSError, ValueError):  # rank 0 was killed before it could write it, or the disk is full
+        except (OSError, ValueError):  # rank 0 was killed before it wrote the file, or the disk is full
             code, sentence = "1", "error: the job was told to stop, but worker 0 could not end in order\n"
         write_stderr(sentence)
         return int(code)
@@ -112,8 +113,8 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
-        # The workers inherit this thread's mask: these signals wait until their StopSignal unblocks them.
-        # Another thread of this process, which does not block them, receives the agent's own.
+        # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
+        # them. The agent's own signals arrive in another thread of this process, which does not block them.
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGUSR2])
         failures: Mapping[int, Any] = {}  # torch's ProcessFailure, by rank
@@ -122,7 +123,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         except ChildFailedError as error:
             failures = error.failures
         except Exception as error:
-            stop.first = stop.first or getattr(error, "sigval", None)  # of a handler that torch has set
+            stop.first = stop.first or getattr(error, "sigval", None)  # from a handler that torch has set
             if stop.first is None:
                 raise
         for number in SIGNALS:
@@ -133,7 +134,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         else:
             code = 1 if failures else 0
             killed = [rank for rank in sorted(failures) if failures[rank].exitcode < 0]
-            if killed:  # that worker could not report it itself
+            if killed:  # the killed worker could not report it itself
                 name = signal.Signals(-failures[killed[0]].exitcode).name
                 write_stderr(
                     f"error: worker {killed[0]} was killed by {name} and no restart is left "
@@ -143,14 +144,14 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
 
 
 def pass_on(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGUSR2: the workers write their stacks."""
+    """The handler of SIGUSR2: pass it on to the workers, which write their stacks."""
     for pidfd in find_local_peers(os.getpid()).values():
         kill_by_pidfd(pidfd, number)
         os.close(pidfd)
 
 
 def register_rendezvous(stop: StopRequest) -> None:
-    """Register, as BACKEND, the rendezvous of `torchrun --standalone`, where the agent looks at `stop`."""
+    """Register, as BACKEND, the rendezvous of `torchrun --standalone`, which here also obeys `stop`."""
     from torch.distributed.elastic.rendezvous import (
         RendezvousInfo,
         RendezvousParameters,
@@ -164,13 +165,13 @@ def register_rendezvous(stop: StopRequest) -> None:
             return BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            """The agent calls it before it starts workers."""
+            """Return the next rendezvous; the agent calls this before it starts workers."""
             info = super().next_rendezvous()
             stop.obey(before_start=True)
             return info
 
         def num_nodes_waiting(self) -> int:
-            """The agent calls it every 0.1 s while all workers run."""
+            """Return the number of waiting nodes; the agent calls this every 0.1 s while all workers run."""
             stop.obey()
             return super().num_nodes_waiting()
 
@@ -182,7 +183,7 @@ def register_rendezvous(stop: StopRequest) -> None:
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
-    """As `torchrun --standalone` has it."""
+    """The LaunchConfig of `torchrun --standalone`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -190,7 +191,7 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         "shutdown_timeout": SHUTDOWN_TIMEOUT_S,
         "signals_to_handle": "",  # `StopRequest.note` stays the handler
     }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # not every version of torch has them
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older versions of torch lack some
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

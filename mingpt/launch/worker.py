@@ -1,6 +1,6 @@
 """A worker's life from its first line to its exit code.
 
-Imports little, so that a signal is heard a few hundredths of a second after the process has started.
+This module imports little, so that a signal is heard a few hundredths of a second after the process starts.
 """
 
 import gc
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """This process. As a context manager it exits with the code that says how its block ended:
+    """This process. As a context manager it exits with the code that shows how its block ended:
 
-    0 finished, or told to stop; 128 + signal if told to stop by one other than SIGUSR1 under torchrun; 2
-    after a UserError; 1 after any other error.
+    0 if it finished or was told to stop, 128 + signal if told to stop by a signal other than SIGUSR1 under
+    torchrun, 2 after a UserError, 1 after any other error.
     """
 
     def __init__(self) -> None:
         for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # closed by whoever started us
+            if getattr(sys, name) is None:  # closed by the process that started this one
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
         use_one_arena()
         gc.disable()  # importing torch takes an eighth less time without the garbage collector
@@ -53,7 +53,7 @@ class Worker:
     def start_workers(self, config: "Config", command: Sequence[str]) -> None:
         """Under plain `python`: start as many workers as `trainer.workers` asks for, and exit as they do.
 
-        Returns in a process that is itself a worker. Raises UserError.
+        Returns if this process is itself a worker. Raises UserError.
         """
         self.watch_stop_file(config)
         if self.launch.is_distributed:
@@ -70,7 +70,7 @@ class Worker:
             run_agent(workers, config.trainer.max_restarts, command, self.stop_signal)
 
     def watch_stop_file(self, config: "Config") -> None:
-        """A file STOP in run_dir is a request to stop; not for an evaluation beside a run that goes on."""
+        """Take a file STOP in run_dir for a request to stop, except in an evaluation beside a running job."""
         run_dir = Path(config.run_dir)
 
         def note_stop() -> None:
@@ -79,16 +79,16 @@ class Worker:
             mark_ended(run_dir, "stopped")
 
         if not config.trainer.eval_only:
-            # In a restart the generation before was training and could not say how it ended.
+            # In a restart the generation before was training and could not record how it ended.
             is_restart = self.launch.restart_count > 0
             self.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
 
     def connect(self, config: "Config") -> "DistributedContext":
-        """Meet the other workers of this generation."""
+        """Meet the other workers of this generation, and return the context that connects them."""
         from mingpt.distributed.context import DistributedContext
 
         gc.enable()
-        gc.freeze()  # what has been imported stays: no collection needs to look at it again
+        gc.freeze()  # imported objects stay alive, so collections need not look at them again
         return DistributedContext(self.launch, config.trainer, self.stop_signal, self.exit)
 
     def __exit__(

@@ -1,8 +1,8 @@
-"""What a person sees of a run: log lines, metrics.jsonl, loss.png, timeline.png, run.json.
+"""The reports that a person reads of a run: log lines, metrics.jsonl, loss.png, timeline.png, run.json.
 
-Rank 0 reports; where nodes share no disk, so does the first worker of each, to its own disk.
+Rank 0 reports. Where nodes share no disk, the first worker of each node also reports to the node's own disk.
 
-Metrics are functions of a step's statistics; sinks are places that their values go to.
+Metrics are functions of a step's statistics; sinks are places that the metrics' values go to.
 """
 
 from mingpt.report.files import read_records

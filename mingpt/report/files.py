@@ -1,6 +1,7 @@
-"""The files of a run. What cannot be written is said once, kept, and written when that works again.
+"""The files of a run. If a file cannot be written, that is logged once, and its content is kept and retried.
 
-metrics.jsonl has a line per record, written at once, each with its `step`; one curve across restarts.
+metrics.jsonl has a line per record, written at once, each with its `step`; the records of all generations
+make one curve.
 """
 
 import functools
@@ -42,7 +43,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 class WriteStatus:
-    """Says once that a file cannot be written, and once that it can again."""
+    """Logs once that a file cannot be written, and once that it can be written again."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_failing = path, False
@@ -62,7 +63,7 @@ class WriteStatus:
             log.warning("%s is written again", self.path)
 
 
-MayWrite = Callable[[], bool]  # asked before a file is touched: the folder may be another job's by now
+MayWrite = Callable[[], bool]  # called before a file is touched: the folder may be another job's by now
 
 
 def always() -> bool:
@@ -76,21 +77,21 @@ class SmallFile:
         self.path, self.may_write, self.status = path, may_write, WriteStatus(path)
         self.unwritten: str | bytes | None = None
         self.lock = threading.Lock()
-        # It starts its thread when it is first used.
+        # The executor starts its thread when it is first used.
         self.background = ThreadPoolExecutor(max_workers=1)
 
     def write(self, content: str | bytes) -> None:
-        """Replace the file; on return it is durable, unless a line says that it cannot be written."""
+        """Replace the file; on return it is durable, unless a logged line says that it cannot be written."""
         self.unwritten = content
         self.retry()
 
     def write_in_background(self, content: str | bytes) -> None:
-        """Replace the file soon; of contents that come faster than they are written, the latest is."""
+        """Replace the file soon; if contents come faster than they are written, only the latest is."""
         self.unwritten = content
         self.background.submit(self.retry)
 
     def retry(self) -> None:
-        """Write what is not on disk yet."""
+        """Write the content that is not on disk yet."""
         with self.lock:
             content = self.unwritten
             if content is None or not self.may_write():
@@ -106,11 +107,11 @@ class SmallFile:
 
 
 class LineFile:
-    """A file that whole lines are appended to. Safe for use by several threads.
+    """A file to which whole lines are appended. Safe for use by several threads.
 
     A line that cannot be written waits in memory, with all later ones, until there is room. At most
-    `max_pending` lines wait (None: all of them); the oldest are dropped. `prepare` is done before the first
-    line is written, and tried again until it works. It may raise OSError.
+    `max_pending` lines wait (None: all of them); the oldest are dropped. `prepare` is called before the first
+    line is written, again and again until it works. It may raise OSError.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class LineFile:
         self.path, self.prepare, self.may_write = path, prepare, may_write
         self.status = WriteStatus(path)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
-        self.lock = threading.RLock()  # what `status` says comes back as a line where this is log.txt
+        self.lock = threading.RLock()  # reentrant: if this is log.txt, a line that `status` logs comes here
 
     def write(self, line: bytes) -> None:
         """Append a line, which ends with a newline."""
@@ -133,7 +134,7 @@ class LineFile:
             self.retry()
 
     def retry(self, sync: bool = False) -> None:
-        """Write the lines that wait, and with `sync` make all of them durable."""
+        """Write the lines that wait, and with `sync` make all lines durable."""
         with self.lock:
             if not self.may_write():
                 return
@@ -141,12 +142,12 @@ class LineFile:
                 if self.prepare is not None:
                     self.prepare()
                     self.prepare = None
-                # Each time anew: a handle on NFS may become stale.
+                # The file is opened each time, since a handle on NFS may become stale.
                 with open(self.path, "ab", buffering=0) as file:
                     while self.pending:
                         append(file.fileno(), self.pending[0])
                         self.pending.popleft()
-                    if sync or self.status.is_failing:  # a sync may be what has failed
+                    if sync or self.status.is_failing:  # the failure may have been one of fsync
                         os.fsync(file.fileno())
             except OSError as error:
                 self.status.failed(error)
@@ -155,7 +156,7 @@ class LineFile:
 
 
 def append(handle: int, line: bytes) -> None:
-    """Write a whole line. Raises OSError; then no part of it is left in the file."""
+    """Write a whole line. If this raises OSError, no part of the line is left in the file."""
     size = os.fstat(handle).st_size
     try:
         write_all(functools.partial(os.write, handle), line)
@@ -175,8 +176,9 @@ class JsonlSink(Sink):
     def prepare(self) -> None:
         """Drop the records past the step of the start.
 
-        Those at 0 are dropped if it starts there, since they come again. Dropping is a truncation, which
-        needs no room on the disk. A line cut short by a crash goes, too. Raises OSError.
+        Records of step 0 are dropped if the run starts there, since they come again. Dropping is a
+        truncation, which needs no room on the disk. A line cut short by a crash is dropped, too. Raises
+        OSError.
         """
         kept_bytes, step = 0, self.run.first_step
         for line, record in read_lines(self.path):

@@ -1,4 +1,4 @@
-"""run.json: what happened to a run, generation by generation."""
+"""run.json: the history of a run, generation by generation."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Generation(pydantic.BaseModel):
-    """What later generations, and the picture of the run, read of an entry."""
+    """The fields of a generation's entry that later generations and timeline.png read."""
 
     end: str
     from_step: Count
@@ -39,14 +39,14 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """What later generations read of workers that have computed differently."""
+    """The fields that later generations read of an entry on workers that computed differently."""
 
     after: Count
     workers: list[str]
 
 
 class History(pydantic.BaseModel):
-    """What is read of run.json; other fields may be there."""
+    """The fields of run.json that are read; there may be others."""
 
     id: RunId
     generations: list[Generation] = pydantic.Field(min_length=1)
@@ -59,37 +59,37 @@ class History(pydantic.BaseModel):
 
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
-    """Of the newest snapshot on disk that a run has completed, as far as its run.json tells; 0 for none."""
+    """The step of the newest snapshot on disk that run.json records; 0 if it records none."""
     history = load_history(run_dir, run_id)
     return history.get("durable_step", 0) if history else 0
 
 
 def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
-    """Where workers have computed differently, as far as run.json tells, and who of them may be wrong."""
+    """The entries of run.json on workers that computed differently: at which step, and who may be wrong."""
     history = load_history(run_dir, run_id)
     return history.get("suspects", []) if history else []
 
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
-    """The step from which the last job of this run began, as far as its run.json tells."""
+    """The step from which the last job of this run began, if run.json records it."""
     history = load_history(run_dir, run_id) or {"generations": []}
     starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
 
 
 def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
-    """run.json, where there is one in order, and of this run if `run_id` is given."""
+    """The content of run.json if it is valid and, if `run_id` is given, of this run; else None."""
     try:
         history: dict[str, Any] = read_json(run_dir / "run.json", History)
     except (OSError, BadJson):
-        return None  # RunHistory reports one that is damaged
+        return None  # RunHistory reports a damaged file
     return history if run_id in (None, history["id"]) else None
 
 
 def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
-    """Note in an existing run.json that its job has ended before this generation could begin to train.
+    """Record in an existing run.json that the job has ended before this generation could begin to train.
 
-    `end` is said of the last generation, if that could not say how it ended.
+    `end` is recorded for the last generation if that could not record how it ended.
     """
     path = run_dir / "run.json"
     try:
@@ -105,18 +105,18 @@ def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class GenerationStart:
-    """What a generation begins with."""
+    """The facts with which a generation begins."""
 
     run_id: str
     step: int
     workers: int
     is_restart: bool  # false in a job's first generation
     hosts: list[str] = field(default_factory=list)  # of the nodes, by their rank
-    previous: GenerationEnd | None = None  # how the one before ended; None: nobody knows
+    previous: GenerationEnd | None = None  # how the generation before ended; None: not known
     durable_step: int = 0  # of the newest snapshot on disk
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics the run has logged
-    start_s: float = 0.0  # since the process that keeps the run folder has started
+    start_s: float = 0.0  # since the process that keeps the run folder was started
 
 
 def plural(count: int, noun: str) -> str:
@@ -124,7 +124,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
-    """How a generation ended whose store is gone."""
+    """How a generation ended whose rendezvous store is gone."""
     hosts = [host for host in last.get("hosts", []) if host not in start.hosts]
     if hosts and start.is_restart:
         return f"{', '.join(hosts)} vanished"
@@ -134,15 +134,15 @@ def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
 
 
 class RunHistory:
-    """Written by the rank that keeps the run folder. Times are seconds since 1970.
+    """run.json, as the rank that keeps the run folder writes it. Times are seconds since 1970.
 
-    `status` is running, finished, stopped or failed. `durable_step` is that of the newest snapshot on disk. A
-    generation is the workers between two restarts: how many, on which hosts, the steps from which and to
-    which they came, and how they ended. `exact` says that `to_step` was reported by one of them and is not
-    only the last step on record. `restart` is false for a job's first generation. `seconds` lie between its
-    `began` and `seen`, by a clock that nobody sets, and `phases` are totals of them: for evaluations, and
-    for snapshots that training waits for; `start_s` lie before `began`. While a run goes on, the file is
-    written in the background.
+    `status` is running, finished, stopped or failed. `durable_step` is the step of the newest snapshot on
+    disk. A generation is the workers between two restarts; its entry holds their number and hosts, the steps
+    from which and to which they came, and how they ended. `exact` means that one of them reported `to_step`;
+    otherwise it is only the last step on record. `restart` is false for a job's first generation. `seconds`
+    is the time between `began` and `seen`, by a monotonic clock. `phases` are totals within it, for
+    evaluations and for snapshots that training waits for; `start_s` lies before `began`. While a run goes on,
+    the file is written in the background.
     """
 
     def __init__(
@@ -170,14 +170,14 @@ class RunHistory:
                 self.path,
                 reason_of(error),
             )
-            with contextlib.suppress(OSError):  # a new one replaces it, or says that it cannot be written
+            with contextlib.suppress(OSError):  # else the new file replaces it
                 self.path.replace(self.path.with_name("damaged-run.json"))
         self.content["id"] = run_id
         self.content["versions"] = versions | {"python": platform.python_version()}
         self.generations: list[dict[str, Any]] = self.content["generations"]
 
     def start_generation(self, start: GenerationStart) -> str | None:
-        """A generation starts. Returns one line on the one before, if that did not end in order."""
+        """Begin a generation. Returns one line on the generation before if that did not end in order."""
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
         sentence = self.close_generation(self.generations[-1], start) if self.generations else None
@@ -197,21 +197,21 @@ class RunHistory:
             "end": "running",
         }
         self.generations.append(entry)
-        # In a restart a snapshot may have been lost with its disk: that it was written must not be forgotten.
+        # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
         self.file.write(self.encode())
         return sentence
 
     def close_generation(self, last: dict[str, Any], start: GenerationStart) -> str | None:
-        """Count what is done again, and record how the generation before ended, if it could not do so itself.
+        """Count the steps that are done again, and record how the generation before ended if it could not.
 
-        Returns one line on it then, and where it ended for a node that has joined.
+        Returns one line on that end then, and also if the generation ended so that a node could join.
         """
         recorded, waited = last["to_step"], 0.0
         was_running = last["end"] == "running"
         joined = sorted(set(start.hosts) - set(last.get("hosts", start.hosts)))
-        # An agent that takes in a node tells its workers to stop.
+        # To take in a node, an agent stops its workers by SIGTERM.
         is_for_node = start.is_restart and bool(joined) and last["end"] == "stopped by SIGTERM"
         if was_running:
             reported = start.previous.step() if start.previous else None
@@ -222,11 +222,11 @@ class RunHistory:
                 if start.previous
                 else unknown_end(last, start)
             )
-            # From the last record until now, unless the whole job had ended.
+            # The time from the last record until now is lost, unless the whole job had ended.
             waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
         elif is_for_node:
             last["end"] = f"{', '.join(joined)} joined"
-        # A user who deletes snapshots has steps done again that ended in order.
+        # After an orderly end, steps are done again if a user has deleted snapshots.
         self.content["steps_lost"] += max(0, last["to_step"] - start.step)
         repeated = max(0, recorded - start.step) * last.get("step_s", 0.0)
         self.content["seconds_lost"] = round(self.content["seconds_lost"] + waited + repeated, 3)
@@ -246,27 +246,28 @@ class RunHistory:
         return repeated_sentence(f"at step {ended[0]['to_step'] + 1}", ended[-1]["end"])
 
     def note_missing(self, first_step: int, last_step: int) -> None:
-        """Metrics of these steps could not be written, and are lost with the process that had them."""
+        """Record that the metrics of these steps could not be written and are lost with their process."""
         self.generations[-1]["metrics_missing"] = [first_step, last_step]
         self.file.write(self.encode())
 
     def note_durable(self, step: int) -> None:
-        """The snapshot of this step is on disk."""
+        """Record that the snapshot of this step is on disk."""
         self.content["durable_step"] = step
         self.file.write_in_background(self.encode())
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
-        """At `step` these workers differed from others; nothing saved past the step `after` is used.
+        """Record that at `step` these workers differed from others. Nothing saved past step `after` is used.
 
-        Written before anything is set aside: whoever is killed meanwhile must not forget it.
+        This is written before any snapshot is set aside, so that a kill meanwhile cannot make the run forget
+        it.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
-        self.content["durable_step"] = 0  # not known until then
+        self.content["durable_step"] = 0  # not known until the snapshots are set aside
         self.file.write(self.encode())
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
-        """The current generation has completed `step`, at so many seconds per step, and has these PHASES."""
+        """Record that the current generation has completed `step`, its seconds per step and its PHASES."""
         seconds = round(time.monotonic() - self.began_at, 3)
         self.generations[-1] |= {"to_step": step, "seen": time.time(), "seconds": seconds}
         self.generations[-1]["phases"] |= {
@@ -290,9 +291,9 @@ class RunHistory:
         )
 
     def encode(self) -> str:
-        """The file's content, with its goodput."""
-        # Time after an orderly stop is not lost: a run's time is that of its generations and of its restarts.
-        # A run.json of before has no `seconds`, and a clock may be set back.
+        """The content of the file, with the run's goodput."""
+        # Time after an orderly stop is not lost: a run's time is its generations' and its restarts' time.
+        # An older run.json has no `seconds`, and a clock may be set back.
         trained_s = sum(
             entry.get("seconds", max(0.0, entry["seen"] - entry["began"])) for entry in self.generations
         )

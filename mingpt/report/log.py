@@ -1,6 +1,6 @@
 """The package's log: to the terminal, and to run_dir/log.txt on rank 0.
 
-Training is a progress bar or a line, an evaluation a line.
+Training shows a progress bar or one line per record, an evaluation shows one line.
 """
 
 import logging
@@ -14,7 +14,7 @@ from mingpt.base.urls import RedactingFormatter
 from mingpt.report.files import LineFile, MayWrite, always
 from mingpt.report.metrics import RunInfo, Sink, Values
 
-MAX_WAITING_LINES = 1000  # for a disk that is full; the terminal has them all
+MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
 PATIENCE = 3  # evaluations
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ class FileHandler(logging.Handler):
 def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> None:
     """Send the log to the terminal, and to run_dir/log.txt if this rank keeps the run folder.
 
-    Of ranks other than 0, warnings go to the terminal: what is wrong with a node is known there alone.
+    Ranks other than 0 show their warnings on the terminal, since only they know what is wrong with their
+    node.
     """
     logger = logging.getLogger("mingpt")
     for handler in logger.handlers[:]:
@@ -65,7 +66,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> N
 
 
 class RisingLoss(Sink):
-    """Says when the validation loss has stayed above its lowest for so many evaluations in a row."""
+    """Warns once the validation loss has stayed above its lowest for PATIENCE evaluations in a row."""
 
     def __init__(self, run: RunInfo) -> None:
         self.lowest, self.lowest_step, self.above = math.inf, 0, 0
@@ -91,7 +92,7 @@ class RisingLoss(Sink):
 
 
 class ConsoleSink(Sink):
-    """A bar on a terminal, a line per record otherwise."""
+    """A progress bar on a terminal, else a line per record."""
 
     def __init__(self, run: RunInfo) -> None:
         self.max_steps = run.max_steps

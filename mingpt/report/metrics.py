@@ -1,6 +1,6 @@
-"""The metrics of a training step, and the interface of a place that metrics go to.
+"""The metrics of a training step, and `Sink`, the interface of a place that metrics go to.
 
-A metric is a function of StepStats, registered in METRICS. A `Sink` is a file, a terminal, a picture,
+A metric is a function of StepStats, registered in METRICS. A `Sink` is a file, a terminal, a plot,
 TensorBoard or a tracker.
 """
 
@@ -24,7 +24,7 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StepStats:
-    """What is known after a step. Rates and times are per step, over the steps since the last record."""
+    """The statistics of a step. Rates and times are per step, over the steps since the last record."""
 
     step: int
     loss: float  # nats per token, mean over the step
@@ -34,7 +34,7 @@ class StepStats:
     block_size: int
     batch_size: int  # windows per step
     step_s: float  # without evaluation and snapshots
-    data_s: float  # of it, spent on fetching batches
+    data_s: float  # the part of step_s spent on fetching batches
     flops_per_token: float
     world_size: int
     device_name: str
@@ -45,7 +45,7 @@ def tokens_per_s(stats: StepStats) -> float:
 
 
 def model_flops_utilization(stats: StepStats) -> float | None:
-    """Share of the devices' peak (Chowdhery et al. 2022); None where the peak is not known."""
+    """The share of the devices' peak FLOP/s (Chowdhery et al. 2022); None if the peak is not known."""
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in stats.device_name), None)
     return stats.flops_per_token * tokens_per_s(stats) / stats.world_size / peak if peak else None
 
@@ -64,43 +64,43 @@ METRICS: dict[str, Callable[[StepStats], float | None]] = {
 
 
 def training_values(stats: StepStats) -> dict[str, float]:
-    """{name: value} of every metric that is known, and finite."""
+    """{name: value} of every metric whose value is known and finite."""
     values = {name: metric(stats) for name, metric in METRICS.items()}
     return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink is built from."""
+    """The facts on a run from which a sink is built."""
 
     run_dir: Path
     max_steps: int
-    first_step: int  # that this generation starts from
+    first_step: int  # the step that this generation starts from
     restarts: list[int]  # steps at which later generations began
-    entropy_floor: float | None  # nats per token of the validation part, where they are known
+    entropy_floor: float | None  # entropy of the validation part in nats per token, if it is known
     may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's
-    is_main: bool = True  # false where it is reported to a second run folder, on another node's disk
+    is_main: bool = True  # false for a second run folder, on another node's disk
     run_id: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # the configuration; URLs without credentials
     generation: int = 1  # its number in run.json
-    parameters: int = 0  # of the model; 0 where they are not known
+    parameters: int = 0  # number of the model's parameters; 0 if not known
     previous_end: str | None = None  # how the generation before was killed, if it was
 
 
 class Sink:
-    """Override what applies; a value that a sink does not know is no error."""
+    """A place for metrics. Override the methods that apply; a value that a sink does not know is no error."""
 
     def log(self, step: int, values: Values) -> None:
-        """Values of metrics after `step`."""
+        """Take the values of metrics after `step`."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """A text after `step`: the sample of an evaluation."""
+        """Take a text after `step`: the sample of an evaluation."""
 
     def on_step(self, step: int) -> None:
-        """A step is complete; there need not be values."""
+        """Note that a step is complete; there need not be values for it."""
 
     def replay(self, step: int, values: Values) -> None:
-        """Values of an earlier generation up to the step of the start, in their order."""
+        """Take the values that earlier generations logged, up to the step of the start, in their order."""
 
     def close(self) -> None:
-        """The run has ended, or this generation of it."""
+        """Finish at the end of the run or of this generation."""

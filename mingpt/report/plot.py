@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn in the background: loss.png, training and validation loss, and timeline.png."""
+"""Plots of a run, drawn in the background: loss.png (training and validation loss) and timeline.png."""
 
 import functools
 import io
@@ -20,13 +20,13 @@ STYLES: dict[str, dict[str, Any]] = {
     "val/loss": {"color": "tab:orange", "marker": "o", "markersize": 3},
 }
 Curve = tuple["array[float]", "array[float]"]  # steps, losses
-UNSCALED = 0.1  # of the steps: their losses, which fall fast, may leave the picture at its top
+UNSCALED = 0.1  # share of the steps, the first ones, whose fast falling losses do not set the y-axis's range
 
 
 class LossPlot(Sink):
-    """Drawn at each evaluation, unless the drawing before is not finished, and at the end.
+    """Draws loss.png, then timeline.png from run.json.
 
-    timeline.png is drawn after it, from run.json.
+    It draws at each evaluation, unless the drawing before is not finished, and at the end.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -47,9 +47,9 @@ class LossPlot(Sink):
             self.start_drawing()
 
     def start_drawing(self) -> Future[None]:
-        # A copy: an array cannot grow while somebody reads it.
+        # Copies, because an array cannot grow while another thread reads it.
         curves = {name: (steps[:], losses[:]) for name, (steps, losses) in self.curves.items()}
-        # In one thread for all drawings: each thread's malloc keeps what it has freed.
+        # One thread makes all drawings, since each thread's malloc keeps the memory that it has freed.
         self.drawing = self.files[0].background.submit(self.draw, curves)
         return self.drawing
 
@@ -57,7 +57,7 @@ class LossPlot(Sink):
         self.start_drawing().result()
 
     def draw(self, curves: dict[str, Curve]) -> None:
-        """Draw the pictures and write them; one line says why if that fails."""
+        """Draw both plots and write them; one line says why if that fails."""
         draws = (
             functools.partial(draw_loss, run=self.run, curves=curves),
             functools.partial(draw_timeline, run_dir=self.run.run_dir),
@@ -65,23 +65,23 @@ class LossPlot(Sink):
         for file, draw in zip(self.files, draws, strict=True):
             try:
                 file.write(to_png(file.path.name, draw))
-            except Exception as error:  # matplotlib's own, or it is not installed: no reason to end a run
+            except Exception as error:  # matplotlib fails or is not installed: no reason to end a run
                 file.status.failed(error)
 
 
 @functools.cache
 def figure_of(name: str) -> Any:
-    """The figure for all drawings of this name; its canvas holds their pixels. Raises ImportError."""
+    """The figure for all drawings of this name. Its canvas holds their pixels. Raises ImportError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # without one, each drawing would allocate its own
+    FigureCanvasAgg(figure)  # without this canvas, each drawing would allocate one
     return figure
 
 
 def to_png(name: str, draw: Callable[[Any], None]) -> bytes:
-    """The content of a picture that `draw` draws on an empty figure."""
+    """The PNG of a plot that `draw` draws on an empty figure."""
     figure, picture = figure_of(name), io.BytesIO()
     figure.clear()
     draw(figure)
@@ -90,7 +90,7 @@ def to_png(name: str, draw: Callable[[Any], None]) -> bytes:
 
 
 def draw_loss(figure: Any, run: RunInfo, curves: dict[str, Curve]) -> None:
-    """Restarts are red lines, the text's entropy is a dashed one."""
+    """Draw the loss curves, with restarts as red lines and the text's entropy as a dashed line."""
     import numpy as np
 
     axes = figure.subplots()

@@ -1,6 +1,6 @@
-"""What is reported of a run: the plan, the metrics, how it ended.
+"""The RunLogger, which reports a run: the plan, the metrics, how it ended.
 
-Seconds per step are measured between two records, without what is no part of a step.
+Seconds per step are measured between two records, without the time of what is no part of a step.
 """
 
 import logging
@@ -22,7 +22,7 @@ from mingpt.report.plot import LossPlot
 from mingpt.report.tracker import Follower, TensorBoard, Tracker
 
 T = TypeVar("T")
-SINKS: list[Callable[[RunInfo], Sink]] = [  # beside metrics.jsonl
+SINKS: list[Callable[[RunInfo], Sink]] = [  # the sinks beside metrics.jsonl
     ConsoleSink,
     RisingLoss,
     LossPlot,
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Measures from the last `reset` on; `data_s` is added to by whoever fetches batches.
+    """Measures the time since the last `reset`. Whoever fetches batches adds to `data_s`.
 
     `phases` are the seconds of what is no part of a step, since the timer was made.
     """
@@ -41,11 +41,11 @@ class StepTimer:
         self.reset(step)
 
     def reset(self, step: int) -> None:
-        """Begin to measure after `step`."""
+        """Begin to measure, after `step`."""
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
     def exclude(self, work: Callable[[], T], phase: str) -> T:
-        """Do something that is no part of a step's time, and count it to a phase."""
+        """Do work that is no part of a step's time, and count its seconds to a phase."""
         began = time.perf_counter()
         result = work()
         taken_s = time.perf_counter() - began
@@ -54,16 +54,17 @@ class StepTimer:
         return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
-        """(total, fetching data) since `reset`, per step up to this one."""
+        """(total, fetching data) in seconds per step, from `reset` up to this step."""
         steps = step - self.first_step
         return (time.perf_counter() - self.began) / steps, self.data_s / steps
 
 
 class RunLogger:
-    """Opened once the run is known to go on from `step`; drops what earlier generations recorded past it.
+    """Reports a run. Drops the records of earlier generations past the step from which the run goes on.
 
-    `is_main` is true on rank 0 alone, for what is reported once and not in every run folder. No file that
-    cannot be written ends the run: one line says so, and its content is kept and tried again.
+    Open it once that step is known. `is_main` is true on rank 0 alone, for reports that are made once and not
+    in every run folder. No file that cannot be written ends the run: one line says so, and its content is
+    kept and retried.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class RunLogger:
             self.history.note_missing(recorded + 1, start.logged_step)
 
     def replay(self, path: Path, step: int) -> None:
-        """Tell the sinks what earlier generations recorded up to `step`."""
+        """Give the sinks the records of earlier generations up to `step`."""
         try:
             for record in read_records(path):
                 if record["step"] <= step:
@@ -144,7 +145,7 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """What is going to happen; in a restart only what happened to the generation before."""
+        """Log what is going to happen; in a restart, only how the generation before ended."""
         if self.previous_end:
             log.log(logging.WARNING if self.is_main else logging.INFO, "%s", self.previous_end)
         if self.start.is_restart:
@@ -206,7 +207,7 @@ class RunLogger:
         self.history.note_step(stats.step, stats.step_s, phases)
 
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
-        """The update of a step, which has read these windows, was left out, as `count` by now."""
+        """Record that a step's update, from these windows, was left out; it is the `count`-th such update."""
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.content["updates_skipped"] = count
 
@@ -228,7 +229,7 @@ class RunLogger:
     def ended(
         self, step: int, stopped_by: str | None, snapshots: str, phases: dict[str, float] | None = None
     ) -> None:
-        """The run stands at `step`, durably. Raises SupersededError."""
+        """Report that the run stands at `step`, durably. Raises SupersededError."""
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
@@ -248,9 +249,9 @@ class RunLogger:
 
 
 def is_reported(run_dir: Path) -> bool:
-    """Whether run.json of a run that stands at its last step says so, as far as it can be read.
+    """Whether run.json of a run at its last step records its end, as far as run.json can be read.
 
-    A folder that has nothing but snapshots, a copy say, needs no report.
+    A folder that holds only snapshots, such as a copy, needs no report.
     """
     if not (run_dir / "run.json").exists():
         return not (run_dir / "metrics.jsonl").exists()
@@ -259,13 +260,13 @@ def is_reported(run_dir: Path) -> bool:
 
 
 def describe_strategy(trainer: TrainerConfig) -> str:
-    """What is sharded, if anything is."""
+    """A few words on what is sharded; empty if nothing is."""
     if trainer.parallel == "fsdp":
         return " (fsdp)"
     return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""
 
 
 def describe_part(part: CharDataset) -> str:
-    """Its tokens, and the files that hold them."""
+    """The number of the part's tokens, and of the files that hold them."""
     files = f" in {plural(part.tokens.file_count(), 'file')}" if isinstance(part.tokens, TokenShards) else ""
     return f"{len(part.tokens):,} tokens{files}"

@@ -1,4 +1,4 @@
-"""timeline.png: what a run did when, and what happened to it, host by host; from its run.json alone."""
+"""timeline.png: what a run did when, and what happened to it, host by host; drawn from its run.json alone."""
 
 import re
 import textwrap
@@ -10,7 +10,7 @@ from typing import Any
 from mingpt.base.files import check_json, read_json
 from mingpt.report.history import PHASES, Generation, History, plural
 
-# The phases of a bar, in their order; a run.json that was written before they were measured has the last one.
+# The phases of a bar, in their order. A run.json older than these measurements has only the last one.
 COLORS = {
     "start": "#a8b3bf",
     "steps done twice": "#e07b73",
@@ -21,12 +21,12 @@ COLORS = {
 }
 ORDERLY, FAULT = "#2b5c8f", "#b3261e"
 UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
-MAX_NAMES = 30  # of hosts
+MAX_NAMES = 30  # host names on the axis
 Edges = list[list[float]]  # (generations, phases + 1): where phases begin and end on the axis, in seconds
 
 
 def split(generation: Generation, done: int) -> list[float]:
-    """The seconds of each phase in COLORS, after generations that have done `done` steps."""
+    """The seconds of each phase in COLORS; `done` is the highest step that earlier generations reached."""
     seconds = generation.seconds or max(0.0, generation.seen - generation.began)
     if not generation.phases:
         return [0.0, 0.0, 0.0, 0.0, 0.0, seconds]
@@ -38,7 +38,7 @@ def split(generation: Generation, done: int) -> list[float]:
 
 
 def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float, float, float]]]:
-    """Where the phases lie on an axis of seconds, and (left, width, seconds) of the pauses cut out of it.
+    """The edges of the phases on an axis of seconds, and the pauses cut out of it as (left, width, seconds).
 
     A pause in which nothing ran is cut out if it is longer than an average generation.
     """
@@ -66,12 +66,12 @@ def shorten(end: str) -> str:
 
 
 def unit_of(seconds: float) -> str:
-    """The largest unit of which there are three."""
+    """The largest unit of which `seconds` holds at least three."""
     return next((name for name, unit_s in UNITS.items() if seconds >= 3 * unit_s), "seconds")
 
 
 def draw_timeline(figure: Any, run_dir: Path) -> None:
-    """Draw a run on an empty figure of matplotlib's. Raises OSError or BadJson for its run.json."""
+    """Draw a run on an empty figure of matplotlib's. Raises OSError or BadJson if run.json is unusable."""
     from matplotlib.ticker import MaxNLocator
 
     history = check_json(read_json(run_dir / "run.json"), History)
@@ -99,14 +99,14 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
     name = run_dir.resolve().name
     figure.suptitle(f"{name}: goodput {history.goodput:.1%}, {told}", parse_math=False)
     handles, labels = axes.get_legend_handles_labels()
-    legend = dict(zip(labels, handles, strict=True))  # one of each phase
+    legend = dict(zip(labels, handles, strict=True))  # each phase once
     figure.legend(
         legend.values(), legend.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
 
 
 def draw_bars(axes: Any, generations: Sequence[Generation], edges: Edges, hosts: Sequence[str]) -> None:
-    """A bar for each generation and host, and a mark where a host came or went between two generations."""
+    """Draw a bar for each generation and host, and a mark where a host came or went between generations."""
     came, went = [], []
     for lane, host in enumerate(hosts):
         is_there = [host in (one.hosts or hosts[:1]) for one in generations]
@@ -127,10 +127,10 @@ def draw_bars(axes: Any, generations: Sequence[Generation], edges: Edges, hosts:
 
 
 def draw_ends(axes: Any, generations: Sequence[Generation], edges: Edges) -> None:
-    """Mark how generations ended; from the last one on, those are named for which there is room."""
+    """Mark how generations ended; names as many ends as there is room for, the last ones first."""
     ends = [(edge[-1], one.end) for one, edge in zip(generations, edges, strict=True) if one.end != "running"]
     colors = [ORDERLY if re.match("finished|stopped|.* joined$", how) else FAULT for _, how in ends]
-    # Many ends are marked above the lanes, few of them through all lanes.
+    # If there are many ends, their marks are above the lanes, else they cross all lanes.
     lowest = 1.0 if len(ends) > 60 else 0.0
     style = {"transform": axes.get_xaxis_transform(), "clip_on": False}
     axes.vlines([x for x, _ in ends], lowest, 1.03, colors, linewidth=1, **style)

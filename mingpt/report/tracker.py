@@ -1,7 +1,7 @@
-"""Sinks that hand values to a package in a thread of its own: it may fail, block for ever or be absent.
+"""Sinks that hand values to a package in its own thread: the package may fail, block for ever or be absent.
 
 TensorBoard reads run_dir/tensorboard. An experiment tracker is a package with `init`, `log(values, step=...)`
-and `finish`, as wandb has them.
+and `finish`, like wandb.
 """
 
 import contextlib
@@ -21,36 +21,36 @@ from mingpt.base.files import reason_of
 from mingpt.report.files import read_records
 from mingpt.report.metrics import RunInfo, Sink, Values
 
-MAX_QUEUED = 2000  # records; what comes while so many wait is left out
-CLOSE_S = 5.0  # that the end of a run waits at most
+MAX_QUEUED = 2000  # records; while so many wait, new ones are dropped
+CLOSE_S = 5.0  # the end of a run waits at most so long
 Task = Callable[[], None]
 log = logging.getLogger(__name__)
 
 
 class Destination(Sink):
-    """What a follower hands its values to.
+    """A place that a follower hands its values to.
 
     All methods are called in one thread, `open` first. They may raise anything, and block.
     """
 
-    label = ""  # names it in messages
+    label = ""  # the destination's name in messages
 
     def open(self, step: int) -> int:
-        """Make ready for values past `step`. Returns the first step whose values it lacks."""
+        """Make ready for values past `step`. Returns the first step whose values the destination lacks."""
         raise NotImplementedError
 
 
 class Follower(Sink):
     """Hands values to a destination in a thread of its own.
 
-    Whatever happens there, the run goes on: one line says so, and the destination gets no more values. A
-    call returns at once, but for `close` (CLOSE_S at most).
+    If the destination fails, the run goes on: one line says so, and the destination gets no more values. All
+    calls return at once, except `close`, which takes at most CLOSE_S.
     """
 
     def __init__(self, run: RunInfo, destination: Destination) -> None:
         self.run, self.destination = run, destination
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self.is_over = False  # it has failed, or was closed
+        self.is_over = False  # whether the destination has failed or was closed
         self.is_reported = False
         self.thread = threading.Thread(target=self._work, name=destination.label, daemon=True)
         self.thread.start()
@@ -77,18 +77,18 @@ class Follower(Sink):
         self.tasks.put(task)
 
     def _work(self) -> None:
-        """Follow the run. Raises nothing: a line says why it has failed."""
+        """Follow the run. Raises nothing: a line says why the destination has failed."""
         try:
             self._follow()
         except ModuleNotFoundError as error:
             name = str(error.name).split(".")[0]
             self._report(f"needs the package {name}, which is not installed: the run goes on without it")
-        except BaseException as error:  # a package's own, SystemExit too, and no reason to end a run
+        except BaseException as error:  # any error of the package, even SystemExit, must not end a run
             self._report(f"has failed ({reason_of(error)[:200]}): the run goes on without it")
         self.is_over = True
 
     def _follow(self) -> None:
-        """Open the destination, do the tasks in their order, close it."""
+        """Open the destination, do the tasks in their order, and close it."""
         self._add_missing(self.destination.open(self.run.first_step))
         for task in iter(self.tasks.get, None):
             if not self.run.may_write():
@@ -102,23 +102,23 @@ class Follower(Sink):
         lacks_none = first_missing > last_step or last_step == 0  # the records of step 0 come again
         for record in read_records(self.run.run_dir / "metrics.jsonl"):
             if lacks_none or record["step"] > last_step:
-                return  # what follows is of this generation
+                return  # the records that follow are this generation's
             if record["step"] >= first_missing:
                 values = {name: value for name, value in record.items() if name != "step"}
                 self.destination.log(record["step"], values)
 
     def _report(self, what: str) -> None:
-        """Say once what is wrong."""
+        """Log what is wrong, once."""
         if not self.is_reported:
             self.is_reported = True
             log.warning("%s %s", self.destination.label, what)
 
 
 class TensorBoard(Destination):
-    """Scalars under their names in metrics.jsonl, samples as text, the start of each generation as a mark.
+    """Scalars under their names in metrics.jsonl, samples as text, and a mark where each generation starts.
 
-    Each generation appends a file. What earlier files hold past the step from which it goes on stays there,
-    and TensorBoard does not show it (`purge_step`).
+    Each generation appends a file. Values in earlier files past the step from which it goes on stay there,
+    and TensorBoard does not show them (`purge_step`).
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -130,7 +130,7 @@ class TensorBoard(Destination):
         from torch.utils.tensorboard import SummaryWriter
 
         is_new = not self.folder.exists()
-        first_step = step + 1 if step else 0  # what was logged at step 0 comes again
+        first_step = step + 1 if step else 0  # the values of step 0 come again
         self.writer = SummaryWriter(str(self.folder), purge_step=first_step)
         self.writer.add_scalar("generation", self.run.generation, step)
         if self.run.previous_end:
@@ -140,10 +140,10 @@ class TensorBoard(Destination):
     def log(self, step: int, values: Values) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # a worker that is killed loses nothing of it
+        self.writer.flush()  # so that a killed worker loses no values
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        self.writer.add_text(name, textwrap.indent(text, "    "), step)  # Markdown shows it as it is
+        self.writer.add_text(name, textwrap.indent(text, "    "), step)  # shown verbatim in Markdown
 
     def close(self) -> None:
         self.writer.close()
@@ -152,29 +152,29 @@ class TensorBoard(Destination):
 class Tracker(Destination):
     """One run of the tracker for the whole run: a later generation goes on with it, by the run's id.
 
-    A step that the tracker has is not sent again, and one that it lacks comes from metrics.jsonl. Credentials
-    and where the values are kept are the package's own matter, and <PACKAGE>_PROJECT is obeyed.
+    Steps that the tracker has are not sent again, and steps that it lacks come from metrics.jsonl. The
+    package itself looks after credentials and where the values are kept, and <PACKAGE>_PROJECT is obeyed.
     """
 
     def __init__(self, run: RunInfo, package: str) -> None:
         self.run, self.package, self.label = run, package, f"report.tracker={package}"
         self.module: Any = None
-        self.first_step = 0  # that the tracker lacks
+        self.first_step = 0  # the first step that the tracker lacks
 
     def open(self, step: int) -> int:
-        os.environ.setdefault("WANDB_CONSOLE", "off")  # it would read along what the run writes to stderr
+        os.environ.setdefault("WANDB_CONSOLE", "off")  # wandb would capture what the run writes to stderr
         self.module = importlib.import_module(self.package)
-        # LossPlot imports it in another thread, and trackio drops all values while that is under way.
-        with contextlib.suppress(ImportError):  # LossPlot says so
+        # Import matplotlib here: while LossPlot imports it in another thread, trackio drops all values.
+        with contextlib.suppress(ImportError):  # LossPlot reports it
             importlib.import_module("matplotlib.backends.backend_agg")
             importlib.import_module("matplotlib.figure")
         tracked = self.module.init(**self.init_arguments())
-        # trackio has no public name for it.
+        # trackio has no public name for the next step.
         self.first_step = getattr(tracked, "step" if self.package == "wandb" else "_next_step", 0)
         return self.first_step
 
     def init_arguments(self) -> dict[str, Any]:
-        """Return what the package's `init` is given."""
+        """The arguments of the package's `init`."""
         folder = self.run.run_dir.resolve()
         project = re.sub(r"[^\w.-]+", "-", folder.parent.name).strip("-")
         arguments = {
@@ -189,7 +189,7 @@ class Tracker(Destination):
 
     def log(self, step: int, values: Values) -> None:
         if step >= self.first_step:
-            # The number of the generation in each record shows where one ended.
+            # The generation's number in each record shows where a generation ended.
             self.module.log({**values, "generation": self.run.generation}, step=step)
 
     def log_text(self, step: int, name: str, text: str) -> None:

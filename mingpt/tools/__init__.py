@@ -1,4 +1,4 @@
-"""Commands of their own, `python -m mingpt COMMAND`: verify, doctor, plan, prepare and export.
+"""The commands `python -m mingpt COMMAND`: verify, doctor, plan, prepare and export.
 
-Nothing in the other rooms knows them.
+No other room imports this one.
 """

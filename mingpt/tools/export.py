@@ -86,7 +86,7 @@ print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0]
 
 There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."""
 EXAMPLE_TOKENS = 200  # at most
-# That GPT's shape depends on, and whose defaults another run need not have.
+# The settings that GPT's shape depends on; the defaults of another run may differ.
 MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
 NAMES = {
     "train/loss": "training loss, nats per token",
@@ -96,10 +96,10 @@ NAMES = {
 
 
 def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, prompt: str | None) -> str:
-    """The card as Markdown, of a run with this manifest.
+    """The model card of a run with this manifest, as Markdown.
 
-    `parameters` counts a matrix once that is used twice, `prompt` is what the example continues; without a
-    tokenizer, it is None.
+    `parameters` counts a matrix once even if it is used twice. `prompt` is the text that the example
+    continues; None without a tokenizer.
     """
     given = flatten(dict(manifest["config"]))
     figures: dict[str, Any] = {
@@ -132,13 +132,13 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
 
 
 def result_settings(given: Mapping[str, Any]) -> Any:
-    """{key: value} of the settings that can change the result, URLs without credentials."""
+    """{key: value} of the settings that can change the result, with URLs without credentials."""
     known = settings().items()
     return redact_all({key: given[key] for key, setting in known if setting.affects_result and key in given})
 
 
 def quoted(text: str) -> str:
-    """One line of code in a cell of a table; URLs without credentials."""
+    """The text as one line of code for a cell of a table, with URLs without credentials."""
     plain = " ".join(redact(text).split())
     return "`" + plain.replace("`", "'").replace("|", "\\|") + "`"
 
@@ -154,10 +154,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(run: str, out: str) -> str:
-    """Write the newest snapshot of a run, or this one; returns lines that say so.
+    """Write the newest snapshot of a run, or the snapshot `run`; returns lines that report it.
 
-    The folder is filled under another name and gets its own when it is durable. Raises UserError if there is
-    one that is not empty, or if it cannot be written.
+    The folder is filled under another name and gets its own name when it is durable. Raises UserError if
+    there is already a folder that is not empty, or if it cannot be written.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -183,7 +183,7 @@ def export(run: str, out: str) -> str:
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
-    """Write all files into a folder that is there; returns the name of transformers' class."""
+    """Write all files into an existing folder; returns the name of transformers' class."""
     config, tensors = snapshot.config, snapshot.tensors("model.")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     content = tokenizer.to_tokenizer_json() if tokenizer else None
@@ -212,13 +212,13 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
     model.tie_weights()
     model.generation_config.pad_token_id = end
     model.save_pretrained(folder, max_shard_size="1TB")
-    # safetensors lets nobody else read it.
+    # safetensors creates the file without read permission for other users.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
     return CLASSES[arch]
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:
-    """The content of tokenizer_config.json, for a tokenizer.json and its token that ends a text."""
+    """The content of tokenizer_config.json; `end` is the id of the token that ends a text."""
     added = {one["id"]: one["content"] for one in json.loads(content).get("added_tokens") or []}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

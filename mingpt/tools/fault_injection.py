@@ -1,8 +1,8 @@
-"""The workers of verify: train.py with faults at the events that a plan names.
+"""The workers of verify: train.py with faults injected at the events that a plan names.
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
-FOLDER/plan.json holds the kills, and how to sabotage the run, if at all.
+FOLDER/plan.json holds the kills, and the sabotage of the run if there is any.
 """
 
 import json
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS, SABOTAGED_STEP = 48, 40
-SNAPSHOT_FILES = 2  # of tensors: weights and optimizer
+SNAPSHOT_FILES = 2  # tensor files of a snapshot: weights and optimizer
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Worker `rank` (modulo their number) gets SIGKILL in this phase of the first step from `step` on.
+    """A kill: worker `rank` gets SIGKILL in this phase of the first step from `step` on.
 
-    In a save, modulo the number of workers that write a file. After that the job goes on with `workers`
-    workers and this strategy.
+    `rank` counts modulo the number of workers; in a save, modulo the number of workers that write a file.
+    After the kill the job goes on with `workers` workers and this strategy.
     """
 
     phase: str
@@ -41,12 +41,12 @@ class Kill:
 
 
 def marker(folder: Path, number: int) -> Path:
-    """A file that tells that a kill of the plan was done."""
+    """The file whose existence shows that a kill of the plan was done."""
     return folder / f"killed-{number}"
 
 
 class FaultInjector:
-    """In a worker: kills it at the events that the plan names, and sabotages what it is told to."""
+    """Runs in a worker: kills it at the events that the plan names, and does the plan's sabotage."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class FaultInjector:
                 events.subscribe(name, getattr(self, f"on_{name}"))
 
     def kill_if_due(self, phase: str, step: int) -> None:
-        """Die here if the next kill of the plan says so; its mark outlives the process."""
+        """Kill this process if the next kill of the plan is due; the marker file outlives the process."""
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
                 continue
@@ -72,7 +72,7 @@ class FaultInjector:
 
     def on_worker_start(self, launch: Launch) -> None:
         self.rank, self.workers = launch.rank, launch.world_size
-        self.kill_if_due("start-up", STEPS)  # a start-up has no step: it follows the kill before it
+        self.kill_if_due("start-up", STEPS)  # a start-up has no step: its kill is due after the one before
 
     def on_run_start(self, state: Any, strategy: Any) -> None:
         self.step = state.step
@@ -94,12 +94,12 @@ class FaultInjector:
         self.kill_if_due("evaluation", step)
 
     def on_file_progress(self, name: str, written: int, size: int) -> None:
-        """A save dies with half of a tensor file written."""
+        """Kill a save when half of a tensor file is written."""
         if name.endswith(".safetensors") and 2 * written >= size:
             self.kill_if_due("save", self.step)
 
     def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
-        """(a + b) + (c + d) and so on become a sum in another order: two partial sums change places."""
+        """Change the order of the sum (a + b) + (c + d) and so on: two partial sums change places."""
         if self.sabotage == "sum" and self.step == SABOTAGED_STEP and len(sums) == 3:
             for left, right in zip(sums[0][2], sums[2][2], strict=True):
                 saved = left.clone()
@@ -108,7 +108,7 @@ class FaultInjector:
 
 
 def run_worker(folder: Path, argv: list[str]) -> None:
-    """train.py with faults injected."""
+    """Run train.py with faults injected."""
     FaultInjector(folder)
     with Worker() as worker:
         config = build(dict(word.split("=", 1) for word in argv))

@@ -1,4 +1,4 @@
-"""Whole jobs, started and watched from outside; for verify, tests and benchmarks. Linux only."""
+"""Whole jobs, started and watched from outside, for verify, tests and benchmarks. Linux only."""
 
 import hashlib
 import os
@@ -18,19 +18,19 @@ POLL_S = 0.01
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment without what a launcher or a user may have left in it."""
+    """This process's environment without variables that launchers or users may have set, and with `more`."""
     dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|MINGPT)_.*")
     return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
 
 
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:
-    """The beginning of a command line; a program and its arguments follow."""
+    """The beginning of a torchrun command; a program and its arguments follow."""
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     return [*command, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Whether a process runs; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -71,7 +71,7 @@ class Job:
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
             if b"train.py" in words and is_alive(pid):
                 found.append(pid)
         return sorted(found)
@@ -80,7 +80,7 @@ class Job:
         return self.process.poll() is None
 
     def wait(self, timeout_s: float = 120) -> int:
-        """The exit code. Kills the job and raises TimeoutError if it does not end in time."""
+        """Wait for the exit code. Kills the job and raises TimeoutError if the job does not end in time."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -105,12 +105,12 @@ class Job:
             time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """SIGKILL for the command and everything it started."""
+        """Send SIGKILL to the command and to all processes that it started."""
         for pid in [*descendants(self.pid), self.pid]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # it ended by itself
+                pass  # the process has ended by itself
         self.process.wait()
 
     def out(self) -> str:
@@ -121,7 +121,7 @@ class Job:
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """run.json, or what stands for it before there is one."""
+    """The content of run.json, or a content in its place while there is none."""
     try:
         return dict(read_json(run_dir / "run.json"))
     except OSError:
@@ -129,9 +129,9 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 
 
 def tensor_hash(run_dir: Path, step: int | None = None) -> str:
-    """`sha256` of the manifest of a step, of the newest by default, but from the tensor files themselves.
+    """The `sha256` of a step's manifest, computed from the tensor files; by default of the newest step.
 
-    That is the SHA-256 of their own, in the manifest's order. "none" if there is no such snapshot.
+    It is the SHA-256 of the files' own hashes, in the manifest's order. "none" if there is no such snapshot.
     """
     folder = run_dir / "snapshots"
     manifests = sorted(folder.glob("step_*.json" if step is None else f"step_{step:08d}.json"))

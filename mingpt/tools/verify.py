@@ -39,7 +39,7 @@ SETTINGS = {
     "trainer.eval_every": 8, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.device": "cpu",
     "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
 }  # fmt: skip
-# What a job may change whenever it starts, besides the number of its workers.
+# Settings that a job may change whenever it starts, besides the number of its workers.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"trainer.parallel": "ddp", "trainer.shard_optimizer": False},
     "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},
@@ -50,7 +50,7 @@ TIMINGS = ("step_s", "data_s", "tokens_per_s")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind."""
+    """The results of a run."""
 
     tensors: str  # SHA-256 of the last snapshot's tensor file
     audit: str
@@ -76,7 +76,7 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 def train(
     folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], sabotage: str = ""
 ) -> None:
-    """A whole run, killed as planned, at first under ddp.
+    """Train a whole run, killed as planned, at first under ddp.
 
     torchrun is started again for each change of the number of workers or of the strategy. Raises RuntimeError
     if it fails.
@@ -111,7 +111,7 @@ def train(
             orphans = children(job.pid)
             os.kill(job.pid, signal.SIGKILL)
             job.wait()
-            while any(is_alive(pid) for pid in orphans):  # they notice that their agent is gone
+            while any(is_alive(pid) for pid in orphans):  # workers notice that their agent is gone
                 time.sleep(0.02)
             done, workers, strategy = change + 1, kills[change].workers, kills[change].strategy
         elif job.process.returncode == 0:
@@ -155,7 +155,7 @@ def find_problems(
     config: Config,
     sabotage: str = "",
 ) -> tuple[list[str], list[str]]:
-    """Train disturbed; returns what is wrong, if anything, and lines on what happened."""
+    """Train disturbed; returns the problems, if there are any, and lines on what happened."""
     folder = work / f"seed-{seed}"
     try:
         train(folder, workers[0], kills, SETTINGS | {"data.path": config.data.path}, sabotage)
@@ -184,7 +184,7 @@ def find_problems(
 
 
 def expected_audit(config: Config) -> str:
-    """From the configuration and the text alone; also checks that an epoch reads each window once."""
+    """The audit chain that configuration and text give; also checks that an epoch reads each window once."""
     from mingpt.data import make_corpus, read_bytes
     from mingpt.training.audit import each_window_once, recompute
 
@@ -196,7 +196,7 @@ def expected_audit(config: Config) -> str:
 
 
 def train_undisturbed(work: Path) -> tuple[Config, Outcome]:
-    """By one worker, over the first characters of the embedded text: a few epochs of it."""
+    """Train with one worker on the first characters of the embedded text, for a few epochs."""
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
     config = build(SETTINGS | {"data.path": str(text)})

@@ -1,8 +1,8 @@
-"""What the workers were really fed, as a chain of hashes that configuration and text determine.
+"""The audit: a chain of hashes of the tokens that the workers really got, which config and text determine.
 
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
 all ranks since the last one are gathered and chained, step by step in the order of the micro-batches, into
-one digest that the manifest carries. Until then a micro-batch takes some 200 bytes of memory.
+one digest, which the manifest carries. Until then a micro-batch takes some 200 bytes of memory.
 """
 
 import functools
@@ -16,7 +16,7 @@ from mingpt.config import Config
 from mingpt.data import CharDataset, ElasticSampler
 from mingpt.distributed import DistributedContext
 
-ANOTHER_RANKS = bytes(32)  # in place of the digest of a micro-batch that another rank computes
+ANOTHER_RANKS = bytes(32)  # stands for the digest of a micro-batch that another rank computes
 START = hashlib.sha256(b"no step yet").hexdigest()
 
 
@@ -27,12 +27,12 @@ def digest(inputs: Tensor, targets: Tensor) -> bytes:
 
 
 def extend(chain: str, step: bytes) -> str:
-    """The chain after one more step, whose micro-batches have these concatenated digests."""
+    """The chain after one more step; `step` is its micro-batches' digests, concatenated."""
     return hashlib.sha256(bytes.fromhex(chain) + step).hexdigest()
 
 
 class Audit:
-    """One rank's digests since the last snapshot, and the chain up to that."""
+    """One rank's digests since the last snapshot, and the chain up to that snapshot."""
 
     def __init__(self, chain: str, micro_batches: int) -> None:
         self.chain, self.micro_batches = chain, micro_batches
@@ -49,7 +49,7 @@ class Audit:
 
     def gather_chain(self, context: DistributedContext) -> Callable[[], str]:
         """The chain up to now, as a function for any thread that waits for it. Collective."""
-        self.chain = self.pending()  # the last one, which is complete by now
+        self.chain = self.pending()  # the last chain, which is complete by now
         before, steps = self.chain, len(self.steps)
         digests = b"".join(
             step.get(number, ANOTHER_RANKS) for step in self.steps for number in range(self.micro_batches)
@@ -57,7 +57,7 @@ class Audit:
         self.steps = []
         if not digests:
             return self.pending
-        # A sum, since every entry is zero on all ranks but one.
+        # A sum gathers the digests, since every entry is zero on all ranks but one.
         summed = context.all_reduce_async(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
 
         @functools.cache
@@ -74,7 +74,7 @@ class Audit:
 def make_sampler(
     config: Config, dataset: CharDataset, num_replicas: int = 1, rank: int = 0, takes_turns: bool = False
 ) -> ElasticSampler:
-    """The windows that are trained on, as one rank of several reads them, from the first one."""
+    """The sampler of the training windows, from the first window on, as one rank of several reads them."""
     return ElasticSampler(
         dataset,
         batch_size=config.trainer.batch_size,
@@ -87,7 +87,7 @@ def make_sampler(
 
 
 def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
-    """The chain that a run of this configuration over this text must have after so many steps."""
+    """The chain that a run of this configuration on this text must have after so many steps."""
     size, batch_size = config.trainer.micro_batch_size, config.trainer.batch_size
     sampler = make_sampler(config, dataset)
     chain = START

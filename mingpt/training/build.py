@@ -1,4 +1,4 @@
-"""Builds what is trained, from snapshot, weights or seed: model, parallel strategy, optimizer, position."""
+"""Builds the state to train from snapshot, weights or seed: model, strategy, optimizer, place in the data."""
 
 import functools
 import logging
@@ -37,8 +37,8 @@ def build_run(
 ) -> tuple[TrainState, ElasticSampler, Environment, str]:
     """The state from a snapshot, other weights (on rank 0), or seed. Raises UserError. Collective.
 
-    Also the sampler, what the bits depend on, and whether the model is compiled, and why; the last is empty
-    where nothing is to be trained.
+    Also returns the sampler, the environment that the bits depend on, and a sentence on whether and why the
+    model is compiled, which is empty if there is nothing to train.
     """
     trainer, corpus, environment = config.trainer, start.corpus, start.environment
     if trainer.parallel == "fsdp" and context.device.type == "mps":
@@ -65,7 +65,7 @@ def build_run(
     )
     strategy = strategy_class(setup)
     model.init_buffers()
-    exchange = Exchange(  # how the optimizer's part of a rank meets those of the others
+    exchange = Exchange(  # how a rank's part of the optimizer communicates with the others' parts
         context.rank,
         context.world_size,
         strategy.updates_are_sharded,
@@ -99,9 +99,9 @@ def init_weights(
     context: DistributedContext,
     start: StartPoint,
 ) -> None:
-    """Weights drawn by name from the seed, or the initial ones of rank 0; one after the other. Collective.
+    """Set each weight in turn, drawn by name from the seed or taken from rank 0's initial ones. Collective.
 
-    All ranks get rank 0's, since those drawn from one seed may differ between kinds of machines.
+    All ranks get rank 0's weights, since weights drawn from one seed may differ between kinds of machines.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts, first = state.strategy.shapes, state.tensors(), state.first_rows()
@@ -126,7 +126,7 @@ def prepare_forward(
     strategy: Strategy,
     compiles: bool,
 ) -> bool | str:
-    """Give the strategy the loss, compiled if it is to be. Returns whether it is, as Environment has it."""
+    """Give the strategy the loss module, compiled if `compiles`. Returns Environment's `compiled`."""
     forward: Any = LossModule(model)
     if compiles and strategy.weights_are_sharded:
         strategy.prepare(forward)
@@ -140,13 +140,13 @@ def prepare_forward(
 
 
 def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
-    """The compiled loss, or None if any rank fails, and whether gradients are static."""
+    """(compiled loss, or None if any rank fails; whether gradients are static). Collective."""
     shape = config.trainer.micro_batch_size, config.data.block_size
     example = torch.zeros(shape, dtype=torch.long, device=context.device)
     autocasts = functools.partial(autocast, context.device, context.dtype)
     graphs = config.trainer.reduction == "exact"
     work = functools.partial(compile_model, loss, example, autocasts, graphs=graphs)
-    # The first worker of a node fills the compiler's cache for the others; it is of no use to another GPU.
+    # The first worker of a node fills the compiler's cache for the others. Another GPU cannot use it.
     is_first = context.launch.local_rank == 0 or context.device.type == "cuda"
     early = context.heartbeat_while(lambda: work() if is_first else import_compiler())
     result = context.heartbeat_while(lambda: early or work())
@@ -157,8 +157,8 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, loss: Loss
 def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
     """Whether the blocks are compiled: on all ranks or on none, so that all compute with the same kernels.
 
-    Each rank first tries one that is not sharded: a rank whose compiler fails inside a forward pass of all
-    ranks would leave the others waiting.
+    Each rank first compiles one block that is not sharded: a compiler that fails on one rank inside a forward
+    pass of all ranks would leave the others waiting.
     """
     trainer = config.trainer
     x = torch.zeros(
@@ -175,9 +175,9 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 
 
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
-    """One line on what besides the configuration could change the bits."""
+    """Log one line if something besides the configuration could change the bits."""
     now = asdict(environment)
-    then = {"numerics": 1} | then  # at first it was not recorded
+    then = {"numerics": 1} | then  # the first snapshots did not record it
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(

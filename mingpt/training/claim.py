@@ -1,13 +1,13 @@
-"""One job at a time writes to a place: a run folder, or the folder or URL of its snapshots.
+"""Claims: one job at a time writes to a place: a run folder, or the folder or URL of its snapshots.
 
-A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: of several
-jobs that try, one succeeds. The newest claim counts. It holds until it is released, while one of the job's
+A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: if several
+jobs try, one succeeds. The newest claim counts. It holds until the job releases it, while one of the job's
 agents lives on this machine, or for LEASE_S after another machine has last seen it renewed. A later
-generation of the same job, which shares an agent with the one before, takes over at once. Where a job falls
-into parts that do not reach each other, the part that claims the place goes on.
+generation of the same job, which shares an agent with the one before, takes over at once. If a job falls into
+parts that do not reach each other, the part that claims the place goes on.
 
-The rank that writes to a place holds the claim to it for the whole job. Whether the place is still its own is
-one question, `Claim.check`, asked before each record and each manifest.
+The rank that writes to a place holds the claim to it for the whole job. Before each record and each manifest
+it asks `Claim.check` whether the place is still its own.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from mingpt.snapshot import Process, SnapshotStore, this_process
 from mingpt.snapshot.store import NO_ROOM
 from mingpt.training.run_folder import RunFolder, refuse_where_it_fails
 
-LEASE_S = 20.0  # after which another job takes over from one that shows no sign of life
-RENEW_S = 5.0  # between such signs
-RECHECK_S = 0.5  # between two looks at the claim to a run folder for what is no record
+LEASE_S = 20.0  # another job takes over a claim that has not been renewed for so long
+RENEW_S = 5.0  # between two renewals
+RECHECK_S = 0.5  # between two checks of the claim to a run folder, except before records
 POLL_S = 0.5
 FILE_NAME = re.compile(r"claim-([0-9]{6,})\.json")
-# Their drivers create an object only if it is absent; with others the last of several writers has the claim.
+# The drivers of these schemes create an object only if it is absent. With others the last writer wins.
 CONDITIONAL_CREATE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A job that claims: its agents, the first of which it is named after."""
+    """A job that holds a claim, and its agents."""
 
     agents: tuple[Process, ...]
-    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # later generations keep that of the first
-    # In seconds since 1970.
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # later generations keep the first one's
+    # When the job made its first claim, in seconds since 1970.
     since: Annotated[float, pydantic.Field(strict=True, ge=0, lt=2**33)] = field(default_factory=time.time)
     started: pydantic.StrictBool = False  # the job has passed the checks of its start
-    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # another one each time it is renewed
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)  # each renewal draws another one
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def is_alive(self) -> bool | None:
-        """Whether an agent lives; None if that cannot be seen from this machine."""
+        """Whether an agent is alive; None if this machine cannot tell."""
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
             return True
@@ -69,14 +69,14 @@ class Holder:
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """Who it is, and since when."""
+        """The job, its processes and since when it holds the claim, as part of a sentence."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
 
 
 def parse_holder(content: bytes) -> Holder:
-    """The inverse of `to_json`; a holder without agents for anything else."""
+    """The holder that `to_json` wrote; for any other content, a holder without agents."""
     try:
         return check_json(parse_json(content), Holder)
     except BadJson:
@@ -84,10 +84,11 @@ def parse_holder(content: bytes) -> Holder:
 
 
 class Claim:
-    """The claim of one job to one place; `what` is the place in a sentence.
+    """The claim of one job to one place; `what` names the place in a sentence.
 
-    It is this rank's own after `acquire`, and renewed in the background until `release`. Where another rank
-    of the job has acquired it, this one watches it: it then has the `number` and the `holder` of that.
+    After `acquire` the claim is this rank's own, and renewed in the background until `release`. If another
+    rank of the job has acquired the claim, this rank watches it: `number` and `holder` are then the other
+    rank's.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class Claim:
         self.store, self.what, self.lease_s = SnapshotStore(url), what, lease_s
         self.number, self.holder = number, holder  # of the job's claim; 0 and None without one
         self.is_watched = number > 0
-        self.was_started = False  # by an earlier generation of this job
-        self.lock = threading.Lock()  # of renewing and releasing
+        self.was_started = False  # whether an earlier generation of this job has passed its checks
+        self.lock = threading.Lock()  # held while the claim is renewed, marked or released
         self.released = threading.Event()
         self.is_held, self.checked_at = True, float("-inf")
 
@@ -105,9 +106,9 @@ class Claim:
         return self.store.path(f"claim-{number:06d}.json")
 
     def read_newest(self) -> tuple[int, Holder | None]:
-        """Number and holder of the newest claim; 0 and None if there is none.
+        """The number and holder of the newest claim; 0 and None if there is no claim.
 
-        Raises OSError, or whatever the driver does.
+        Raises OSError, or any other error of the driver.
         """
         for number in self.numbers():
             try:
@@ -117,22 +118,22 @@ class Claim:
         return 0, None
 
     def numbers(self) -> list[int]:
-        """The numbers of all claims there, newest first. Raises OSError, or whatever the driver does."""
+        """The numbers of all claims to the place, newest first. Raises OSError, or another driver error."""
         matches = (FILE_NAME.fullmatch(name) for name in self.store.names())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def check(self) -> None:
-        """Raise ClaimLost if the place is another job's by now, or a later generation's of this one.
+        """Raise ClaimLost if the place now belongs to another job, or to a later generation of this one.
 
-        On the machine of a rank that watches, a listing may be late: only a newer claim is a loss there. A
-        place that cannot be read now is not lost.
+        A rank that watches may get a late listing: only a newer claim is a loss there. If the place cannot be
+        read now, it does not count as lost.
         """
         if self.holder is None:
-            return  # it has been released
+            return  # the claim has been released
         try:
             number, other = self.read_newest()
         except DriverError:
-            return  # no line: a line of log.txt asks this first
+            return  # nothing is logged here: logging a line to log.txt calls this first
         is_same_job = other is not None and other.job == self.holder.job
         is_late = self.is_watched and number < self.number
         if is_late or (is_same_job and number == self.number):
@@ -157,9 +158,9 @@ class Claim:
         return self.is_held
 
     def acquire(self, holder: Holder) -> None:
-        """Claim the place, which takes the lease if a holder on another machine may be alive.
+        """Claim the place. Waits for the lease if a holder on another machine may be alive.
 
-        Raises UserError, naming the holder, if another job holds it.
+        Raises UserError, which names the holder, if another job holds the place.
         """
         while not self.number:
             newest, other = self.read_newest()
@@ -170,21 +171,22 @@ class Claim:
             elif other is not None:
                 has_ended = self.wait_for_end(newest, other, holder.job)
                 if not has_ended:
-                    continue  # it is another's by now, perhaps
+                    continue  # another job may have claimed the place meanwhile
             try:
                 self.store.files.makedirs(self.store.root, exist_ok=True)
                 self.create(newest + 1, holder)
             except OSError as error:
                 if not is_ours or error.errno not in NO_ROOM:
                     raise
-                self.number = newest  # no room for another file: the claim of the generation before serves
+                self.number = newest  # no room for another file: keep the claim of the generation before
         self.holder = holder
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
     def wait_for_end(self, number: int, other: Holder, job: str) -> bool:
-        """Whether another holder's claim ends; False if it is released or changes hands. `job` is ours.
+        """Whether another holder's claim ends; False if it is released or changes hands. `job` is our own.
 
-        Raises UserError if another job is alive. Another part of this job may renew it again and again.
+        Raises UserError if another job is alive. Another part of this job may renew its claim again and
+        again.
         """
         is_this_job, is_alive = job == other.job, other.is_alive()
         if is_alive is False:
@@ -216,7 +218,7 @@ class Claim:
         )
 
     def create(self, number: int, holder: Holder) -> None:
-        """Try to create the claim with this number, which only one job can."""
+        """Try to create the claim with this number; only one job can."""
         try:
             self.write_new(self.path(number), holder.to_json().encode())
         except FileExistsError:
@@ -225,11 +227,11 @@ class Claim:
         newest, winner = self.read_newest()
         if newest == number and winner is not None and winner.nonce == holder.nonce:
             self.number = number
-            with self.failure_logged("freed of earlier ones"):  # they no longer count
+            with self.failure_logged("freed of earlier ones"):  # earlier claims no longer count
                 for earlier in self.numbers()[1:]:
                     self.remove(earlier)
         elif newest > number:
-            self.remove(number)  # it was free only because newer claims exist, and must not count after them
+            self.remove(number)  # the number was free only because newer claims exist: the place is theirs
 
     def write_new(self, path: str, content: bytes) -> None:
         """Create a file or an object. Raises FileExistsError where the driver can tell.
@@ -254,25 +256,28 @@ class Claim:
             self.store.files.rm_file(self.path(number))
 
     def keep_renewing(self) -> None:
-        """Show every RENEW_S that the job is alive, until the claim is released."""
+        """Renew the claim every RENEW_S until it is released."""
         while not self.released.wait(RENEW_S):
             self.renew()
 
     def renew(self) -> None:
-        """The job is alive. Needs no room on the disk."""
+        """Renew the claim: it shows that the job is alive. Needs no room on the disk."""
         with self.lock, self.failure_logged("renewed"):
             if self.holder is not None and self.holds():
                 self.rewrite(replace(self.holder, nonce=uuid.uuid4().hex))
 
     def mark_started(self) -> None:
-        """Tell later generations that the job has passed the checks of its start; the store tells it, too."""
+        """Note for later generations that the job has passed the checks of its start.
+
+        The rendezvous store tells them, too.
+        """
         with self.lock, self.failure_logged("marked"):
             if self.holder is not None and self.holds():
                 self.holder = replace(self.holder, started=True)
                 self.rewrite(self.holder)
 
     def rewrite(self, holder: Holder) -> None:
-        """Write another content into the claim, in place: a file keeps its room, and is never empty."""
+        """Write other content into the claim, in place: a file keeps its room, and is never empty."""
         content = holder.to_json().encode()
         if self.store.is_local:
             with open(self.path(self.number), "r+b") as file:
@@ -282,7 +287,7 @@ class Claim:
             self.store.files.pipe_file(self.path(self.number), content)
 
     def release(self) -> None:
-        """The job has ended. Needs no room on the disk."""
+        """Release the claim at the end of the job. Needs no room on the disk."""
         self.released.set()
         with self.lock, self.failure_logged("released"):
             if self.holder is not None and self.holds():
@@ -291,7 +296,7 @@ class Claim:
 
     @contextlib.contextmanager
     def failure_logged(self, what: str) -> Iterator[None]:
-        """A claim that is left as it was ends no job: the next one waits for the lease at most."""
+        """Log an error of the driver. It ends no job: the next job waits at most for the lease."""
         try:
             yield
         except DriverError as error:
@@ -300,10 +305,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Claims:
-    """The claims of a job as one rank has them: those that it holds, and those of other ranks.
+    """The claims of a job that concern one rank: those that it holds and those that other ranks hold.
 
-    The first that it holds is to the run folder, where it keeps one. Watched are the claims of other ranks to
-    places that this one writes to, too.
+    The first claim that it holds is to the run folder, if it keeps one. It watches the claims of other ranks
+    to places that it also writes to.
     """
 
     held: Sequence[Claim]
@@ -315,12 +320,12 @@ class Claims:
         return self.held[0]
 
     def check(self) -> None:
-        """Raise ClaimLost if a place is no longer this generation's."""
+        """Raise ClaimLost if a place no longer belongs to this generation."""
         for claim in (*self.held, *self.watched):
             claim.check()
 
     def was_started(self) -> bool:
-        """Whether an earlier generation of this job had passed its checks, as far as the places tell."""
+        """Whether an earlier generation of this job has passed its checks, as far as the claims tell."""
         return any(claim.was_started for claim in self.held)
 
     def mark_started(self) -> None:
@@ -329,19 +334,22 @@ class Claims:
 
 
 def claim_places(config: Config, context: DistributedContext, folder: RunFolder) -> Claims:
-    """Claim what this rank is going to write to. Collective; raises UserError if another job holds it."""
+    """Claim the places that this rank writes to. Raises UserError if another job holds one. Collective."""
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))
     holder = Holder(tuple(dict.fromkeys(agents)), job=launch.job or uuid.uuid4().hex)
     places: list[Claim] = []
     context.exit.on_job_end(functools.partial(release_all, places, folder))
-    places += places_of(config, folder)  # which refuses a URL without a driver
+    places += places_of(config, folder)  # raises UserError for a URL without a driver
     refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     return Claims(places, watch_snapshots(config, context, folder, places))
 
 
 def places_of(config: Config, folder: RunFolder) -> list[Claim]:
-    """The run folder, and `snapshot.path` where that is somewhere else and not this process's memory."""
+    """The claims, not yet acquired, to the run folder and, if it is elsewhere, to `snapshot.path`.
+
+    A `snapshot.path` in this process's memory needs no claim.
+    """
     claims = [Claim(config.run_dir, f"run_dir {config.run_dir}")] if folder.is_kept else []
     if config.snapshot.path is not None and folder.keeps_snapshots:
         snapshots = Claim(config.snapshot.path, f"snapshot.path {config.snapshot.path}")
@@ -364,7 +372,7 @@ def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
 
 
 def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
-    """The job ends here. One that has not passed the checks of its start leaves nothing."""
+    """Release the claims at the end of a job. One that fails the checks of its start leaves nothing."""
     has_started = any(claim.holder is not None and claim.holder.started for claim in claims)
     for claim in claims:
         claim.release()
@@ -375,8 +383,8 @@ def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
 def watch_snapshots(
     config: Config, context: DistributedContext, folder: RunFolder, held: Sequence[Claim]
 ) -> list[Claim]:
-    """The claim to a folder of snapshots that all ranks see, on those that do not hold it. Collective."""
-    last = [(claim.number, claim.holder) for claim in held[-1:]]  # places_of: the snapshots'
+    """The claim to a folder of snapshots that all ranks see, on the ranks that do not hold it. Collective."""
+    last = [(claim.number, claim.holder) for claim in held[-1:]]  # places_of puts the snapshots' claim last
     last = context.broadcast_object(last, folder.snapshots_rank)
     if context.rank == folder.snapshots_rank or not folder.snapshots_are_shared:
         return []

@@ -20,11 +20,11 @@ from mingpt.training.start import StartPoint
 from mingpt.training.state import TrainState
 
 log = logging.getLogger(__name__)
-MIN_BATCH_TOKENS = 4096  # without a backward pass there is room, and small batches cost more
+MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for it, and small batches cost more
 
 
 class Evaluator:
-    """Evaluates `model`; the ranks take batches in turn, and the result does not depend on their number."""
+    """Evaluates the model; ranks take batches in turn, and the result does not depend on their number."""
 
     def __init__(
         self,
@@ -38,10 +38,11 @@ class Evaluator:
         self.token_bytes = corpus.tokenizer.token_bytes() if corpus.tokenizer else None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
-        """Mean loss in nats over every token of the split, or of `trainer.eval_windows`, dropout off.
+        """The mean loss in nats over the split's tokens, or over `trainer.eval_windows`, without dropout.
 
-        Bits per byte where it is known how many bytes of text these tokens stand for. None on all ranks if a
-        request to stop has cut it. Raises UserError on all ranks for data that cannot be used. Collective.
+        Includes bits per byte if it is known how many bytes of text the tokens stand for. None on all ranks
+        if a request to stop has cut the evaluation short. Raises UserError on all ranks for data that cannot
+        be used. Collective.
         """
         events.emit("evaluation_start", step=step)
         sums = self.context.run_with_heartbeat(self.local_sums)
@@ -57,7 +58,7 @@ class Evaluator:
         return values
 
     def local_sums(self) -> Tensor:
-        """(3, batches): nats, bytes of text and targets of each batch; zero for those of other ranks.
+        """(3, batches): nats, bytes of text and targets of each batch; zero for other ranks' batches.
 
         Raises UserError for data that cannot be used.
         """
@@ -95,10 +96,10 @@ class Evaluator:
         return torch.tensor([float(loss) * targets.numel(), text_bytes, targets.numel()], dtype=torch.float64)
 
     def sample(self, is_wanted: bool) -> str:
-        """If `is_wanted`, text from the default prompt, without that; the same on the same kind of device.
+        """Text that the model writes after the default prompt, which is left out; "" unless `is_wanted`.
 
-        Cut short by a request to stop. Empty without a tokenizer. Collective where weights are sharded: all
-        ranks take part then.
+        Devices of one kind give the same text. A request to stop cuts it short; without a tokenizer it is
+        empty. Where weights are sharded this is collective: then all ranks generate, wanted or not.
         """
         tokenizer = self.corpus.tokenizer
         if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):
@@ -119,9 +120,9 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
 
 
 def is_missing(config: Config, context: DistributedContext, start: StartPoint) -> bool:
-    """Whether the evaluation that follows the step of the start is to be done first. Collective.
+    """Whether the evaluation that follows the start's step must be done first. Collective.
 
-    So it is in a fresh run, and where a request to stop has cut it.
+    It must in a fresh run, and if a request to stop has cut it short.
     """
     step = start.step
     if step > config.trainer.max_steps or not is_due(config.trainer, step):

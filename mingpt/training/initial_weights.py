@@ -1,8 +1,8 @@
-"""Weights to start a run with: those of another run, or of a model in Hugging Face's format.
+"""Weights to start a run with, from another run or from a model in Hugging Face's format.
 
 A folder in Hugging Face's format is read by transformers, without pickles: config, safetensors, tokenizer.
-Models are read that are this project's own `gpt2` or `modern` (model/hf.py), and nothing may be missing, left
-over or of another shape.
+Only models that are this project's own `gpt2` or `modern` are read (model/hf.py), and no tensor may be
+missing, left over or of another shape.
 """
 
 import logging
@@ -38,36 +38,37 @@ from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CONFIG, WEIGHTS, TOKENIZER, PICKLE = "config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"
-CONVERT = (  # which adds safetensors to the folder
+CONVERT = (  # a command that adds safetensors to the folder
     'python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{0}').save_pretrained('{0}')\""
 )
 EMBEDDINGS = ("wte.weight", "lm_head.weight")
-VOCABULARIES = ("vocab.json", "encoder.json")  # of GPT-2, in place of a tokenizer.json
+VOCABULARIES = ("vocab.json", "encoder.json")  # GPT-2's files, in place of a tokenizer.json
 SHAPE_SETTINGS = ("arch", "n_layer", "n_head", "n_embd")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Tensors under this project's names, and the tokenizer and the model that they were trained with."""
+    """The tensors, under this project's names, and the tokenizer and the model that they belong to."""
 
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer | None
     model: ModelConfig | None  # None: not known
     where: str
-    block_size: int | None = None  # positions that they were trained with; None: not known
+    block_size: int | None = None  # positions that the tensors were trained with; None: not known
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """The number of rows of the embedding."""
         return len(self.tensors["wte.weight"])
 
 
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
-    """Those at a path or URL, or of gpt2, gpt2-medium, gpt2-large or gpt2-xl. Raises UserError.
+    """The weights at a path or URL, or of gpt2, gpt2-medium, gpt2-large or gpt2-xl. Raises UserError.
 
-    Of a run's snapshots it is the newest one, or the `best`. Messages name `where` behind `asked`.
+    Of a run's snapshots, reads the newest one or, if `best`, the best one. Messages name `where` after
+    `asked`.
     """
     is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
     try:
@@ -75,7 +76,7 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
             return read_folder(where, is_on_hub)
         if where.endswith(".safetensors") and step_of(os.path.basename(where)) is None:
             return InitialWeights(from_gpt2(read_safetensors(where)), None, None, where)
-    except Exception as error:  # transformers raises those of many packages
+    except Exception as error:  # transformers raises the errors of many packages
         reason = " ".join(str(error).split())[:500]
         raise UserError(f"{asked}{where} cannot be used: {reason or repr(error)}") from None
     snapshot = open_snapshot(where, check_model, weights_only=True, best=best)
@@ -85,7 +86,7 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
 
 
 def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
-    """The model in a folder of Hugging Face's format, or that of one of the words gpt2, gpt2-medium, ..."""
+    """The weights in a folder of Hugging Face's format, or of the hub's gpt2, gpt2-medium and so on."""
     transformers = import_transformers()
     folder = Path(download(where) if is_on_hub else where)
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -100,12 +101,12 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
         dtype=torch.float32,
         use_safetensors=True,
         local_files_only=True,
-        ignore_mismatched_sizes=True,  # check_found tells them
+        ignore_mismatched_sizes=True,  # check_found reports them
         output_loading_info=True,
     )
     check_found(found)
     weights = model.state_dict()
-    del model  # so that from_hf can free what it has taken
+    del model  # so that from_hf can free each weight that it has taken
     sizes = {"vocab_size": theirs.vocab_size, "block_size": theirs.max_position_embeddings}
     tensors = from_hf(weights, config, parameter_shapes(config, **sizes))
     for name, tensor in tensors.items():
@@ -114,9 +115,9 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
 
 
 def download(name: str) -> str:
-    """The folder of a model of the hub in the cache of huggingface_hub, which comes with transformers.
+    """Download a model of the hub. Returns its folder in the cache of huggingface_hub.
 
-    Without a network it is what was downloaded before.
+    huggingface_hub comes with transformers. Without a network it returns what was downloaded before.
     """
     from huggingface_hub import snapshot_download
 
@@ -124,9 +125,9 @@ def download(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Raises UserError for a pickle alone, and for a head that is tied to the embedding and differs from it.
+    """Raises UserError if there is only a pickle, or if a head tied to the embedding differs from it.
 
-    transformers keeps one of the two silently, or both, so the files are asked.
+    transformers silently keeps one of the two, or both, so the files themselves are compared.
     """
     files = sorted(folder.glob("model*.safetensors"))
     if not files and any(folder.glob(f"{PICKLE}*")):
@@ -142,7 +143,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_found(found: Mapping[str, Any]) -> None:
-    """Raises UserError unless transformers has found each tensor and no other, of the right shape."""
+    """Raises UserError unless transformers has found exactly the expected tensors, of the right shapes."""
     problems = [
         f"the tensor {name} has shape {list(there)}, and {CONFIG} asks for {list(expected)}"
         for name, there, expected in sorted(found["mismatched_keys"])
@@ -158,7 +159,7 @@ def check_found(found: Mapping[str, Any]) -> None:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder of Hugging Face's, if there is one. Raises UserError if it cannot be used."""
+    """The tokenizer in a folder in Hugging Face's format, if there is one. Raises UserError if unusable."""
     if (folder / TOKENIZER).exists():
         return parse_tokenizer_json((folder / TOKENIZER).read_bytes())
     if any((folder / name).exists() for name in VOCABULARIES):
@@ -174,7 +175,7 @@ def match_weights(
     draw: Callable[[str, tuple[int, ...]], Tensor],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Tensor]:
-    """The weights to start a model of these shapes with; `tokenizer` is that of the run to come.
+    """The weights to start a model of these shapes with; `tokenizer` is the coming run's.
 
     Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
     the row that `draw` gives. Learned positions are cut to block_size. Raises UserError if anything else
@@ -199,7 +200,7 @@ def match_weights(
 def match_rows(
     name: str, here: Tensor, there: Tensor, tokenizer: Tokenizer | None, other: Tokenizer | None
 ) -> Tensor:
-    """(V, C) rows of an embedding for `tokenizer`, from `there`, which is for `other`."""
+    """(V, C) embedding rows for `tokenizer`, taken from `there`, whose tokenizer is `other`."""
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:
         return there

@@ -1,9 +1,9 @@
-"""Whether all workers compute alike: copies are compared, and a micro-batch of each worker is computed again.
+"""Replay: checks that all workers compute alike, by comparing copies and by computing micro-batches again.
 
-What a worker computes does not depend on which one it is, down to the bits, so two results that differ mean
-that one of them is wrong: a core, memory or GPU that fails without an error. Before the update of such a step
-each worker computes its first micro-batch and the next worker's, outside the reduction, and digests of the
-gradients are compared. Weights and optimizer state that several workers hold are compared before.
+The result of a computation does not depend on the worker, down to the bits, so if two results differ, one of
+them is wrong: a core, memory or GPU has failed without an error. At a step with a replay, before the update,
+the workers compare the weights and the optimizer state of which several hold a copy. Then each computes its
+first micro-batch and the next worker's, outside the reduction, and they compare digests of the gradients.
 """
 
 import logging
@@ -24,12 +24,12 @@ from mingpt.training.run_folder import refuse_nodes
 from mingpt.training.saving import Saving
 from mingpt.training.state import TrainState
 
-Digests = dict[str, str]  # by tensor
+Digests = dict[str, str]  # by the tensor's name
 log = logging.getLogger(__name__)
 
 
 def outvoted(values: Sequence[object]) -> list[int]:
-    """The ranks whose value is not that of most; all ranks, where no value has the most holders."""
+    """The ranks whose value is not the most common one; all ranks if no value is the most common."""
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return []
@@ -38,12 +38,12 @@ def outvoted(values: Sequence[object]) -> list[int]:
 
 
 def first_difference(digests: Sequence[Digests]) -> str:
-    """The name of the first tensor that is not the same for all."""
+    """The name of the first tensor whose digests differ."""
     return next(name for name in digests[0] if len({one[name] for one in digests}) > 1)
 
 
 class Replay:
-    """Of this generation. Construct it and call its methods on all ranks."""
+    """The replays of one generation. Construct it and call its methods on all ranks."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Replay:
         self.config, self.context, self.state, self.saving = config, context, state, saving
         self.sampler, self.dataset, self.strategy = sampler, corpus.train, state.strategy
         self.first_step = state.step
-        # A worker without a micro-batch in a step computes the first one, too.
+        # By rank. A worker without a micro-batch of its own computes micro-batch 0.
         self.numbers = [share.start if share else 0 for share in self.strategy.setup.micro_batches_by_rank]
         self.every = config.trainer.replay_every if self.are_alike() else 0
 
     def are_alike(self) -> bool:
-        """Whether all workers have processors of one kind, as equal bits need. Collective."""
+        """Whether all workers have processors of the same kind, without which bits may differ. Collective."""
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
         kinds = self.context.all_gather_object((self.saving.environment.device, flags))
@@ -71,16 +71,19 @@ class Replay:
         return kinds.count(kinds[0]) == len(kinds)
 
     def is_due(self) -> bool:
-        """At a generation's first step, every `trainer.replay_every` steps, and at the last one."""
+        """Whether a replay is due.
+
+        One is due at a generation's first step, every `trainer.replay_every` steps, and at the last step.
+        """
         every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
         return every > 0 and (is_end or step % every == 0)
 
     def check(self, run_logger: RunLogger | None) -> None:
-        """Compare, if it is due, before a step. Collective.
+        """Compare the workers before a step, if a replay is due. Collective.
 
-        Raises NonRetryableError where workers differ; if all that may be wrong are on some of the nodes,
-        NodeRefused on these and PeersMissing on the others, which go on.
+        Raises NonRetryableError if workers differ. If only some of the nodes have workers that may be wrong,
+        raises NodeRefused on these nodes and PeersMissing on the others, which go on.
         """
         if not self.is_due():
             return
@@ -90,7 +93,7 @@ class Replay:
         self.saving.replayed_step = self.state.step
 
     def compare_copies(self) -> tuple[list[int], str] | None:
-        """The ranks whose copy of a tensor differs, and a sentence's end on it; None where there are none."""
+        """The ranks whose copy of a tensor differs, and the end of a sentence on it; None if none does."""
         shared = [] if self.strategy.weights_are_sharded else ["model."]
         shared += [] if self.strategy.updates_are_sharded else ["optimizer."]
         parts = self.state.tensors().items()
@@ -100,11 +103,11 @@ class Replay:
         return (named, f"holds another copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
-        """The ranks that compute other gradients, and a sentence's end on that; None where there are none."""
+        """The ranks whose gradients differ, and the end of a sentence on it; None if none do."""
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
         if any(self.context.all_gather_object(not self.can_read(mine, others))):
-            return None  # the step will say why
+            return None  # the step itself will report the data that cannot be read
         results = self.context.all_gather_object((self.digests(mine), self.digests(others)))
         named, ends = set[int](), []
         for owner in range(workers):
@@ -120,7 +123,7 @@ class Replay:
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:
-        """Whether the windows of these micro-batches can be read here."""
+        """Whether this rank can read the windows of these micro-batches."""
         try:
             for number in numbers:
                 self.read(number)
@@ -136,14 +139,14 @@ class Replay:
         return inputs.to(self.context.device), targets.to(self.context.device)
 
     def digests(self, number: int) -> Digests:
-        """Those of the gradients of a micro-batch of this step, outside the reduction. Collective."""
+        """The digests of a micro-batch's gradients in this step, outside the reduction. Collective."""
         inputs, targets = self.read(number)
         if self.config.model.dropout:
             torch.manual_seed(mix(self.config.seed, self.state.step, number))
         return self.strategy.digests(inputs, targets)
 
     def convict(self, ranks: list[int], what: str, run_logger: RunLogger | None) -> NoReturn:
-        """Trust nothing since the last replay that agreed, and end the job, or these nodes' part in it."""
+        """Discard what was saved since the last replay that agreed; end the job, or these nodes' part."""
         context, trusted = self.context, self.saving.replayed_step
         device = self.saving.environment.device
         nodes = context.all_gather_object((context.launch.node_rank, platform.node(), device))
@@ -158,7 +161,7 @@ class Replay:
         if run_logger:
             run_logger.history.note_durable(durable_step)
             run_logger.failed(self.state.step, sentence)
-        context.all_gather_object(None)  # all have set aside what they have
+        context.all_gather_object(None)  # wait until all ranks have set their snapshots aside
         accused = {nodes[rank][0]: (nodes[rank][1], sentence) for rank in ranks}
         if len(accused) < len({node for node, *_ in nodes}):
             refuse_nodes(context, accused)

@@ -45,7 +45,7 @@ def load_data(config: Config, context: DistributedContext) -> Data:
 
 
 def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
-    """Every rank reads them itself. Raises UserError unless all nodes have the same files. Collective."""
+    """The token shards, read by each rank itself. Raises UserError if the nodes' files differ. Collective."""
     if config.sha256 is not None:
         raise UserError(
             "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
@@ -64,12 +64,12 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
 
 
 def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """The name of the first file that is not in both, or not with the same fingerprint, if there is one."""
+    """The name of the first file that `old` and `new` do not both have with one fingerprint, or None."""
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
-    """What the first node that can read it has, on all ranks. Raises UserError if none can. Collective."""
+    """The bytes that the first node that can read them has, on all ranks. Raises UserError. Collective."""
     local_ranks = context.all_gather_object(context.launch.local_rank)
     errors: list[UserError] = []
     for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
@@ -92,7 +92,7 @@ def load_corpus(
     is_restart: bool,
     initial: InitialWeights | None,
 ) -> Corpus:
-    """The data as tokens, for the run that goes on from a snapshot, if there is one. Collective.
+    """The data as tokens, for a run that goes on from `snapshot`, or for a fresh run if None. Collective.
 
     `initial`, on rank 0, are the weights of snapshot.init_from. Raises UserError.
     """
@@ -127,8 +127,8 @@ def snapshot_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer of the snapshot. Collective.
 
-    Raises UserError if it cannot be used, or, unless the run `keeps_it` whatever data.tokenizer says, if
-    that names another one that can be read.
+    Raises UserError if it cannot be used. Unless the run `keeps_it` whatever data.tokenizer says, also raises
+    UserError if data.tokenizer names another tokenizer that can be read.
     """
     has_tensor = TOKENIZER_TENSOR in snapshot.shapes
     tensor = snapshot.tensor(TOKENIZER_TENSOR, context) if has_tensor else None
@@ -152,7 +152,7 @@ def snapshot_tokenizer(
 def choose_tokenizer(
     config: DataConfig, context: DistributedContext, data: Data, initial: InitialWeights | None
 ) -> Tokenizer | None:
-    """The one that `data.tokenizer` names; for auto see its description in config/settings.py. Collective.
+    """The tokenizer that `data.tokenizer` names; config/settings.py describes auto. Collective.
 
     Raises UserError.
     """
@@ -182,7 +182,7 @@ def read_named(config: DataConfig, context: DistributedContext, data: Data) -> T
 
 
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
-    """That of the first node that can read it; `path` is None on nodes that have none. Collective.
+    """The tokenizer read by the first node that has the file; `path` is None on nodes without it. Collective.
 
     Raises UserError on all ranks.
     """
@@ -215,8 +215,9 @@ def broadcast_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
 
-    None without one, and for characters where the data is a text, which has its own. Raises UserError for
-    weights without one where the data is a text: characters would take over none of their rows.
+    None if the weights have no tokenizer, or if they have a character tokenizer and the data is a text, which
+    makes its own. Raises UserError if the weights have no tokenizer and the data is a text: characters would
+    take over none of their rows.
     """
     has_none = initial is not None and initial.tokenizer is None and isinstance(data, TextData)
     lacking = context.broadcast_object(initial.where if initial and has_none else None, 0)
@@ -235,7 +236,7 @@ def broadcast_tokenizer(
 
 
 def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:
-    """Raises UserError if meta.json beside the shards tells of another tokenizer."""
+    """Raises UserError if meta.json beside the shards names another tokenizer."""
     meta = data.meta if isinstance(data, ShardData) else None
     content = tokenizer.to_tokenizer_json() if tokenizer else None
     if meta is None or content is None or meta["tokenizer"]["sha256"] is None:
@@ -253,12 +254,12 @@ def initial_rows(
     tokenizer: Tokenizer | None,
     initial: InitialWeights | None,
 ) -> int | None:
-    """Rows of the embedding of the weights to start with, where they have the same tokenizer. Collective."""
+    """The number of embedding rows of the initial weights, if they have the same tokenizer. Collective."""
     rows = None
     if initial is not None and config.vocab_size is None:
         there = initial.tokenizer.fingerprint() if initial.tokenizer else None
         here = tokenizer.fingerprint() if tokenizer else None
-        # A tokenizer to which tokens were added has more of them than its model has rows.
+        # After tokens were added to a tokenizer, it may have more tokens than its model has rows.
         enough = initial.vocab_size >= (len(tokenizer) if tokenizer else 0)
         rows = initial.vocab_size if there == here and enough else None
     return context.broadcast_object(rows, 0)

@@ -1,8 +1,8 @@
-"""The run folder on each node, one that all nodes share or one of its own for each.
+"""The run folder on each node: one that all nodes share, or one of its own for each node.
 
-Where nodes share no disk, the first worker of each keeps the records and snapshots of the run in its own.
-When a generation starts, these nodes agree on the run's id and hand over its records, so any node may die,
-and a node that joins is given them.
+Where nodes share no disk, the first worker of each node keeps the records and snapshots of the run in the
+node's own folder. When a generation starts, these nodes agree on the run's id and copy its records, so any
+node may die, and a node that joins gets the records.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SAME_EVERYWHERE = (
     "trainer.shard_optimizer",
     "trainer.fsdp_reshard",
 )
-HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it tells that there is a run
+HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it shows that there is a run
 log = logging.getLogger(__name__)
 
 
@@ -39,18 +39,18 @@ class RunFolder:
     """The run folder as this rank sees it."""
 
     path: Path
-    is_kept: bool  # this rank writes the records there: the lowest one of those that see the folder
-    keeps_snapshots: bool  # likewise for the folder of the snapshots
+    is_kept: bool  # this rank writes the records there: the lowest rank that sees the folder
+    keeps_snapshots: bool  # this rank writes the snapshots: the lowest rank that sees their folder
     is_shared: bool  # all ranks see the same run folder
-    snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its own are those of the job
+    snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its snapshots count for the job
     snapshots_are_shared: bool = True  # all ranks see the same folder of snapshots
-    made: Sequence[Path] = ()  # what was not there before this start, innermost first
+    made: Sequence[Path] = ()  # files and folders that this start has made, innermost first
 
     def remove_made(self) -> None:
-        """Remove what a start that was refused has made, unless another job has a claim there."""
+        """Remove the files and folders that a refused start has made, unless another job has a claim."""
         is_free = self.is_kept and not any(self.path.glob("claim-*.json"))
         for path in self.made if is_free else ():
-            with contextlib.suppress(OSError):  # a folder that something lies in, and a disk that fails
+            with contextlib.suppress(OSError):  # the folder may not be empty, or the disk may fail
                 if path.name == "log.txt":
                     path.unlink()
                 else:
@@ -75,7 +75,7 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 
 
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
-    """Make the run folder on every node. Collective. Raises as `refuse_where_it_fails` does."""
+    """Make the run folder on every node. Collective. Raises the errors of `refuse_where_it_fails`."""
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
@@ -94,7 +94,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
         is_shared=len({one for one, *_ in keepers}) == 1,
         snapshots_rank=min(other for _, other, _ in keepers),
         snapshots_are_shared=len({other for _, other, _ in keepers}) == 1,
-        # The rank that looked first has seen what was there.
+        # The rank that looked first has the longest list: later ones saw the folders that it had made.
         made=max((parts for one, _, parts in keepers if one == keeper), key=len),
     )
 
@@ -102,8 +102,9 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
     """Do `work` on a node's own disk. Collective.
 
-    Raises UserError on all ranks if it fails on any in a job's first generation, or on all nodes. Later the
-    job goes on without the node that fails: NodeRefused there, PeersMissing on the others.
+    In a job's first generation, raises UserError on all ranks if it fails on any node. In later generations
+    it does so only if all nodes fail: else the job goes on without the nodes that fail, which raise
+    NodeRefused, and the others raise PeersMissing.
     """
 
     def attempt() -> str | None:
@@ -136,22 +137,22 @@ def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]
 
 
 def make_run_dir(path: Path) -> None:
-    """The run folder, which must be writable, but may have no room left. Raises UserError."""
+    """Make the run folder, which must be writable but may be out of space. Raises UserError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "log.txt").open("a").close()
     except OSError as error:
         may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if may_pass and path.is_dir():
-            return  # each file that cannot be written is reported, and tried again
+            return  # each file that cannot be written will be reported, and tried again
         raise UserError(f"run_dir {path} cannot be written to: {error.strerror}") from None
 
 
 def lowest_rank_there(path: Path, context: DistributedContext) -> int:
     """The lowest rank whose node sees the same folder as this one. Collective.
 
-    Each node writes a file under a name that nobody has looked for before, since network file systems
-    remember what was not there. One that cannot is taken to see what rank 0 sees.
+    Each node writes a file with a name that no node has looked for before, since network file systems
+    remember which files were missing. A node that cannot write is taken to see the folder that rank 0 sees.
     """
     if not context.launch.has_several_nodes:
         return 0
@@ -163,12 +164,12 @@ def lowest_rank_there(path: Path, context: DistributedContext) -> int:
         lambda: [rank for rank, name in enumerate(probes) if name and os.path.exists(path / name)]
     )
     if is_written:
-        remove_quietly(probe)  # all have looked
+        remove_quietly(probe)  # all ranks have looked
     return min(seen, default=0)
 
 
 def write_probe(path: Path) -> bool:
-    """Whether it could be written."""
+    """Write an empty file; whether that worked."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -182,17 +183,17 @@ class NodeRun(NamedTuple):
     """The run in a node's run folder, and whether the node had a part in an earlier generation of the job."""
 
     run_id: str | None
-    last_step: int  # that its run.json tells of
+    last_step: int  # the last step that its run.json records
     host: str
     node_rank: int
     was_started: bool
 
 
 def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started: bool) -> str:
-    """The id of the run in the run folders, a new one if there is none. Collective.
+    """The id of the run in the run folders, a new id if there is no run. Collective.
 
-    Raises UserError if they hold different runs; if the job goes on, NodeRefused on the nodes that hold
-    another one than the job, and PeersMissing on the others.
+    Raises UserError if they hold different runs. If the job goes on without some nodes, raises NodeRefused on
+    the nodes that hold another run than the job, and PeersMissing on the others.
     """
     history, node_rank = load_history(folder.path), context.launch.node_rank
     last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
@@ -208,7 +209,7 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
         f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
         f"{folder.path} where it is another run's"
     )
-    # Of two parts of a job that have begun apart, the one that has come further goes on.
+    # If two parts of a job began without each other, the part that has come further goes on.
     of_job = [node for node in found if node.was_started and node.run_id is not None]
     if not of_job:
         raise UserError(sentence)
@@ -220,7 +221,8 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Give every run folder the records of the run up to `step`. Collective.
 
-    They come from the folder that has most of them; of several, from that with most generations.
+    The source is the folder in which workers differed most often, then the one with most records, then with
+    most generations.
     """
     if folder.is_shared:
         return
@@ -245,7 +247,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """(times that workers differed, records up to `step`, generations) in a run folder; None without them."""
+    """(times that workers differed, records up to `step`, generations) in a run folder, or None."""
     history = load_history(path)
     if history is None:
         return None
@@ -258,11 +260,14 @@ def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
 
 
 def read_if_there(path: Path) -> bytes:
-    """Empty if there is no such file: a run that died at once has no records."""
+    """The file's bytes; empty if there is no file, since a run that died at once has no records."""
     return path.read_bytes() if path.exists() else b""
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """What the rank `source` reads, on all ranks, as a UserError is that `read` raises. Collective."""
+    """The bytes that `read` returns on the rank `source`, on all ranks. Collective.
+
+    A UserError that `read` raises there is raised on all ranks.
+    """
     content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
     return context.broadcast_bytes(content, source)

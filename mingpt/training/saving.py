@@ -1,4 +1,4 @@
-"""What is saved when, on disk and in memory, and the fields of the manifest."""
+"""The rules of what is saved when, on disk and in memory, and the fields of the manifest."""
 
 import logging
 import math
@@ -26,14 +26,15 @@ from mingpt.training.state import TrainState, manifest_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
-MAX_FILES = 10_000  # token shards that a manifest lists, since its size is limited
+MAX_FILES = 10_000  # a manifest lists at most so many token shards, since its size is limited
 
 
 class Saving:
-    """The snapshots of this generation. Methods are collective unless they say otherwise.
+    """The snapshots of this generation. Methods are collective unless their docstring says otherwise.
 
-    The ranks with `folder.keeps_snapshots` write to disk, the first worker of each node to its memory; all
-    ranks write what is sharded. What `folder.snapshots_rank` has written counts as durable.
+    The ranks with `folder.keeps_snapshots` write to disk, and the first worker of each node writes to its
+    memory. All ranks write a sharded state. A snapshot counts as durable once `folder.snapshots_rank` has
+    written it.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class Saving:
             start.corpus.tokenizer, start.corpus.vocab_size
         )
         self.store = start.store
-        self.main_rank = start.folder.snapshots_rank  # whose snapshots count as durable
+        self.main_rank = start.folder.snapshots_rank  # the rank whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
         self.shapes = state.shapes()
         self.rows_by_rank = {name: state.rows_by_rank(name, shape) for name, shape in self.shapes.items()}
-        # All ranks take part in writing what is sharded.
+        # All ranks take part in writing a sharded state.
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
         self.local_every = config.snapshot.every if local_every is None else local_every
@@ -64,23 +65,24 @@ class Saving:
         keep_last, keep_best = config.snapshot.keep_last, config.snapshot.keep_best
         self.saver = SnapshotSaver(start.store, keep_last, keep_best, sharding)
         self.memory = MemorySaver(start.memory, sharding)
-        self.last_save_step = start.durable_step  # of the last save to disk that was begun
-        # Of the last save of this rank that was begun.
+        self.last_save_step = start.durable_step  # step of the last save to disk that was begun
+        # Step of the last save to disk that this rank has begun.
         self.own_step = start.own_step
-        if self.is_sharded:  # all save together: it is that of the main rank
+        if self.is_sharded:  # all ranks save together, so the main rank's step is that of all
             self.own_step = context.broadcast_object(start.own_step, self.main_rank)
         self.best_loss = -math.inf  # the lowest validation loss so far, where the best snapshot is kept
         if keep_best:
             best_loss = self.saver.best_loss(state.step) if self.is_main else None
             self.best_loss = context.broadcast_object(best_loss, self.main_rank)
         self.is_slow_disk_reported = False
-        self.durable_step = start.durable_step  # of the last one that all ranks know to be on disk
-        # A snapshot of before says nothing, or one without replays: it is trusted.
-        self.replayed_step = int(start.manifest.get("replayed_step", start.step))  # where all computed alike
+        self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
+        # The last step at which all computed alike. A manifest without the field (older, or written without
+        # replays) is trusted.
+        self.replayed_step = int(start.manifest.get("replayed_step", start.step))
         self.discarded_after = start.discarded_after
 
     def describe_sharding(self, start: StartPoint) -> Sharding:
-        """Return who saves together: all ranks what is sharded, else each rank by itself."""
+        """The ranks that save together: all of them for a sharded state, else each rank by itself."""
         if not self.is_sharded:
             return Sharding()
         parts, ranks = self.state.tensors(), range(self.context.world_size)
@@ -96,23 +98,23 @@ class Saving:
 
     @property
     def writes_to_memory(self) -> bool:
-        """Whether this rank does: of a state that is not sharded, the first worker of each node alone."""
+        """Whether this rank writes to memory: all ranks if the state is sharded, else a node's first."""
         return self.is_sharded or self.context.launch.local_rank == 0
 
     @property
     def newest_written(self) -> int:
-        """On the main rank, the step of the last snapshot that it has written; else 0. Not collective."""
+        """The step of the last snapshot that the main rank has written; 0 on other ranks. Not collective."""
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
-        """Allocate staging buffers before the first step, so that no save has to."""
+        """Allocate the staging buffers before the first step, so that no save has to allocate memory."""
         if self.writes_to_disk:
             self.saver.allocate(self.tensors(self.is_main))
         if self.config.snapshot.memory_every and self.writes_to_memory:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0), self.state.step)
 
     def note_written(self, step: int, run_logger: RunLogger | None) -> None:
-        """All ranks have learned that the snapshot of this step is on disk."""
+        """Note that the snapshot of this step is on disk, which all ranks have learned."""
         if step > self.durable_step:
             self.durable_step = step
             if run_logger:
@@ -121,26 +123,26 @@ class Saving:
                 self.memory.remove_outdated(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Whether the snapshot of this validation loss is the best so far, and to be kept. Not collective."""
+        """Whether the snapshot with this validation loss is the best so far and is kept. Not collective."""
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
         return is_best
 
     def is_missing(self) -> bool:
-        """Whether the present state is on no disk, or not on that of every node that has its own."""
+        """Whether the present state is not yet on disk, or not on every disk that nodes have of their own."""
         is_missing_here = self.writes_to_disk and self.own_step < self.state.step
         return any(self.context.all_gather_object(is_missing_here))
 
     def is_due_here(self, is_last: bool) -> bool:
-        """Whether this rank, which keeps snapshots, writes the one that is due. Not collective."""
+        """Whether this rank, which keeps snapshots, writes the snapshot that is due. Not collective."""
         if is_last:
             return self.own_step < self.state.step
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
-        # A node's own copy is left out while the one before is being written: no other node waits for it.
+        # A node skips its own copy while it still writes the one before, so that no other node has to wait.
         return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
-        """Copy the state; whoever keeps snapshots writes it in the background."""
+        """Copy the state; the ranks that keep snapshots write it in the background."""
         events.emit("save_start", kind="disk", step=self.state.step)
         if isinstance(self.saver.error, ClaimLost):
             raise self.saver.error
@@ -175,10 +177,10 @@ class Saving:
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
-        """What this rank gives to a snapshot: its part of the state.
+        """The tensors that this rank gives to a snapshot.
 
-        And, if it is not sharded or `with_whole`, the tensors that all ranks have and a tokenizer that is too
-        large for the manifest.
+        They are its part of the state. If the state is not sharded, or if `with_whole`, they include the
+        tensors that all ranks have, and a tokenizer that is too large for the manifest.
         """
         tensors = self.state.tensors()
         if self.is_sharded and not with_whole:
@@ -186,7 +188,7 @@ class Saving:
         return tensors | self.tokenizer_tensors
 
     def manifest(self) -> dict[str, Any]:
-        """The fields that are known now; the audit chain and the checksums are added in the background."""
+        """The manifest's fields that are known now; the background adds the audit chain and the checksums."""
         files = dict(self.corpus.files)
         return {
             "step": self.state.step,
@@ -205,14 +207,14 @@ class Saving:
         }
 
     def wait(self) -> None:
-        """Until all writes are over; asks once a second, so that a long upload causes no timeout."""
+        """Wait until all ranks have finished writing; they exchange once a second, so no timeout fires."""
         done = False
         while not done:
             is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
             done = all(is_over)
 
     def wait_for_previous_save(self) -> None:
-        """`wait`, and one line if that takes long: training stands still meanwhile."""
+        """Wait for the previous save, while training stands still, and log one line if that takes long."""
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
@@ -228,9 +230,9 @@ class Saving:
             )
 
     def finish(self, run_logger: RunLogger | None) -> None:
-        """Until the last snapshot is on disk. Raises NonRetryableError on all ranks if it cannot be written.
+        """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if that fails.
 
-        Snapshots in memory are kept then: they may be newer than those on disk.
+        After a failure the snapshots in memory are kept: they may be newer than those on disk.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
@@ -242,7 +244,10 @@ class Saving:
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
-        """On the main rank, why the last snapshot is not on disk. Raises an error that is not the disk's."""
+        """The reason why the last snapshot is not on disk, on the main rank; None if it is on disk.
+
+        Raises the saver's error if that is not the disk's.
+        """
         error = self.saver.error
         if error is None:
             return None
@@ -260,9 +265,9 @@ class Saving:
         )
 
     def discard_after(self, step: int) -> int:
-        """Set aside what was saved on disk after `step`, and forget what is in memory.
+        """Set aside the snapshots on disk that are newer than `step`, and remove those in memory.
 
-        Returns the step of the newest snapshot on disk that is left; 0 for none.
+        Returns the step of the newest snapshot that is left on disk; 0 if there is none.
         """
         self.wait()
         if self.writes_to_disk:
@@ -274,13 +279,13 @@ class Saving:
         return int(self.context.broadcast_object(left, self.main_rank))
 
     def remove_memory_snapshots(self) -> None:
-        """The run ends here. Not collective."""
+        """Remove this rank's snapshots in memory, at the end of a run. Not collective."""
         if self.writes_to_memory:
             self.memory.remove()
 
 
 def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
-    """Return what the manifest gets in the background: the audit's chain.
+    """The manifest's fields that the background adds: the audit chain.
 
     Raises SaveAborted if a rank that the chain needs is gone.
     """

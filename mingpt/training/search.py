@@ -1,7 +1,8 @@
-"""The newest valid snapshot that any worker can see, on disk or in a node's memory, and what is corrupt.
+"""The newest valid snapshot that any worker can see, on disk or in a node's memory, and the corrupt ones.
 
-A sharded state is in memory as one part per worker, and a copy of each on the next node. A step counts if all
-parts of it are there, from the same workers, wherever they lie. The number of workers may be another now.
+A sharded state is in memory as one part per worker, and each part has a copy on the next node. A step counts
+if all its parts are there, from the same workers, wherever the parts lie. The number of workers may have
+changed since.
 """
 
 import functools
@@ -34,27 +35,28 @@ from mingpt.training.state import (
 )
 
 SUSPECT = "workers have computed differently since"
-AGREEING = ("step", "windows", "vocabulary", "tokenizer", "audit", "after")  # fields of the manifest
+# Fields of the manifest that are the same in all parts of one save.
+AGREEING = ("step", "windows", "vocabulary", "tokenizer", "audit", "after")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StoreView:
-    """What one rank sees in the store."""
+    """The snapshots that one rank sees in the store."""
 
     step: int = -1  # of the newest valid snapshot; -1 for none
-    corrupt: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
-    unreadable: dict[int, str] = field(default_factory=dict)  # newer ones: step -> reason
+    corrupt: dict[int, str] = field(default_factory=dict)  # newer snapshots: step -> reason
+    unreadable: dict[int, str] = field(default_factory=dict)  # newer snapshots: step -> reason
     folder_error: str | None = None  # why the folder cannot be read
-    completed_step: int = 0  # the newest with a manifest, valid or not; 0 for none
+    completed_step: int = 0  # the newest step that has a manifest, valid or not; 0 for none
 
 
 @dataclass(frozen=True)
 class LatestSnapshot:
-    """The newest valid snapshot that any rank can see, and what this rank found to be corrupt."""
+    """The newest valid snapshot that any rank can see, and the corrupt ones that this rank has found."""
 
     snapshot: StoredState | None
-    durable_step: int  # of the newest one that is not in memory only
+    durable_step: int  # of the newest valid snapshot in a store
     corrupt: dict[int, str]  # step -> reason
     where: str
     views: list[StoreView]  # by rank
@@ -69,8 +71,9 @@ def find_latest(
 ) -> LatestSnapshot:
     """Find the newest valid snapshot, for all ranks. One worker per node reads the store and its memory.
 
-    In a job's first generation, one in memory counts only if no snapshot on disk before it is missing: a user
-    who deletes snapshots wants to go back. In a restart, they may have been lost with their node.
+    In a job's first generation, a snapshot in memory counts only if no snapshot before it is missing on disk:
+    a user who deletes snapshots wants to go back. In a restart, snapshots may be missing because their node
+    is lost.
     """
     reads_store = context.launch.local_rank == 0
     found, view = context.run_with_heartbeat(
@@ -80,7 +83,7 @@ def find_latest(
     newest = [max([view.step, *view.corrupt, *view.unreadable]) for view in views]  # valid or not
     saved_after = None if is_restart else max(0, *newest)
     durable_step = max(0, *(view.step for view in views))
-    unreadable = {step for view in views for step in view.unreadable}  # their files are left as they are
+    unreadable = {step for view in views for step in view.unreadable}  # their files are not touched
     corrupt = {step: reason for step, reason in view.corrupt.items() if step not in unreadable}
     steps = [view.step for view in views]
     in_memory = find_in_memory(memory, context, max(steps), saved_after, check)
@@ -94,7 +97,7 @@ def find_latest(
 
 
 def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:
-    """The newest valid snapshot that this rank can read, and what it sees. A part of a state is none."""
+    """The newest valid snapshot that this rank can read, and its StoreView. A part of a state is invalid."""
 
     def check_whole(manifest: dict[str, Any], entries: Entries) -> None:
         if manifest.get("shard"):
@@ -110,7 +113,7 @@ def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, Sto
 
 
 def report_skipped(latest: LatestSnapshot, url: str, config: Config) -> None:
-    """A line for each snapshot that is passed over and keeps its name."""
+    """Log a line for each snapshot that is passed over and keeps its name."""
     corrupt = latest.corrupt if config.trainer.eval_only else {}  # a run that trains sets them aside
     unreadable = {step: reason for view in latest.views for step, reason in view.unreadable.items()}
     for step, reason in sorted((corrupt | unreadable).items(), reverse=True):
@@ -149,13 +152,13 @@ def prepare_store(
 
 
 class Offer(NamedTuple):
-    """A part that the rank `reader` can read, the `number`-th of those that it has found."""
+    """One part of a save that the rank `reader` can read: the `number`-th part that it has found."""
 
     step: int
     key: str  # the same for all parts of one save
-    rank: int  # whose rows these are, of `workers`
+    rank: int  # the rank, of `workers`, whose rows the part holds
     workers: int
-    has_whole: bool  # whether it holds the tensors that are not sharded, too
+    has_whole: bool  # whether the part also holds the tensors that are not sharded
     reader: int
     number: int
 
@@ -167,10 +170,10 @@ def find_in_memory(
     saved_after: int | None,
     check: Check,
 ) -> StoredState | None:
-    """The newest valid one past the step `newer_than` whose parts are all there. Collective.
+    """The newest valid snapshot past the step `newer_than` with all parts in memory. Collective.
 
-    `saved_after`: see MemorySnapshots.find. The first worker of each node reads. What it has not to read, it
-    does not verify.
+    For `saved_after` see MemorySnapshots.find. The first worker of each node reads. Parts that are not needed
+    are not verified.
     """
     reads = context.launch.local_rank == 0
     found = context.run_with_heartbeat(lambda: memory.find(newer_than, saved_after, check) if reads else [])
@@ -192,7 +195,7 @@ def find_in_memory(
 
 
 def find_damaged(found: Mapping[int, tuple[SnapshotStore, Snapshot]]) -> list[int]:
-    """Those whose checksum does not hold, or that are gone."""
+    """The indices of the parts that are gone or whose checksum does not hold."""
     damaged = []
     for index, (store, snapshot) in found.items():
         try:
@@ -212,7 +215,7 @@ def describe(snapshot: Snapshot, reader: int, number: int) -> Offer:
 
 
 def key_of(manifest: Mapping[str, Any]) -> str:
-    """A hash of what the parts of one save have in common."""
+    """A hash of the fields that all parts of one save have in common."""
     given = flatten(manifest["config"])
     fields = {name: manifest.get(name) for name in AGREEING}
     fields |= {
@@ -224,9 +227,10 @@ def key_of(manifest: Mapping[str, Any]) -> str:
 
 
 def choose(offers: Iterable[Offer]) -> tuple[list[Offer], Offer] | None:
-    """The newest save of which everything is on offer; `offers` are in the order of their readers.
+    """The newest save with all its parts on offer; `offers` are in the order of their readers.
 
-    Returns its parts, by the rank whose rows they are, and the one from which all else is read.
+    Returns its parts, by the rank whose rows they hold, and the part from which the tensors that are not
+    sharded are read.
     """
     saves: dict[tuple[int, str], list[Offer]] = {}
     for offer in offers:
@@ -243,9 +247,9 @@ def choose(offers: Iterable[Offer]) -> tuple[list[Offer], Offer] | None:
 def assemble(
     found: Sequence[Snapshot], parts: Sequence[Offer], whole: Offer, context: DistributedContext
 ) -> StoredState:
-    """The state that the chosen parts are together. Collective; `found` are this rank's.
+    """The state that the chosen parts make up. Collective; `found` are the snapshots of this rank.
 
-    `parts` are by the rank whose rows they are; what is not sharded is read from `whole`.
+    `parts` are by the rank whose rows they hold; the tensors that are not sharded are read from `whole`.
     """
     content = None
     if whole.reader == context.rank:
@@ -282,9 +286,9 @@ def assemble(
 def check_nothing_is_lost(
     latest: LatestSnapshot, config: Config, is_restart: bool, recorded_step: int = 0
 ) -> None:
-    """Raises UserError if the run has, or may have, completed a snapshot past step 0. None is valid now.
+    """Raises UserError if the run has, or may have, completed a snapshot past step 0. Now none is valid.
 
-    `recorded_step`: of the newest snapshot on disk that any run.json tells of.
+    `recorded_step` is the step of the newest snapshot on disk that any run.json records.
     """
     errors = [view.folder_error for view in latest.views if view.folder_error]
     errors += [f"step {step}: {why}" for view in latest.views for step, why in view.unreadable.items()]
@@ -309,5 +313,5 @@ def check_nothing_is_lost(
 
 
 def shorten(reasons: list[str]) -> str:
-    """The first three, in one line."""
+    """The first three reasons, in one line."""
     return "; ".join(dict.fromkeys(reasons[:3]))

@@ -1,8 +1,8 @@
-"""What a generation starts from: one sequence, the same on all ranks, told as frozen values.
+"""The start of a generation: one sequence, the same on all ranks, that finds what the generation starts from.
 
-The run folder and its claims, the data, the newest snapshot that any rank sees, checked against the
-configuration, the weights to start with otherwise, the tokens and the environment. build.py makes the state
-of it.
+The sequence: the run folder and its claims, the data, the newest snapshot that any rank sees (checked against
+the configuration), the weights to start with if there is no snapshot, the tokens and the environment. The
+results are frozen values, from which build.py makes the state.
 """
 
 import logging
@@ -44,7 +44,7 @@ from mingpt.training.state import (
     snapshot_vocab_size,
 )
 
-# Settings that can change an evaluation, or the beginning of their names.
+# The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")
 NOT_BEGUN: dict[str, Any] = {"step": 0, "windows": 0, "audit": START, "software": {}}
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """The snapshot that a generation goes on from, the same on all ranks, and the places of the next ones."""
+    """The snapshot that a generation goes on from, the same on all ranks, and where the next ones go."""
 
     run_id: str
     is_restart: bool  # false in a job's first generation
@@ -60,13 +60,13 @@ class FoundSnapshot:
     memory: MemorySnapshots
     snapshot: StoredState | None
     durable_step: int
-    own_step: int  # of the newest snapshot on a disk that this rank reads; -1 for none
+    own_step: int  # step of the newest snapshot on a disk that this rank reads; -1 for none
     changes: list[str]  # settings that differ from the snapshot's on purpose
     discarded_after: list[int]  # see is_suspect
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The snapshot's; without one, what counts of it in a run that has not begun."""
+        """The snapshot's manifest; without a snapshot, those fields of it that a fresh run uses."""
         return self.snapshot.manifest if self.snapshot else NOT_BEGUN
 
     @property
@@ -77,22 +77,22 @@ class FoundSnapshot:
 
 @dataclass(frozen=True)
 class StartPoint(FoundSnapshot):
-    """What this generation starts from."""
+    """Everything that this generation starts from."""
 
     folder: RunFolder
     claims: Claims
     corpus: Corpus
     environment: Environment
-    initial: InitialWeights | None  # those of snapshot.init_from, on rank 0 of a fresh run
+    initial: InitialWeights | None  # the weights of snapshot.init_from, on rank 0 of a fresh run
 
     @property
     def was_compiled(self) -> bool | None:
-        """Whether the model of the snapshot was; None if nothing has been trained yet."""
+        """Whether the snapshot's model was compiled; None if nothing has been trained yet."""
         return bool(self.manifest["software"].get("compiled")) if self.step else None
 
     @property
     def logged_step(self) -> int:
-        """The newest step whose metrics the run has logged; 0 for none."""
+        """The newest step whose metrics the run has logged; 0 if it has logged none."""
         if self.snapshot is None:
             return 0
         log_every = read_config(self.snapshot.manifest).trainer.log_every
@@ -123,7 +123,7 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
 
 
 def report_warmup(config: Config, found: FoundSnapshot) -> None:
-    """One line, at the start of a job, if its steps do not reach the peak learning rate."""
+    """Log one line, at the start of a job, if its steps do not reach the peak learning rate."""
     warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
     if warmup_steps > max_steps > found.step and not (found.is_restart or config.trainer.eval_only):
         log.info(
@@ -135,9 +135,9 @@ def report_warmup(config: Config, found: FoundSnapshot) -> None:
 
 
 def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
-    """Raises NonRetryableError on all ranks if generation after generation has failed to begin.
+    """Raises NonRetryableError on all ranks if several generations in a row have failed to begin.
 
-    Also says who did not come to the last rendezvous. An evaluation alone writes nothing.
+    Logs, too, which workers missed the last rendezvous. A run that only evaluates writes nothing.
     """
     if context.rendezvous and context.rendezvous.missing_workers:
         log.warning("%s", context.rendezvous.missing_workers)
@@ -194,7 +194,7 @@ def find_snapshot(
 
 
 def open_store(config: Config, context: DistributedContext, claims: Claims) -> SnapshotStore:
-    """The snapshots of this run. Raises UserError if they could not bring back a worker that died."""
+    """The store of this run's snapshots. Raises UserError if a dead worker could not be restored from it."""
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
     store = SnapshotStore(url, check_claim=claims.check)
     if store.is_process_private and context.launch.is_distributed:
@@ -206,9 +206,9 @@ def open_store(config: Config, context: DistributedContext, claims: Claims) -> S
 
 
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
-    """What a snapshot must fulfil to be looked at. `job_start`: the step from which this job began.
+    """The check that a snapshot must pass to be used. `job_start` is the step from which this job began.
 
-    In a restart, a node that joins may have newer ones of another run, or of an earlier job of this one.
+    In a restart, a node that joins may have newer snapshots of another run, or of an earlier job of this run.
     """
 
     def check(manifest: dict[str, Any], entries: Entries) -> None:
@@ -227,9 +227,10 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
 
 
 def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
-    """Those that affect the result and differ from the snapshot's.
+    """The settings that affect the result and differ from the snapshot's.
 
-    trainer.compile=auto changes nothing: it goes on as the snapshot was computed.
+    With trainer.compile=auto that setting never counts: the run goes on compiled, or not, as the snapshot
+    was.
     """
     changes = differences(manifest["config"], to_dict(config))
     if config.trainer.compile != "auto":
@@ -240,7 +241,7 @@ def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
 def check_snapshot(
     snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
 ) -> list[str]:
-    """Raises UserError unless a generation may start from this snapshot; a restart checks the data alone.
+    """Raises UserError unless a generation may start from this snapshot; a restart checks only the data.
 
     Returns the settings that were changed on purpose.
     """
@@ -296,7 +297,7 @@ def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> Non
 
 
 def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:
-    """In which way `data` is not that of the snapshots in `url`, whose manifest says `then` of theirs."""
+    """How `data` differs from the data of the snapshots in `url`, as their manifest has it in `then`."""
     was, now = then.get("files", {}), data.files
     if not was or not now:
         return (
@@ -311,13 +312,10 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
 
 
 def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
-    """Take the threads that the run began with, and tell what the bits depend on.
-
-    Raises UserError if the snapshot to go on from needs another device or dtype.
-    """
+    """Set the number of threads that the run began with, and return what the bits depend on."""
     if found.snapshot:
         context.use_threads(found.manifest["software"]["threads"])
-    # Until a forward pass is prepared for training.
+    # build_run replaces `compiled` when it prepares the forward pass.
     compiled = found.manifest["software"].get("compiled", False)
     environment = replace(context.environment(), compiled=compiled)
     if found.snapshot and found.step < config.trainer.max_steps:
@@ -328,7 +326,7 @@ def choose_environment(config: Config, context: DistributedContext, found: Found
 def check_environment(found: FoundSnapshot, config: Config, environment: Environment) -> None:
     """Raises UserError if the snapshot was computed on another kind of device or in another dtype.
 
-    A person who starts a job may ask for that by snapshot.resume=changed; a restart never does.
+    A person who starts a job may allow that by snapshot.resume=changed; a restart never does.
     """
     then = found.manifest["software"]
     was = {device_type_of(then), then["dtype"]}

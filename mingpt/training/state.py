@@ -1,8 +1,8 @@
 """The whole state of a run between two steps: model, optimizer and position in the data, live and stored.
 
-What a snapshot holds, its tensors and its tokenizer, is checked before it is read. A rank may hold some rows
-of a tensor alone: then its part here is these rows. A stored state is read by whoever can and handed over to
-all ranks piece by piece: no rank ever holds more of it than its own part and one piece.
+A snapshot's tensors and tokenizer are checked before they are read. A rank may hold only some rows of a
+tensor: then its part here is these rows. A stored state is read by the ranks that can read it and handed over
+to all ranks piece by piece: no rank ever holds more of it than its own part and one piece.
 """
 
 import functools
@@ -40,9 +40,9 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
 
 
 def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
-    """`check_model` for what may be a part of a sharded state: the rows of one rank of what is sharded.
+    """Like `check_model`, but the snapshot may be a part of a sharded state: one rank's rows of its tensors.
 
-    The tensors that are not sharded are there, all of them, or none is.
+    Such a part holds either all the tensors that are not sharded, or none of them.
     """
     config = read_config(manifest)
     if config.model.n_layer > len(entries):
@@ -54,14 +54,14 @@ def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
         except ValueError as error:
             raise CorruptSnapshot(f"its vocabulary is damaged: {error}") from None
     wanted: dict[str, tuple[str, Shape]] = {}
-    whole: dict[str, tuple[str, Shape]] = {}  # what is not sharded
+    whole: dict[str, tuple[str, Shape]] = {}  # the tensors that are not sharded
     for name, shape in snapshot_shapes(manifest, snapshot_vocab_size(manifest)).items():
         if is_sharded(manifest, name, shape):
             rows = split_rows(shape[0], manifest["shard"]["workers"])[manifest["shard"]["rank"]]
             wanted[name] = "F32", (len(rows), *shape[1:])
         else:
             whole[name] = "F32", shape
-    if fields["kind"] == "json":  # bytes of any number
+    if fields["kind"] == "json":  # any number of bytes
         there = entries[TOKENIZER_TENSOR].shape if TOKENIZER_TENSOR in entries else ()
         whole[TOKENIZER_TENSOR] = "U8", (math.prod(there),)
     if not manifest.get("shard") or entries.keys() & whole.keys():
@@ -81,7 +81,7 @@ def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
 
 
 def snapshot_shapes(manifest: dict[str, Any], vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Of the whole tensors of the manifest's run, without a tokenizer."""
+    """The shapes of the whole tensors of the manifest's run, by name, without a tokenizer."""
     config = read_config(manifest)
     parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
     states = state_shapes(parameters, config.optimizer)
@@ -90,7 +90,7 @@ def snapshot_shapes(manifest: dict[str, Any], vocab_size: int) -> dict[str, tupl
 
 
 def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> bool:
-    """Whether each of several parts has some rows of this tensor; `shape` is that of the whole one."""
+    """Whether this tensor is split by rows between several parts; `shape` is the whole tensor's."""
     shard = manifest.get("shard")
     if not shard or not shape:
         return False
@@ -100,7 +100,8 @@ def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> b
 def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
     """The tokenizer of a manifest.
 
-    Raises ValueError if it is none, is another than the manifest's, or has more tokens than the model.
+    Raises ValueError if the content is no tokenizer, or another one than the manifest's, or has more tokens
+    than the model.
     """
     digest = hashlib.sha256(content).hexdigest()
     if fields.get("sha256", digest) != digest:
@@ -112,7 +113,7 @@ def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
 
 
 def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What a manifest says of the tokenizer; at first there were characters alone, and it said nothing."""
+    """The manifest's fields on the tokenizer. The first manifests lack them: their tokens are characters."""
     return manifest.get("tokenizer") or {"kind": "char"}
 
 
@@ -123,7 +124,7 @@ def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
 
 
 def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer | None:
-    """The tokenizer of a manifest and the tensor that carries it, if one does. Raises UserError."""
+    """The tokenizer of a manifest, from the tensor that carries it if there is one. Raises UserError."""
     fields = tokenizer_fields(manifest)
     if fields["kind"] == "none":
         return None
@@ -135,14 +136,14 @@ def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer
 
 
 def snapshot_vocab_size(manifest: dict[str, Any]) -> int:
-    """Rows of the model's embedding."""
+    """The number of rows of the model's embedding."""
     return int(tokenizer_fields(manifest).get("vocab_size") or len(manifest["vocabulary"]))
 
 
 def manifest_tokenizer(
     tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The fields of a manifest, and the tensors, that carry a tokenizer."""
+    """The manifest's fields and the tensors that carry a tokenizer."""
     if tokenizer is None:
         return {"vocabulary": "", "tokenizer": {"kind": "none", "vocab_size": vocab_size}}, {}
     content = tokenizer.to_bytes()
@@ -155,7 +156,7 @@ def manifest_tokenizer(
 
 
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
-    """The tensors for a model of these shapes; learned positions are cut. Raises UserError for another's."""
+    """The tensors, with learned positions cut, for a model of these shapes. Raises UserError for others."""
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
     return {name: tensor[: shapes[name][0]] for name, tensor in tensors.items()}
@@ -164,7 +165,7 @@ def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin:
 def check_shapes(
     there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
 ) -> None:
-    """Raises UserError unless tensors of these shapes and types are those of a model of the shapes `here`.
+    """Raises UserError unless tensors of these shapes and types fit a model of the shapes `here`.
 
     There may be more learned positions than the model has.
     """
@@ -190,15 +191,16 @@ def check_shapes(
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Copy every weight; learned positions are cut to block_size. Raises UserError for another model's."""
+    """Copy all weights; learned positions are cut to block_size. Raises UserError for another model's."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # which lacks buffers
+    model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored
 
 
 class TrainState:
-    """What a snapshot holds. `step` counts completed steps, `windows_seen` windows read by all ranks.
+    """The state that a snapshot holds.
 
-    `skipped` are the updates that were left out, in all and one after the other up to `step`.
+    `step` counts completed steps, `windows_seen` the windows that all ranks have read. `skipped` counts the
+    updates that were left out: (in all, the last ones in a row up to `step`).
     """
 
     def __init__(
@@ -216,13 +218,13 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parts, under "model.<name>" and "optimizer.<parameter>.<state>".
 
-        They are the state itself, and change with the next step.
+        They are the state itself, not copies, and change with the next step.
         """
         weights = {f"model.{name}": weight for name, weight in self.strategy.held_weights().items()}
         return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state_dict().items()}
 
     def shapes(self) -> dict[str, Shape]:
-        """Of the whole tensors."""
+        """The shapes of the whole tensors, by name."""
         shapes = {f"model.{name}": shape for name, shape in self.strategy.shapes.items()}
         for name, part in self.optimizer.state_dict().items():
             parameter = name.rpartition(".")[0]
@@ -230,7 +232,7 @@ class TrainState:
         return shapes
 
     def rows_by_rank(self, name: str, shape: Shape) -> list[range] | None:
-        """Which rows of a tensor each rank holds; None if each holds all."""
+        """The rows of a tensor that each rank holds; None if each rank holds all of them."""
         strategy = self.strategy
         is_sharded = (
             strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
@@ -238,14 +240,17 @@ class TrainState:
         return split_rows(shape[0], strategy.world_size) if is_sharded and shape else None
 
     def first_rows(self) -> dict[str, int]:
-        """The first row that this rank holds of each tensor."""
+        """The first row that this rank holds of each tensor, by name."""
         rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
         return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
 
 
 @torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
-    """Copy the rows of a tensor from `begin` on, as far as they are in a part whose first row is `first`."""
+    """Copy those of `rows` that lie in `part`.
+
+    `rows` are a tensor's rows from `begin` on; `first` is the tensor's row with which `part` begins.
+    """
     if not part.ndim:
         part.copy_(rows.view(()))
         return
@@ -255,25 +260,25 @@ def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor that one rank can read; a scalar is one row."""
+    """A range of a tensor's rows that one rank can read; a scalar is one row."""
 
     name: str
     begin: int
     end: int
     rank: int
-    part: int = 0  # the number of the part that holds them, of those that the rank has found
-    first: int = 0  # row of that part
+    part: int = 0  # the number of the part that holds them, among the parts that the rank has found
+    first: int = 0  # the first row of that part
 
 
 @dataclass(frozen=True)
 class StoredState:
-    """A snapshot, the same on all ranks, but for `read`."""
+    """A snapshot whose fields are the same on all ranks, except for `read`."""
 
     manifest: dict[str, Any]
     shapes: dict[str, Shape]
     dtypes: dict[str, torch.dtype]
-    rows: list[Rows]  # which together are all tensors
-    read: Callable[[Rows], Tensor]  # for this rank's of them
+    rows: list[Rows]  # together they make up all tensors
+    read: Callable[[Rows], Tensor]  # reads those of the rows that this rank can read
 
     def tensor(self, name: str, context: DistributedContext) -> Tensor:
         """A whole tensor. Collective."""
@@ -283,7 +288,7 @@ class StoredState:
         return whole
 
     def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """(name, first row, rows) of these tensors, on the CPU, valid until the next. Collective."""
+        """Yields (name, first row, rows) of these tensors, on the CPU, valid until the next. Collective."""
         wanted = set(names)
         for pieces in self.batches(part for part in self.rows if part.name in wanted):
             sizes = [self.size(piece) for piece in pieces]
@@ -298,12 +303,12 @@ class StoredState:
                 yield piece.name, piece.begin, rows
 
     def fill(self, pieces: Sequence[Rows], parts: Sequence[Tensor]) -> None:
-        """Read these rows, each into (n,) uint8, where there are any."""
+        """Read these rows, each into its (n,) uint8 part. Ranks without parts read nothing."""
         for piece, part in zip(pieces, parts, strict=False):
             part.copy_(self.read(piece).reshape(-1).view(torch.uint8))
 
     def batches(self, parts: Iterable[Rows]) -> Iterator[list[Rows]]:
-        """Runs of rows of one rank, of about PIECE_BYTES; many small tensors are one message."""
+        """Yields lists of one rank's pieces, of about PIECE_BYTES: many small tensors are one message."""
         batch: list[Rows] = []
         size = 0
         for part in parts:
@@ -317,7 +322,7 @@ class StoredState:
             yield batch
 
     def cut(self, part: Rows) -> Iterator[Rows]:
-        """Pieces of at most PIECE_BYTES, or of one row."""
+        """Yields pieces of at most PIECE_BYTES, or of one row."""
         row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
         count = max(1, PIECE_BYTES // row_bytes)
         for begin in range(part.begin, part.end, count):
@@ -325,7 +330,7 @@ class StoredState:
             yield Rows(part.name, begin, end, part.rank, part.part, part.first)
 
     def size(self, part: Rows) -> int:
-        """In bytes."""
+        """The size of these rows in bytes."""
         columns = torch.Size(self.shapes[part.name][1:]).numel()
         return (part.end - part.begin) * columns * self.dtypes[part.name].itemsize
 

@@ -1,9 +1,9 @@
-"""The training loop: a run is a function of its configuration, whoever computes it.
+"""The training loop: the result of a run depends on its configuration alone, whichever workers compute it.
 
 A step is `batch_size / micro_batch_size` micro-batches, shared among the workers. The data and dropout of a
 micro-batch depend on (seed, step, micro-batch) alone, and the gradients are summed in one order. So the whole
-state of a run between two steps is the model, the optimizer and one integer, the windows seen so far: what a
-snapshot holds.
+state of a run between two steps is the model, the optimizer and one integer, the number of windows seen so
+far. A snapshot holds this state.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from mingpt.training.replay import Replay
 from mingpt.training.saving import Saving
 from mingpt.training.start import StartPoint, find_start
 
-MAX_SKIPPED = 10  # updates one after the other
+MAX_SKIPPED = 10  # skipped updates in a row that end the run
 log = logging.getLogger(__name__)
 
 
@@ -48,8 +48,8 @@ class Trainer:
         self.strategy = self.state.strategy
         micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
         self.audit = Audit(start.manifest["audit"], micro_batches)
-        self.losses = torch.zeros(micro_batches, device=context.device)  # zero for those of other ranks
-        self.step_losses: list[float] = []  # of all micro-batches of the last step
+        self.losses = torch.zeros(micro_batches, device=context.device)  # zero for other ranks' micro-batches
+        self.step_losses: list[float] = []  # losses of all micro-batches of the last step
         self.lr = 0.0
         self.timer = StepTimer(start.step)
         self.evaluator = Evaluator(config, context, self.state, start.corpus)
@@ -62,7 +62,7 @@ class Trainer:
         if not config.trainer.eval_only:
             context.stop_signal.defer()
         self.run_logger = self.open_run_logger(start)
-        # From here on run.json tells from which step the job began, and where this generation fails.
+        # From here on run.json records from which step the job began, and where this generation fails.
         if context.rank == 0:
             context.mark_started()
         start.claims.mark_started()
@@ -78,7 +78,7 @@ class Trainer:
         return self.context.broadcast_object(is_here, 0)
 
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
-        """On the ranks that keep a run folder, unless there is nothing to report. Collective."""
+        """The run logger, on ranks that keep a run folder; None if there is nothing to report. Collective."""
         context = self.context
         hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
         if not start.folder.is_kept or self.nothing_left:
@@ -108,15 +108,15 @@ class Trainer:
         return logger
 
     def run(self) -> str | None:
-        """Train up to max_steps, or until told to stop; then everything is durable, on all ranks.
+        """Train up to max_steps, or until a request to stop; on return everything is durable, on all ranks.
 
-        Returns the request that stopped the run, if one did. Raises NonFiniteError, or NonRetryableError for
-        a failure that repeats, on all ranks; ExpectedError where memory does not suffice.
+        Returns the request that stopped the run, if one did. On all ranks, raises NonFiniteError, or
+        NonRetryableError for a failure that repeats. Raises ExpectedError if memory does not suffice.
         """
         with self.failure_recorded():
             if not self.begin_run():
                 return None
-            stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # since the workers started
+            stop = self.context.reduce_step_status(self.losses, 0)().stop_reason  # asked for during the start
             if self.evaluation_missing and not stop:
                 stop = self.timer.exclude(self.evaluate, "evaluation_s")
                 if self.state.step and not stop:
@@ -131,7 +131,7 @@ class Trainer:
             return stopped_by
 
     def step(self) -> tuple[float, str | None]:
-        """One optimizer update. Returns the gradient's norm and the request to stop, if there is one."""
+        """Make one optimizer update. Returns the gradient's norm and the request to stop, if there is one."""
         config, state, strategy = self.config, self.state, self.strategy
         step = state.step
         events.emit("step_start", step=step)
@@ -152,12 +152,12 @@ class Trainer:
             status = self.context.reduce_step_status(self.losses, self.saving.newest_written)
             grad_norm_tensor = strategy.clip_grad_norm_(config.optimizer.grad_clip)
             self.lr = learning_rate(step + 1, config.optimizer, config.trainer.max_steps)
-            # With on_nonfinite=skip a GPU is waited for here, too.
+            # With on_nonfinite=skip, this line waits for a GPU, too.
             if config.trainer.on_nonfinite == "stop" or math.isfinite(float(grad_norm_tensor)):
                 state.optimizer.step(self.lr, strategy.gradients())
             strategy.finish_update()
             events.emit("optimizer_end", step=step)
-            # A GPU is waited for only here, after it has been given all the work of the step.
+            # Only here does the loop wait for a GPU, after it has given it all the work of the step.
             self.step_losses, newest_written, stop = status()
             grad_norm = float(grad_norm_tensor)
         self.saving.note_written(newest_written, self.run_logger)
@@ -170,9 +170,9 @@ class Trainer:
         return grad_norm, stop
 
     def after_step(self, grad_norm: float, stop: str | None) -> str | None:
-        """Whatever is due. Records come before a snapshot, so that it holds all of its step.
+        """Do all that is due after a step. Records come before a snapshot, so that it holds all of its step.
 
-        Returns the request to stop, if there is one: an evaluation is left to the next generation then.
+        Returns the request to stop, if there is one: then an evaluation is left to the next generation.
         """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
@@ -193,7 +193,7 @@ class Trainer:
         self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_last), "snapshot_wait_s")
 
     def begin_run(self) -> bool:
-        """Whether there is anything to train; if so, everything is ready for the first step."""
+        """Whether there is anything to train; if so, all is ready for the first step."""
         config, state = self.config.trainer, self.state
         if config.eval_only:
             losses = self.evaluator.evaluate(state.step)
@@ -231,7 +231,7 @@ class Trainer:
         return True
 
     def end_run(self, stopped_by: str | None) -> None:
-        """Return when the last snapshot is on disk, on all ranks."""
+        """Finish the run: when this returns, the last snapshot is on disk, on all ranks."""
         if self.saving.is_missing():
             self.save_to_disk(is_last=True)
         self.timer.exclude(lambda: self.saving.finish(self.run_logger), "snapshot_wait_s")
@@ -246,9 +246,10 @@ class Trainer:
         self.saving.remove_memory_snapshots()
 
     def handle_nonfinite(self, grad_norm: float) -> None:
-        """Gradient and losses are the same on all ranks, so all of them raise, or none.
+        """Skip the update, or end the run, if the gradient or a loss is not finite.
 
-        NonFiniteError, unless the update was skipped, or UserError for data that a rank could not use.
+        Gradient and losses are the same on all ranks, so either all ranks raise or none does. Raises
+        UserError for data that a rank could not use, else NonFiniteError unless the update was skipped.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped
@@ -277,14 +278,14 @@ class Trainer:
                 log.warning("step %d: the %s is not finite; its update is left out", state.step + 1, what)
                 self.run_logger.log_skipped(state.step + 1, windows_seen, last_window, total + 1)
             return
-        self.saving.saver.wait()  # all ranks write what is sharded
+        self.saving.saver.wait()  # all ranks take part in writing a sharded state
         if self.run_logger:
             self.run_logger.failed(self.state.step, sentence)
         self.saving.remove_memory_snapshots()
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
-        """One record of the last step, with rates over the steps since the record before."""
+        """Write one record of the last step, with rates over the steps since the record before."""
         step_s, data_s = self.timer.seconds_per_step(self.state.step)
         if self.run_logger:
             stats = StepStats(
@@ -305,7 +306,7 @@ class Trainer:
         self.timer.reset(self.state.step)
 
     def evaluate(self) -> str | None:
-        """Evaluate and put it on record. Returns the request to stop that has cut it, if one has."""
+        """Evaluate and record the result. Returns the request to stop if one has cut the evaluation short."""
         losses, context = self.evaluator.evaluate(self.state.step), self.context
         if losses is None:
             return context.agreed_stop
@@ -320,7 +321,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:
-        """Note in run.json a failure after which no generation follows."""
+        """Record in run.json a failure after which no generation follows."""
         try:
             yield
         except UserError as error:
@@ -337,7 +338,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Raises ExpectedError where memory does not suffice."""
+    """Raises ExpectedError if memory does not suffice."""
     try:
         yield
     except RuntimeError as error:
@@ -353,7 +354,7 @@ def out_of_memory_explained() -> Iterator[None]:
 class Batches:
     """The micro-batches of all steps up to max_steps, in order.
 
-    Data that cannot be used is the `error` of one rank, of which all learn when their losses are not finite.
+    Data that one rank cannot use is its `error`. The other ranks learn of it when the losses are not finite.
     """
 
     def __init__(
@@ -375,7 +376,7 @@ class Batches:
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets on the device, (B, T) each; seeds the micro-batch's dropout.
 
-        Zeros once there is an `error`.
+        They are zeros once there is an `error`.
         """
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()

@@ -1,4 +1,4 @@
-"""Credentials in URLs are hidden wherever they are shown; nothing prints the environment."""
+"""Credentials in URLs are hidden wherever URLs are shown; nothing prints the environment."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from conftest import Start, command
 from mingpt.base.urls import redact
 from mingpt.tools.jobs import torchrun
 
-WORD = "hunter2"  # in every secret below
+WORD = "hunter2"  # occurs in every secret below
 SECRETS = {"SECRET_TOKEN": f"{WORD}-token", "AWS_SECRET_ACCESS_KEY": f"{WORD}-aws", "HF_TOKEN": f"{WORD}-hf"}
 
 
@@ -44,7 +44,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(text: Path) -> Iterator[str]:
-    """Serves the play, and yields its URL with a password and a signature in it."""
+    """Serve the play; yields its URL with a password and a signature in it."""
     serving = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(text.parent)))
     threading.Thread(target=serving.serve_forever, daemon=True).start()
     yield f"http://me:{WORD}-url@127.0.0.1:{serving.server_port}/{text.name}?X-Amz-Signature={WORD}-signature"
@@ -53,7 +53,7 @@ def server(text: Path) -> Iterator[str]:
 
 
 def files_with(word: str, *folders: Path) -> list[str]:
-    """Names of files, and files with this content."""
+    """The names of files whose name or content has this word."""
     paths = [path for folder in folders for path in folder.rglob("*")]
     named = [str(path) for path in paths if word in path.name]
     return named + [str(path) for path in paths if path.is_file() and word.encode() in path.read_bytes()]
@@ -61,14 +61,14 @@ def files_with(word: str, *folders: Path) -> list[str]:
 
 @pytest.mark.weekly
 def test_no_secret_reaches_the_terminal_or_any_file(start: Start, server: str, tmp_path: Path) -> None:
-    """The secrets are in the environment and in data.path; among the files is the cache."""
+    """The secrets are in the environment and in data.path; the files that are searched include the cache."""
     env = {**SECRETS, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     memory: dict[str, Any] = {"snapshot__memory_path": tmp_path / "memory", "trainer__max_steps": 6}
     (tmp_path / "memory").mkdir()
     run = command(launcher=torchrun(2), run_dir=tmp_path / "run", data__path=server, **memory)
     first = start(run, **env)
     assert first.wait() == 0, first.err()
-    again = start(run, **env)  # the redacted path is not taken for another one
+    again = start(run, **env)  # the redacted path is not taken for another path
     assert again.wait() == 0 and "already stands at step 6" in again.err()
     doctor = start(
         command("-m", "mingpt", "doctor", program="-u", run_dir=tmp_path / "run", data__path=server), **env

@@ -7,7 +7,7 @@ from mingpt.base.system import OutOfTime, run_within, try_within
 
 
 def test_work_that_ends_in_time_gives_its_result_or_its_error() -> None:
-    """A time-out of the work itself is not taken for that of the limit."""
+    """If the work itself times out, that is not taken for the end of the limit."""
 
     def work() -> None:
         raise TimeoutError("of the store")

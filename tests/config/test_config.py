@@ -23,14 +23,14 @@ def test_every_shipped_configuration_loads_and_has_eight_micro_batches(path: Pat
 
 
 def unread(keys: Sequence[str]) -> list[str]:
-    """Those settings that no code reads as an attribute of their own section."""
+    """The settings of `keys` that no code reads as an attribute of their own section."""
     paths = [path for path in (ROOT / "mingpt").rglob("*.py") if path.name != "settings.py"]
     read = read_settings(keys, [path.read_text() for path in (*paths, ROOT / "train.py")])
     return [key for key in keys if key not in read]
 
 
 def test_every_setting_is_read_as_an_attribute_of_its_own_section() -> None:
-    """One that nobody reads is found though other sections have its name."""
+    """An unread setting is found even if a setting of the same name in another section is read."""
     invented = ["trainer.name", "model.path", "data.every", "model.length", "world_size"]
     assert unread([*invented, *settings()]) == invented
 

@@ -16,7 +16,7 @@ PAIRS = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with GPT-2's files at the address where `gpt2` is fetched, on a server of this machine."""
+    """A folder with GPT-2's files, served by this machine at the address from which `gpt2` is fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "served"
     shutil.copytree(GPT2_FILES, folder)
@@ -66,7 +66,7 @@ def test_a_folder_with_gpt2s_two_files_is_that_tokenizer(names: tuple[str, str],
 
 def test_a_tokenizer_json_is_read_from_a_path_a_folder_and_a_url(served: Path) -> None:
     content = cl100k_like("a text of some words")
-    (served / "tokenizer.json").write_bytes(content)  # goes before the two files
+    (served / "tokenizer.json").write_bytes(content)  # is preferred to the two files
     (served / "other.json").write_bytes(content)
     for name in (served, f"{served}/", served / "other.json", f"file://{served}", served / "tokenizer.json"):
         assert load_named_tokenizer(str(name)).to_bytes() == content

@@ -166,7 +166,7 @@ def test_the_file_of_a_character_tokenizer_is_read_back_as_one_without_the_packa
 
 
 def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2's kind is cut, as small as can be here; kinds for which a cut could be noticed are not."""
+    """Texts for GPT-2's kind are cut, here into tiny pieces; those for kinds that show a cut are not."""
     rng = random.Random(1)
     parts = [*SPACES, *SPACES[:2] * 8, "a", "été", "'s", "'", "1", "...", ")", "😀", "\u200b", "\u180e", END]
     texts = ["".join(rng.choices(parts, k=rng.randint(0, 40))) for _ in range(500)]
@@ -196,7 +196,7 @@ def test_the_bytes_of_tokens_are_unknown_where_they_are_not_those_of_the_text() 
     fewer = {token: number for token, number in vocab.items() if token != "ÿ"}
     more = [
         added("<x>", len(vocab), lstrip=True),
-        added("é", vocab["é"]),  # the vocabulary's é is the byte 0xE9
+        added("é", vocab["é"]),  # in the vocabulary, é is the byte 0xE9
         added("!", vocab["!"], special=True),
         added("the", vocab["the"], special=True),
     ]

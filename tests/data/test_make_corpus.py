@@ -15,7 +15,7 @@ def test_the_embedded_play_is_what_its_program_writes() -> None:
 
 
 def test_the_entropy_counts_every_choice_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An independent count: among equally likely options, a choice's surprisal is the log of their number."""
+    """Compare with an independent count: a choice among n equally likely options has a surprisal of log n."""
     monkeypatch.syspath_prepend(str(ROOT / "data"))
     from make_corpus import surprisals
 

@@ -27,7 +27,7 @@ def sampler(
 
 
 def steps(workers: int, count: int, windows_seen: int = 0, takes_turns: bool = False) -> list[list[int]]:
-    """What all workers together read in each step, in the order of the micro-batches."""
+    """The windows that all workers together read in each step, in the order of the micro-batches."""
     read: list[dict[int, list[int]]] = [{} for _ in range(count)]
     for rank in range(workers):
         one = sampler(rank, workers, takes_turns=takes_turns)
@@ -46,7 +46,7 @@ def test_a_permutation_meets_every_place_once(size: int) -> None:
 
 
 def test_the_order_is_the_one_it_has_always_been() -> None:
-    """Golden values: after a change here, every run that is resumed would read other windows."""
+    """These are golden values: after a change here, every resumed run would read other windows."""
     permuted = permute(np.arange(8, dtype=np.uint64), 100, mix(1, 2, 3))
     assert permuted.tolist() == [1, 83, 38, 94, 49, 93, 12, 27]
     assert mix(1, 2, 3) == 7702586659592502839
@@ -57,7 +57,7 @@ def test_the_order_is_the_one_it_has_always_been() -> None:
 def test_each_window_of_an_epoch_is_read_once_by_any_number_of_workers(
     workers: int, takes_turns: bool
 ) -> None:
-    """3 epochs of 124 windows in 31 steps of 12, in micro-batches that do not depend on who reads them."""
+    """3 epochs of 124 windows take 31 steps of 12; the micro-batches do not depend on who reads them."""
     read = [start for step in steps(workers, 31, takes_turns=takes_turns) for start in step]
     for epoch in range(3):
         windows = sorted(read[epoch * 124 : (epoch + 1) * 124])
@@ -80,7 +80,7 @@ def test_seeking_goes_on_where_another_number_of_workers_stopped(windows_seen: i
 
 @pytest.mark.parametrize("workers", range(1, 12))
 def test_the_workers_micro_batches_are_neighbours_in_the_order_of_the_ranks(workers: int) -> None:
-    """As the tree of parallel/tree.py counts on."""
+    """The tree of parallel/tree.py relies on this."""
     parts = [sampler(rank, workers, batch_size=16).my_micro_batches() for rank in range(workers)]
     assert [number for part in parts for number in part] == list(range(8))
     assert sampler(0, workers, batch_size=16).micro_batches_by_rank() == parts
@@ -88,7 +88,7 @@ def test_the_workers_micro_batches_are_neighbours_in_the_order_of_the_ranks(work
 
 @pytest.mark.parametrize("workers", range(1, 12))
 def test_workers_that_take_turns_pass_through_a_step_in_rounds(workers: int) -> None:
-    """Worker r has number r of each round, as the sum of parallel/fsdp.py counts on."""
+    """Worker r has micro-batch r of each round; the sum of parallel/fsdp.py relies on this."""
     samplers = [sampler(rank, workers, batch_size=16, takes_turns=True) for rank in range(workers)]
     parts = [one.my_micro_batches() for one in samplers]
     assert parts == [range(rank, 8, workers) for rank in range(workers)]

@@ -30,7 +30,7 @@ def everything(tokens: TokenShards) -> list[int]:
 
 
 def prepared(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Two training shards and a validation shard with the meta.json that belongs to them."""
+    """Write two training shards and a validation shard with their meta.json; returns its content."""
     for name, count in (("train_00000.bin", 30), ("train_00001.bin", 7), ("val_00000.bin", 12)):
         write_llmc(folder / name, some_tokens(count))
     meta = {
@@ -53,7 +53,7 @@ def prepared(folder: Path, **changes: Any) -> dict[str, Any]:
     return meta
 
 
-# What is shards
+# Paths that name shards
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def prepared(folder: Path, **changes: Any) -> dict[str, Any]:
         ("{}/train.bin", True),
         ("{}/text.txt", False),
         ("{}/missing.txt", False),
-        ("{}/what?.txt", False),  # a file of this name is there
+        ("{}/what?.txt", False),  # there is a file of this name
         ("s3://bucket/text.txt", False),
         ("s3://bucket/folder/", False),
         ("s3://bucket/train_000.bin", True),
@@ -92,7 +92,7 @@ def test_shards_behind_a_url_are_refused_without_asking_the_network(path: str) -
         open_shards(path, 0.1)
 
 
-# What is read
+# Tokens that are read
 
 
 def test_a_nanogpt_folder_is_read_as_it_is(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_without_validation_files_the_tail_is_validation(val_fraction: float, tm
 
 
 def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> None:
-    """In shards of 1 to 50 tokens in both types."""
+    """The shards have 1 to 50 tokens, in both types."""
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     for split, files in (("train", 60), ("val", 5)):
         for number in range(files):
@@ -387,7 +387,7 @@ def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) ->
 
 
 def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
-    """Sparse files. The bounds are several times what it takes: shared machines are slow at times."""
+    """The files are sparse. The bounds are several times the usual cost, as shared machines may be slow."""
     count = (200_000_000 - 1024) // 2
     for number in range(1000):
         path = tmp_path / f"train_{number:05}.bin"
@@ -397,7 +397,7 @@ def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: P
         "import json, re, resource, sys, time, numpy\n"
         "from mingpt.data.shards import open_shards\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        # ru_maxrss would begin with the size of the process that started this one.
+        # ru_maxrss would include the size of the process that started this one.
         "def memory():\n"
         "    return int(re.search('VmHWM:\\\\s*(\\\\d+)', open('/proc/self/status').read())[1]) / 1024\n"
         "before, began = memory(), time.perf_counter()\n"

@@ -20,7 +20,7 @@ TEXT = "Où? Ça, la mer; 海と空。 ".encode() * 40
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of an HTTP server on this machine, with one file, play.txt."""
+    """The address of an HTTP server on this machine that has one file, play.txt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "served"
     folder.mkdir()
@@ -32,7 +32,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_remote_text_is_cached_and_its_checksum_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A zip archive stands for the remote place: another fsspec driver, no network."""
+    """A zip archive stands for the remote place: it has another fsspec driver and needs no network."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with zipfile.ZipFile(tmp_path / "texts.zip", "w") as archive:
         archive.writestr("play.txt", TEXT)
@@ -66,7 +66,7 @@ def test_a_text_that_cannot_be_cached_is_used_all_the_same(
 
 
 class RefusingHandler(http.server.BaseHTTPRequestHandler):
-    """Answers with the status that the path names; closes the connection where it names none."""
+    """Answers with the status that the path names; closes the connection if the path names none."""
 
     def do_GET(self) -> None:
         if self.path[1:].isdigit():
@@ -88,7 +88,7 @@ class RefusingHandler(http.server.BaseHTTPRequestHandler):
     ],
 )
 def test_a_server_that_gives_no_file_is_told_from_a_file_that_is_not_there(name: str, sentence: str) -> None:
-    """The driver raises FileNotFoundError for all of them."""
+    """The driver raises FileNotFoundError in all these cases."""
     with serving(RefusingHandler) as url, pytest.raises(UserError) as error:
         read_bytes(DataConfig(path=f"{url}/{name}"))
     assert str(error.value).startswith(f"data.path {url}/{sentence}")

@@ -39,7 +39,7 @@ def test_a_text_that_cannot_be_used_is_refused(content: bytes, sentence: str) ->
 
 
 class OtherTokenizer(CharTokenizer):
-    """Another tokenizer than the character one."""
+    """A tokenizer that differs from the character tokenizer."""
 
 
 def test_the_setting_chooses_the_tokenizer_and_auto_takes_characters(monkeypatch: pytest.MonkeyPatch) -> None:

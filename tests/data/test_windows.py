@@ -46,7 +46,7 @@ def test_a_subset_of_windows_is_evenly_spaced_and_does_not_depend_on_the_batch_s
 
 
 def test_batches_are_the_windows_in_the_order_asked_for() -> None:
-    """More of them than are gathered at once, and a last one that is smaller."""
+    """There are more batches than are gathered at once, and the last one is smaller."""
     dataset = CharDataset(np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint8), 8)
     starts = [start * 7 % 990 for start in range(3 * PREFETCH_BATCHES + 1)]
     batches = list(dataset.batches(starts, 3))

@@ -19,7 +19,7 @@ from mingpt.distributed.device import (
 )
 
 CPU = torch.device("cpu")
-# Prints the page faults of 8 MB in the first thread, and then in another one.
+# Prints the page faults of 8 MB in the first thread, and then in another thread.
 FAULTS = """
 import resource, threading
 from mingpt.distributed.device import keep_freed_memory
@@ -40,7 +40,7 @@ thread.join()
 
 
 def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
-    """A membership file and a mount whose folders have these cpu.max files."""
+    """Make a membership file, and a mount whose folders have these cpu.max files."""
     file, mount = tmp_path / "cgroup", tmp_path / "mount"
     file.write_text(membership)
     mount.mkdir()
@@ -55,12 +55,12 @@ def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tup
     ("limits", "cores"),
     [
         ({"pod/job": "150000 100000"}, 1.5),
-        ({"pod/job": "max 100000", "pod": "200000 100000"}, 2.0),  # a parent's counts
-        ({"pod/job": "400000 100000", "pod": "200000 100000"}, 2.0),  # the smallest counts
+        ({"pod/job": "max 100000", "pod": "200000 100000"}, 2.0),  # a parent's limit counts
+        ({"pod/job": "400000 100000", "pod": "200000 100000"}, 2.0),  # the smallest limit counts
         ({"pod/job": "300000 100000", "pod": "max 100000"}, 3.0),
         ({"pod/job": "max 100000", ".": "50000 100000"}, 0.5),
-        ({"pod/other": "100000 100000", "pod/job": "800000 100000"}, 8.0),  # a neighbour's does not
-        ({"pod": "700000 100000"}, 7.0),  # no file on the lowest level
+        ({"pod/other": "100000 100000", "pod/job": "800000 100000"}, 8.0),  # a neighbour's limit does not
+        ({"pod": "700000 100000"}, 7.0),  # there is no file on the lowest level
         ({"pod/job": "damaged", "pod": "600000 100000"}, 6.0),
         ({"pod/job": "max 100000"}, math.inf),
         ({}, math.inf),
@@ -103,7 +103,7 @@ def test_apples_gpu_is_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> 
     ("wanted", "flags", "dtype"),
     [
         ("auto", "avx512_bf16", torch.bfloat16),
-        ("auto", "avx512_bf16 avx512_fp16", torch.float32),  # Intel's, whose AMX is hidden
+        ("auto", "avx512_bf16 avx512_fp16", torch.float32),  # an Intel CPU whose AMX is hidden
         ("auto", "avx512_bf16 avx512_fp16 amx", torch.bfloat16),
         ("auto", "", torch.float32),
         ("bfloat16", "", torch.bfloat16),
@@ -134,7 +134,7 @@ def test_workers_with_different_kinds_of_devices_are_refused() -> None:
 
 
 def test_what_a_worker_has_freed_is_used_again_by_all_of_its_threads() -> None:
-    """glibc returns it to the kernel otherwise, or keeps it for the one thread."""
+    """Otherwise glibc returns the memory to the kernel, or keeps it for one thread."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     first, other = map(int, done.stdout.split())
     assert other < 0.1 * first

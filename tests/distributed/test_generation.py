@@ -17,7 +17,7 @@ NO_PEER = f"{LOST_PEER} (Connection closed by peer)"
 
 
 def end(step: int = 0, began: bool = False, **whys: str) -> GenerationEnd:
-    """Of two workers, r0 and r1; one without a reason was killed."""
+    """The end of a generation of two workers, r0 and r1; a worker without a reason was killed."""
     reasons = {int(rank[1:]): {"why": why, "step": step, "began": began} for rank, why in whys.items()}
     return GenerationEnd(2, reasons)
 
@@ -30,13 +30,13 @@ BAD = end(r0=LOST_PEER, r1=FAILED)
     [
         ([BAD] * 3, True),
         ([end(r0=FAILED, r1=FAILED)] * 3, True),
-        ([end(r0=f"{TOLD} by SIGTERM", r1=FAILED)] * 3, True),  # by the agent, because of the other
+        ([end(r0=f"{TOLD} by SIGTERM", r1=FAILED)] * 3, True),  # by the agent, as the other failed
         ([BAD] * 2, False),
         ([BAD, end(r0=LOST_PEER), BAD], False),  # a kill in between
         ([BAD, end(r1=FAILED), BAD], False),  # killed while the other failed
         ([end(r0=LOST_PEER, r1=LOST_PEER)] * 3, False),
         ([BAD, end(step=4, r0=LOST_PEER, r1=FAILED), BAD], False),
-        ([end(began=True, r0=LOST_PEER, r1=FAILED)] * 3, False),  # run.json tells of those
+        ([end(began=True, r0=LOST_PEER, r1=FAILED)] * 3, False),  # run.json records such failures
         ([end(r0=LOST_PEER), BAD, BAD, BAD], True),
     ],
 )
@@ -95,7 +95,7 @@ def test_the_last_step_is_the_furthest_that_any_rank_has_reported() -> None:
 
 
 def test_a_store_tells_only_of_the_generation_right_before() -> None:
-    """It lives in an agent that may have been away while another one led the job."""
+    """The store lives in an agent that may have been away while another agent led the job."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     known = []
     for round in (1, 2, 4, 5):

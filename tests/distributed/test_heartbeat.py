@@ -10,7 +10,7 @@ from mingpt.distributed import DistributedContext, context
 
 
 def make_context(is_other_busy: threading.Event) -> Any:
-    """Of a rank whose only peer is busy as long as the event is not set, and never loses this one."""
+    """The context of a rank whose only peer is busy until the event is set and never loses this rank."""
 
     def all_gather_object(value: Any) -> list[Any]:
         return [value, (not is_other_busy.is_set(), None) if isinstance(value, tuple) else None]
@@ -27,7 +27,7 @@ def fail(error: Exception) -> None:
 
 
 def test_an_error_that_others_do_not_know_of_is_raised_though_they_are_busy() -> None:
-    """They may wait for this rank in their work, which therefore has to lose a peer."""
+    """The others' work may wait for this rank, so they must learn that they have lost a peer."""
     other_is_done = threading.Event()
     with pytest.raises(OSError, match="a disk"):
         make_context(other_is_done).run_with_heartbeat(lambda: fail(OSError("a disk")))

@@ -1,4 +1,4 @@
-"""Real ranks of this machine, which share memory; what they raise once a peer is gone or frozen."""
+"""Real ranks of this machine that share memory, and the errors they raise if a peer is gone or frozen."""
 
 import functools
 import os
@@ -25,9 +25,9 @@ def connected(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> Shar
 
 
 def exchange_numbers(context: DistributedContext) -> list[list[float]]:
-    """Of each round, what this rank reads in the segments of all; segments grow from round to round.
+    """The numbers that this rank reads in all segments, round by round; segments grow from round to round.
 
-    Between the rounds the ranks say something through the sockets, which leaves the segments alone.
+    Between the rounds the ranks exchange an object through the sockets, which leaves the segments alone.
     """
     memory, rounds, kept = connected(context), [], []
     for count in (3, 10, 10, 1_000_000):
@@ -43,7 +43,7 @@ def exchange_numbers(context: DistributedContext) -> list[list[float]]:
             expected = [bytes([len(rounds), rank]) * size for rank in range(context.world_size)]
             assert said == expected
     assert float(kept[0][1].max()) == 110, "tensors keep the segment that they lie in"
-    context.all_gather_object(None)  # a rank that has ended is a lost peer
+    context.all_gather_object(None)  # wait for all, since a rank that ends early is a lost peer
     return rounds
 
 
@@ -54,7 +54,7 @@ def test_after_a_barrier_all_ranks_see_what_each_has_written(ranks: int) -> None
 
 
 def gather_parts(context: DistributedContext) -> list[bool]:
-    """Whether each rank's part came as it was, by gloo and by the segments, in rounds of other sizes."""
+    """Whether each rank's part arrives unchanged, by gloo and by the segments, in rounds of other sizes."""
     as_expected = []
     for memory in (None, connected(context)):
         context.memory = memory
@@ -71,12 +71,12 @@ def gather_parts(context: DistributedContext) -> list[bool]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_of_several_sizes_reach_all_ranks(ranks: int) -> None:
-    """Also one of no elements."""
+    """One of the parts has no elements."""
     assert results_of(ranks, gather_parts) == [6 * ranks * [True]] * ranks
 
 
 def end_after_rank_0_has_gone(context: DistributedContext) -> bool:
-    """Rank 0 has read all that it needed, and leaves before the others have read theirs."""
+    """Rank 0 has read all that it needs, and leaves before the other ranks have read their numbers."""
     memory = connected(context)
     memory.begin(8)
     memory.barrier()
@@ -86,7 +86,7 @@ def end_after_rank_0_has_gone(context: DistributedContext) -> bool:
     context.all_gather_object(None)
     if context.rank == 1:
         memory.end()
-        memory.begin(8)  # rank 0 had come to its end
+        memory.begin(8)  # rank 0 had already ended
         with pytest.raises(Exception, match="Connection closed by worker 0"):
             memory.barrier()
     return True
@@ -97,7 +97,7 @@ def test_a_peer_may_leave_once_it_has_read() -> None:
 
 
 def lose_rank_1(context: DistributedContext, kind: signal.Signals, timeout_s: float, message: str) -> float:
-    """Seconds until it is noticed that rank 1 has got this signal; rank 0 wakes it afterwards."""
+    """The seconds until the ranks notice that rank 1 got this signal; rank 0 wakes it afterwards."""
     memory, pids = connected(context, timeout_s), context.all_gather_object(os.getpid())
     memory.begin(8)
     if context.rank == 1:
@@ -139,7 +139,7 @@ def on_another_node(context: DistributedContext) -> bool:
 
 
 def refused_on_rank_1(context: DistributedContext) -> bool:
-    """As where a sandbox lets sockets be made, but not be connected."""
+    """Rank 1 behaves as in a sandbox that allows making sockets but not connecting them."""
     if context.rank == 1:
         shared_memory.meet = lambda *_: None
     return context.connect_memory(4.0) is None
@@ -167,7 +167,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def test_a_process_that_is_no_peer_is_turned_away() -> None:
-    """It has found the name, and comes first."""
+    """The process has found the name, and comes first."""
     listener = listen()
     assert listener is not None
     name, parent = listener.getsockname(), os.getpid()

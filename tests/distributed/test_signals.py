@@ -1,4 +1,4 @@
-"""Each test runs a process of its own, whose main thread sleeps: it is the listening thread that acts."""
+"""The listening thread acts on signals: each test runs a process whose main thread sleeps."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-# Prints "ready" when it listens, and `reason` whenever that changes; ends by itself after 20 s.
+# This program prints "ready" when it listens, and `reason` whenever that changes; it ends after 20 s.
 PROGRAM = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
@@ -42,7 +42,7 @@ WATCH = "listener.watch_stop_file(Path(sys.argv[1]))"
 def listen(
     code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None", then: str = ""
 ) -> subprocess.Popen[str]:
-    """The process, once it listens."""
+    """Start the process; returns when the process listens."""
     program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent, then=then)
     words = [sys.executable, "-c", program, *arguments]
     pipe = subprocess.PIPE
@@ -83,7 +83,7 @@ def test_before_the_run_a_signal_ends_the_process_at_once(
     process.send_signal(getattr(signal, kind))
     assert code_of(process) == code
     assert process.stderr is not None
-    # Under an agent its workers do not know whether the job was told to stop, or this generation only.
+    # Under an agent, workers do not know whether the job was told to stop or only this generation.
     assert process.stderr.read() == ("" if code else f"stopped by {kind} before the first step\n")
 
 
@@ -92,7 +92,7 @@ def test_a_request_waits_for_an_agreement_and_a_second_one_does_not(kind: str, c
     process = listen(code + "\nlistener.exit.timeout_s = 60")
     process.send_signal(getattr(signal, kind))
     assert process.stdout is not None and process.stdout.readline() == f"{kind}\n"
-    time.sleep(1.2)  # sooner, both would count as one
+    time.sleep(1.2)  # any sooner, both signals would count as one
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert code_of(process) == 130
@@ -107,7 +107,7 @@ def test_without_progress_sigterm_ends_the_process_after_timeout_s() -> None:
 
 @pytest.mark.parametrize("end", ["PeerEnd.LOST", "None"])
 def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str) -> None:
-    """None: the store does not answer, for longer than an orderly end could take."""
+    """`end` None: the store does not answer for longer than an orderly end could take."""
     process = listen(PEER, end=end)
     assert code_of(process) == 1
     assert process.stderr is not None and "lost a peer" in process.stderr.read()

@@ -17,7 +17,7 @@ RUN_FILES = {"config.yaml", "run.json", "metrics.jsonl", "log.txt", "loss.png", 
 def test_curve_and_bits_are_the_same_for_any_number_of_workers(
     workers: int, finish: Finish, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """One process, and torchrun as it starts workers by default, with no word on the rendezvous."""
+    """One process, and torchrun with its default rendezvous."""
     under_torchrun = torchrun(workers, options=[f"--master_port={free_port()}"])
     launcher = under_torchrun if workers > 1 else [sys.executable]
     job = finish(launcher=launcher, run_dir=tmp_path, trainer__workers=1)
@@ -27,7 +27,7 @@ def test_curve_and_bits_are_the_same_for_any_number_of_workers(
     assert_same_run(tmp_path, undisturbed)
 
 
-# As in a later generation, when nodes have joined.
+# This allows more workers than micro-batches, as in a later generation when nodes have joined.
 ANY_NUMBER = """
 import mingpt.training.start
 mingpt.training.start.check_workers = lambda *_: None

@@ -1,4 +1,4 @@
-"""What only the user can put right: one sentence, once, exit code 2, nothing lost; no restart repeats it."""
+"""Mistakes that only the user can put right: one sentence, once, exit code 2, nothing lost, no restart."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def test_the_snapshots_of_another_run_are_left_alone(
 def test_under_torchrun_the_sentence_comes_once_and_the_job_ends(
     settings: dict[str, Any], expected: str, start: Start, text: Path, tmp_path: Path
 ) -> None:
-    """Whatever restarts are left."""
+    """The job ends although many restarts are left."""
     given: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text} | settings
     job = start(command(launcher=torchrun(2, restarts=50), **given))
     assert job.wait(60) != 0

@@ -1,4 +1,4 @@
-"""A job whose snapshots are all corrupt; tests/snapshot/ has those that cannot be read."""
+"""A job whose snapshots are all corrupt; tests/snapshot/ tests snapshots that cannot be read."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from conftest import Finish, Start, assert_same_run, command, error_of, snapshot
 def test_a_run_without_a_valid_snapshot_left_does_not_start_again_by_itself(
     start: Start, finish: Finish, text: Path, undisturbed: Path, copied: Path
 ) -> None:
-    """Also where they have been set aside before; snapshot.resume=never begins anew."""
+    """This holds also if the snapshots were set aside before; snapshot.resume=never begins anew."""
     snapshots = copied / "snapshots"
     for step in snapshot_steps(copied)[1:]:
         for path in snapshots.glob(f"step_{step:08d}.*"):

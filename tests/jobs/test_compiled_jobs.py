@@ -11,7 +11,7 @@ from conftest import Finish, Start, changed_program, command, final_hash, manife
 
 from mingpt.tools.jobs import is_alive, torchrun
 
-# Waits until the test lets it go on, at most for a minute.
+# This compiler waits until the test lets it go on, at most for a minute.
 SLOW_COMPILER = """#!/bin/sh
 touch {folder}/called
 n=0
@@ -32,7 +32,7 @@ def slow_compiler(folder: Path) -> Path:
 def test_a_compiled_model_trains_to_the_same_bits_for_any_number_of_workers(
     start: Start, finish: Finish, text: Path, tmp_path: Path
 ) -> None:
-    """One job also loses a worker while the other one compiles, which notices it before it is done."""
+    """A worker of one job dies while the other compiles; the other notices that before it has compiled."""
     settings: dict[str, Any] = {"data__path": text, "trainer__compile": True, "model__dropout": 0.2}
     settings |= {"trainer__max_steps": 4, "model__n_layer": 1}
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(slow_compiler(tmp_path))}

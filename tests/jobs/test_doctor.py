@@ -1,4 +1,4 @@
-"""The doctor under torchrun: a table and nothing else on a healthy cluster, one sentence on a faulty one."""
+"""The doctor under torchrun: only a table on a healthy cluster, one sentence per fault on a faulty one."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from mingpt.tools.jobs import Job, clean_environment, torchrun
 
 
 def start_agents(start: Start, folder: Path, text: Path, *changes: dict[str, str]) -> list[Job]:
-    """An agent with one worker per dict, as on as many nodes; a name in capitals is a variable."""
+    """Start an agent with one worker per dict, as if on as many nodes; names in capitals are variables."""
     options = [f"--nnodes={len(changes)}", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     jobs = []
     for change in changes:
@@ -39,7 +39,7 @@ def test_a_healthy_cluster_gets_a_table_and_one_line(start: Start, text: Path, t
     assert head.split()[:4] == ["worker", "host", "device", "torch"]
     assert first.startswith("0 ") and second.startswith("1 ") and (empty, last) == ("", "no fault found")
     assert "MB/s" in first and "MB/s" in second and "written, read" in second
-    assert list(tmp_path.iterdir()) == []  # what it has tried is removed again
+    assert list(tmp_path.iterdir()) == []  # the doctor has removed its test files
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
     lines = said(jobs)
     (fault,) = [line for line in lines if line.startswith("fault: ")]
     assert "is started with seed=7, the others with 1337" in fault and "(node " in fault
-    assert sum(line.startswith("worker ") for line in lines) == 1  # a single generation
+    assert sum(line.startswith("worker ") for line in lines) == 1  # there was a single generation
     errors = [line for job in jobs for line in job.err().splitlines() if line.startswith("error:")]
     assert errors == ["error: 1 fault found"]
 
@@ -70,7 +70,7 @@ def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
 def test_a_worker_that_does_not_come_and_a_store_that_is_not_there_are_named(
     rank: int, sentences: list[str], start: Start, tmp_path: Path, text: Path
 ) -> None:
-    """Only one of two workers comes; before rank 1 there is no store."""
+    """Of two workers only one comes; without rank 0 there is no store."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
@@ -102,7 +102,7 @@ def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
 @pytest.mark.weekly
 @pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
 def test_a_blocked_port_and_a_read_only_folder_are_found_on_three_nodes() -> None:
-    """The benchmark has all kinds."""
+    """These are two kinds of faults; the benchmark has all kinds."""
     command = [sys.executable, "benchmarks/doctor.py", "--only", "port", "folder"]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

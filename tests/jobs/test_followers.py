@@ -1,4 +1,4 @@
-"""A job that nobody follows."""
+"""A job whose TensorBoard and tracker are not used."""
 
 from pathlib import Path
 from typing import Any

@@ -17,7 +17,7 @@ from mingpt.tools.export import export
 def test_a_run_that_was_exported_comes_back_bit_for_bit_with_its_tokenizer(
     finish: Finish, text: Path, tmp_path: Path
 ) -> None:
-    """Of two workers the first alone reads the folder. There is no tokenizer but the one in the folder."""
+    """Only the first of two workers reads the folder, which has the only tokenizer."""
     (tmp_path / "tokenizer.json").write_bytes(cl100k_like(text.read_text(), 300))
     settings: dict[str, Any] = {"model__arch": "gpt2"}
     first: dict[str, Any] = {"data__tokenizer": tmp_path / "tokenizer.json", "trainer__max_steps": 5}

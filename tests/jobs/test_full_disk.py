@@ -10,7 +10,7 @@ from support.jobs import read_metric
 
 from mingpt.tools.jobs import read_history
 
-# Writing a file of a snapshot of step 25 or 30 fails as long as the file `marker` is there.
+# Writing a file of a snapshot of step 25 or 30 fails as long as the file `marker` exists.
 FAIL = """
 import errno, os
 def fail(name, path, size):

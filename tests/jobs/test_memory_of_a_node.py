@@ -40,7 +40,7 @@ SHARDED_OPTIMIZER = DDP | {"trainer__shard_optimizer": True}
 def test_a_killed_worker_comes_back_from_memory_and_an_orderly_end_leaves_none(
     strategy: dict[str, Any], victim: int, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The first one has written all of the state, or each its part; nothing is on disk before the end."""
+    """The first worker writes the whole state, or each worker its part. The disk is empty until the end."""
     shm, run_dir = tmp_path / "shm", tmp_path / "run"
     shm.mkdir()
     settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "snapshot__every": 1000} | strategy

@@ -1,4 +1,4 @@
-"""Jobs over three nodes, of which one dies or is cut off: the others go on, with the same bits."""
+"""Jobs over three nodes, one of which dies or is cut off: the other nodes go on, with the same bits."""
 
 import time
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_without_a_shared_disk_the_death_of_rank_0s_node_costs_few_steps_and_no_
 def test_a_node_whose_network_is_cut_is_left_out_and_rejoins_when_healed(
     start: Start, cluster: MakeCluster, text: Path, tmp_path: Path
 ) -> None:
-    """The shared folder stays visible to it all the time."""
+    """The node sees the shared folder all the time."""
     given = settings(text, **{"trainer.max_steps": 100_000, "snapshot.keep_last": 100_000})
     job = make_job(cluster(3), tmp_path, "folder", "shared", given)
     (run_dir,) = job.run_dirs(job.nodes)
@@ -138,6 +138,6 @@ def test_a_node_that_computes_wrongly_leaves_and_the_others_finish_with_the_righ
 
 
 def underscored(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings as `command` takes them, for a job on this machine."""
+    """The settings as `command` takes them, for a job on this machine."""
     own = {"snapshot.memory_path": SMALL["snapshot.memory_path"]}
     return {key.replace(".", "__"): value for key, value in (given | own).items()}

@@ -16,7 +16,7 @@ SLOW: dict[str, Any] = {"trainer__max_steps": 60, "model__n_embd": 128, "trainer
 
 
 class Node:
-    """A folder for its disk and one for its memory, and how to start an agent on it."""
+    """A stand-in for a node: folders for its disk and its memory, and a way to start an agent."""
 
     def __init__(self, start: Start, text: Path, tmp_path: Path, name: str) -> None:
         self.start_job, self.text, self.meeting = start, text, tmp_path / "rendezvous"
@@ -41,7 +41,7 @@ def one_curve(run_dir: Path, steps: int) -> bool:
 
 @pytest.fixture(scope="module")
 def quiet(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one worker that nothing disturbed."""
+    """The run folder of one worker's run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("quiet")
     words = command(run_dir=folder / "run", data__path=text, trainer__workers=1, **SLOW)
     job = Job(words, folder / "job", cwd=ROOT)
@@ -54,7 +54,7 @@ def quiet(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
     parallel: str, start: Start, text: Path, quiet: Path, tmp_path: Path
 ) -> None:
-    """Its disk is gone too, and under fsdp the half of the state that it held: the other node has a copy."""
+    """The node's disk is gone too, and under fsdp its half of the state: the other node has a copy."""
     nodes = [Node(start, text, tmp_path, name) for name in "ab"]
     settings = SLOW | {"snapshot__memory_every": 5, "snapshot__local_every": 0, "trainer__parallel": parallel}
     settings["snapshot__every"] = 20 if parallel == "ddp" else 1000

@@ -39,7 +39,7 @@ def test_a_url_in_memory_serves_one_process_and_no_job(
 ) -> None:
     settings: dict[str, Any] = {"run_dir": tmp_path, "data__path": text, "trainer__max_steps": 5}
     settings |= {"snapshot__path": "memory://one"}
-    finish(**settings)  # trainer.workers=auto sees it
+    finish(**settings)  # trainer.workers=auto means one worker here
     refused = start(command(launcher=torchrun(1), **settings))
     assert refused.wait() != 0
     assert "snapshot.path memory://one lives in the memory of one process" in refused.err()

@@ -52,7 +52,7 @@ def test_a_job_at_the_same_snapshot_path_is_refused_and_one_whose_claim_is_dropp
     assert not (tmp_path / "two").exists()
     shown = doctor("--claim", tmp_path / "one", "--release")
     assert "which is running" in shown and "released" in shown
-    assert "no longer belongs to this job" in error_of(job, code=1)  # torchrun's
-    assert "mingpt/training/trainer.py" not in job.err()  # no traceback of ours; torchrun has one of its own
+    assert "no longer belongs to this job" in error_of(job, code=1)  # the exit code is torchrun's
+    assert "mingpt/training/trainer.py" not in job.err()  # we print no traceback; torchrun prints its own
     assert len(read_history(tmp_path / "one")["generations"]) == 1
     assert snapshot_steps(tmp_path)

@@ -1,4 +1,4 @@
-"""A restart computes with what the run began with, on all workers."""
+"""A restart computes with the dtype and the kind of device that the run began with, on all workers."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from conftest import Finish, Start, changed_program, command, error_of, manifest
 from mingpt.snapshot.manifest import add_checksum
 from mingpt.tools.jobs import read_history, torchrun
 
-# A worker for which bfloat16 is slow, as on another model of CPU.
+# For one worker bfloat16 is slow, as on another model of CPU.
 NO_BFLOAT16 = """
 from mingpt.distributed import device
 def on_start(launch):
@@ -22,7 +22,7 @@ BFLOAT16 = """
 from mingpt.distributed import device
 device.has_fast_bfloat16 = lambda: {native}
 """
-# The first generation's GPU: its first snapshot says so as soon as it is there, and the worker dies.
+# The first snapshot is changed to one that a GPU computed; then the worker of the first generation dies.
 GPU_IS_GONE = """
 import json, os, signal
 from pathlib import Path
@@ -39,7 +39,7 @@ events.subscribe("step_end", on_step)
 
 
 def change_software(run_dir: Path, **fields: str) -> None:
-    """As if the newest snapshot had been written elsewhere."""
+    """Change the newest snapshot as if it had been written with other software or hardware."""
     step = snapshot_steps(run_dir)[-1]
     content = manifest(run_dir, step)
     content["software"] |= fields
@@ -54,9 +54,9 @@ def test_a_restart_without_the_gpu_ends_the_job_in_one_sentence(
     program = changed_program(tmp_path, GPU_IS_GONE.format(path=str(path)))
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "snapshot__memory_every": 0}
     settings |= {"trainer__eval_every": 1000, "trainer__max_steps": 100_000, "snapshot__resume": "changed"}
-    settings["snapshot__every"] = 100  # a second one is not there before the first one is seen
+    settings["snapshot__every"] = 100  # there is no second snapshot before the first is seen
     job = start(command(launcher=torchrun(2, restarts=3), program=program, **settings))
-    line = error_of(job, code=1)  # torchrun's; its workers end with 2
+    line = error_of(job, code=1)  # the exit code is torchrun's; its workers end with 2
     assert "were computed on cuda" in line and "have cpu" in line
     assert len(read_history(tmp_path / "run")["generations"]) == 1
 
@@ -68,7 +68,7 @@ def test_other_hardware_is_refused_unless_asked_for(
     change_software(copied, device_type="cuda", device="NVIDIA H100")
     program = changed_program(tmp_path, BFLOAT16.format(native=False))
     settings: dict[str, Any] = {"program": program, "run_dir": copied, "trainer__workers": 1}
-    finish(**settings)  # a finished run is finished anywhere
+    finish(**settings)  # a finished run needs no such hardware
     (copied / "snapshots" / "step_00000030.json").unlink()
     change_software(copied, device_type="cuda", device="NVIDIA H100")
     line = error_of(start(command(data__path=text, **settings)))

@@ -58,7 +58,7 @@ def test_a_killed_worker_comes_back_costs_no_bit_and_torchrun_says_nothing(
 
 
 def assert_quiet(stderr: str) -> None:
-    """Nothing of torchrun's own output, no traceback, at most one error."""
+    """Assert that there is nothing of torchrun's own output, no traceback, and at most one error."""
     assert not [words for words in TORCHRUN_OUTPUT if words in stderr], stderr
     assert not GLOG_PREFIX.search(stderr), stderr
     assert "Traceback" not in stderr and stderr.count("error: ") <= 1, stderr

@@ -52,7 +52,7 @@ def test_a_killed_worker_costs_no_bit(
 def test_two_agents_go_on_after_a_killed_worker(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """One worker each; they meet at an endpoint, and the README shows the other form."""
+    """Each agent has one worker. They meet at an endpoint; the README shows the other form."""
     endpoint = f"localhost:{free_port()}"
     options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test"]
     words = command(launcher=torchrun(1, 3, options), run_dir=tmp_path, data__path=text)
@@ -68,13 +68,13 @@ def test_two_agents_go_on_after_a_killed_worker(
 def test_a_frozen_worker_is_given_up_and_the_job_goes_on(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Well before the 30 s that the agent would give a process which cannot take its SIGTERM."""
+    """This takes much less than the 30 s that the agent gives a process which cannot take its SIGTERM."""
     launcher = torchrun(3, restarts=1)
     job = start(command(launcher=launcher, run_dir=tmp_path, data__path=text, trainer__timeout_s=4))
     job.wait_until(reached(tmp_path, 12))
     frozen = job.workers()[1]
     os.kill(frozen, signal.SIGSTOP)
-    wait_until(lambda: all_gone([frozen]), timeout_s=25)  # what follows is a start, which takes what it takes
+    wait_until(lambda: all_gone([frozen]), timeout_s=25)  # the start that follows has no limit
     assert job.wait() == 0, job.err()
     assert "worker 1 did not answer for 4 s: it wrote no stacks (stopped, or its machine is" in job.err()
     assert final_hash(tmp_path) == final_hash(undisturbed)
@@ -112,8 +112,8 @@ def on_run_start(state, strategy):
 events.subscribe("run_start", on_run_start)
 """
 BAD_GRADIENT = "next(state.model.parameters()).grad.fill_(float('nan'))"
-# The gradients of micro-batch 5 of steps 12 and 13, whoever computes it, under any strategy; where there are
-# restarts, a worker is killed in between.
+# The gradients of micro-batch 5 in steps 12 and 13 are not finite, on any worker and under any strategy. If
+# there are restarts, a worker is killed in between.
 NOT_FINITE = """
 import os, signal
 def on_step_end(step):
@@ -170,7 +170,7 @@ def test_a_failure_that_would_repeat_ends_the_job(
     text: Path,
     tmp_path: Path,
 ) -> None:
-    """Planted in one worker; many restarts are left; the last good snapshot stays as it was."""
+    """The failure is planted in one worker; many restarts are left; the last good snapshot is unchanged."""
     program = changed_program(tmp_path, PLANTED.format(event=event, fault=fault))
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "snapshot__every": 4}
     job = start(command(launcher=torchrun(2, restarts=50), program=program, **settings))

@@ -29,7 +29,7 @@ def test_two_resumes_one_of_them_at_the_end_of_an_epoch(
         job.wait_until(path.exists)
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
-        for later in path.parent.glob("step_*"):  # the machine may be quicker than this test
+        for later in path.parent.glob("step_*"):  # the job may have written more before it was killed
             if int(later.name[5:13]) > stop:
                 later.unlink()
         assert manifest(tmp_path / "run", stop)["windows"] == stop * 10
@@ -73,7 +73,7 @@ def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
 def test_a_run_begins_with_the_weights_of_another(
     finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Of another text: shared characters keep their rows, and the first loss is far below a fresh model's."""
+    """The other text shares characters, whose rows are kept: the first loss is far below a fresh model's."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("F", "é").replace("ADRIAN", "ÅDRIAN"))
     settings: dict[str, Any] = {"data__path": other, "trainer__max_steps": 0, "trainer__workers": 1}

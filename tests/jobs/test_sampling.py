@@ -1,4 +1,4 @@
-"""sample.py, once started as a user starts it, else in this process."""
+"""sample.py, once started as a user starts it, otherwise in this process."""
 
 import dataclasses
 import io
@@ -31,7 +31,7 @@ SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.a
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """This model is too small to share, and on a busy machine threads wait for each other."""
+    """Use one thread: the model is too small to share, and on a busy machine threads wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -54,14 +54,14 @@ def error_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def run_program(*words: str) -> subprocess.CompletedProcess[str]:
-    """As a user starts it."""
+    """Run sample.py as a user starts it."""
     line = [sys.executable, "sample.py", *words]
     options: dict[str, Any] = {"cwd": ROOT, "env": clean_environment(), "capture_output": True}
     return subprocess.run(line, text=True, check=False, **options)
 
 
 def test_it_prints_the_prompt_and_the_text_and_nothing_else(run: Path) -> None:
-    """More text than fits into the context; the seed determines it."""
+    """There is more text than fits into the context; the seed determines it."""
     options = ["--prompt", "The ", "--tokens", "100", "--top_k", "5", "--seed"]
     again, other = (sample(run, *options, seed) for seed in ("1", "2"))
     one = run_program(str(run), *options, "1")
@@ -168,7 +168,7 @@ def test_the_prompt_may_come_from_a_file_or_from_stdin(
 
 
 def read_until(terminal: "subprocess.Popen[bytes]", wanted: str) -> str:
-    """What a terminal shows, up to `wanted`, with the line ends of a file."""
+    """The text that a terminal shows, up to `wanted`, with the line ends of a file."""
     shown = ""
     while wanted not in shown:
         assert terminal.stdout
@@ -179,7 +179,7 @@ def read_until(terminal: "subprocess.Popen[bytes]", wanted: str) -> str:
 
 
 def test_in_a_terminal_it_asks_for_prompts_until_ctrl_d(run: Path) -> None:
-    """A whole text, Ctrl-C in a text, an unknown character, and the default prompt."""
+    """The cases: a whole text, Ctrl-C in a text, an unknown character, and the default prompt."""
     options = [str(run), "--top_k", "5", "--tokens"]
     texts = {prompt: sample(*options, "100", "--prompt", prompt).stdout for prompt in ("The ", "king", "\n")}
     stop = texts["The "][60:68]

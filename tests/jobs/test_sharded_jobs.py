@@ -1,4 +1,4 @@
-"""fsdp, and ddp with a sharded optimizer: the run of one worker, whoever holds which part of its state."""
+"""fsdp, and ddp with a sharded optimizer, give the bits of one worker, however the state is split."""
 
 import sys
 from pathlib import Path
@@ -39,14 +39,14 @@ SHARDED_OPTIMIZER: dict[str, Any] = {"trainer__shard_optimizer": True}
 def test_a_sharded_run_is_that_of_ddp(
     workers: int, settings: dict[str, Any], finish: Finish, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Other numbers of workers are in the next test; killed ones in test_memory_of_a_node.py."""
+    """The next test has other numbers of workers; test_memory_of_a_node.py has killed workers."""
     job = finish(launcher=torchrun(workers), run_dir=tmp_path, **settings)
     assert_same_run(tmp_path, undisturbed)
     assert snapshot_steps(tmp_path) == snapshot_steps(undisturbed)
     assert "Warning" not in job.err() and "Traceback" not in job.err(), job.err()
 
 
-# A stop is obeyed a step or more later: there must be steps left for the parts to come.
+# A stop is obeyed a step or more later, and the next parts of the run need steps, too.
 SLOW_STEPS = """
 import time
 events.subscribe("step_end", lambda step: time.sleep(0.1))
@@ -57,7 +57,7 @@ events.subscribe("step_end", lambda step: time.sleep(0.1))
 def test_strategy_and_number_of_workers_change_in_mid_run(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """One worker with all of the state, three with shards, two with shards of the optimizer, fsdp alone."""
+    """Parts: one worker with the whole state, three with shards, two with optimizer shards, fsdp alone."""
     parts: list[tuple[int, dict[str, Any]]] = [(1, {}), (3, FSDP), (2, SHARDED_OPTIMIZER), (1, FSDP), (2, {})]
     own = {"run_dir": tmp_path, "data__path": text, "program": changed_program(tmp_path, SLOW_STEPS)}
     for number, (workers, settings) in enumerate(parts):
@@ -97,7 +97,7 @@ DistributedContext.should_stop = notice_late
 
 @pytest.mark.slow
 def test_a_stop_during_an_evaluation_ends_it_on_all_workers(start: Start, text: Path, tmp_path: Path) -> None:
-    """One of them notices the request a few batches later, and forward passes are collective."""
+    """One worker notices the request a few batches later, and forward passes are collective."""
     program = changed_program(tmp_path, STOPPED_EVALUATION)
     settings = {"run_dir": tmp_path / "run", "data__path": text, "trainer__eval_at_start": False} | FSDP
     settings |= {"trainer__timeout_s": 20, "trainer__eval_every": 4, "data__val_fraction": 0.6}
@@ -110,7 +110,7 @@ def test_a_stop_during_an_evaluation_ends_it_on_all_workers(start: Start, text: 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["train", "val"])
 def test_data_that_one_worker_cannot_use_ends_the_job_on_all(part: str, start: Start, tmp_path: Path) -> None:
-    """The others wait for its part of each block's weights."""
+    """The other workers wait for that worker's part of each block's weights."""
     data = tmp_path / "data"
     data.mkdir()
     tokens = np.random.default_rng(0).integers(0, 90, 5000)

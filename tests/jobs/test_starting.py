@@ -1,4 +1,4 @@
-"""Before the first step: failures that repeat, workers that do not come, requests to stop."""
+"""Failures before the first step that repeat, workers that do not come, and requests to stop."""
 
 import os
 import re
@@ -67,7 +67,7 @@ events.subscribe("worker_start", freeze)
 """
 
 
-# Rank 0 answers the first of two ranks: the second, which comes later, is not why they do not meet.
+# Rank 0 answers the first of two ranks, then freezes. The second rank, which comes later, is not to blame.
 FREEZES_HALF_WAY = """
 import os
 import time
@@ -95,7 +95,7 @@ if os.environ.get("RANK") == "2":
 def test_a_worker_frozen_before_the_meeting_is_given_up(
     rank: int, workers: int, code: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """After timeout_s or three starts, and not 30 s later, when the agent would kill it."""
+    """The others wait for timeout_s or three starts, and not 30 s longer, until the agent would kill it."""
     program = changed_program(tmp_path, code.format(folder=str(tmp_path), rank=rank))
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 4}
     job = start(command(launcher=torchrun(workers, restarts=1), program=program, **settings))

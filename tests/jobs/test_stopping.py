@@ -1,4 +1,4 @@
-"""Told to stop, by whatever means: one snapshot, no process left, and the same command goes on there."""
+"""A stop, by whatever means: one snapshot, no process left, and the same command goes on from there."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
     pids = descendants(job.pid)
     if kind == "STOP":
         (tmp_path / "STOP").touch()
-    else:  # SIGTERM as a cluster sends it, to the agent; the others to a worker
+    else:  # a cluster sends SIGTERM to the agent; other signals go to a worker
         os.kill(job.pid if kind == "SIGTERM" else job.workers()[1], getattr(signal, kind))
     code = job.wait(30)
     assert (code == 0) == (kind in ("SIGUSR1", "STOP")) and all_gone(pids)
@@ -76,7 +76,7 @@ events.subscribe("evaluation_start", lambda step: time.sleep({EVALUATION_S}))
 def test_a_second_signal_ends_the_job_at_once(
     kind: str, workers: int, start: Start, text: Path, tmp_path: Path
 ) -> None:
-    """The first comes during a long evaluation, which would have to end before the workers agree to stop."""
+    """The first signal comes during a long evaluation, whose end the workers need to agree to stop."""
     program = changed_program(tmp_path, LONG_EVALUATION)
     settings: dict[str, Any] = {"trainer__eval_at_start": False, "trainer__eval_every": 1}
     settings |= {"run_dir": tmp_path / "run", "data__path": text, "trainer__workers": workers}
@@ -87,7 +87,7 @@ def test_a_second_signal_ends_the_job_at_once(
     assert len(job.workers()) == (0 if workers == 1 else workers)
     number = getattr(signal, kind)
     os.kill(job.pid, number)
-    # Sooner, both signals would count as one request.
+    # Any sooner, both signals would count as one request.
     job.wait_until(lambda: time.monotonic() > began + REPEAT_S + 0.5)
     os.kill(job.pid, number)
     code = job.wait(30)
@@ -111,7 +111,7 @@ events.subscribe("evaluation_start", on_evaluation)
 def test_an_evaluation_alone_is_stopped_by_the_first_signal(
     start: Start, text: Path, undisturbed: Path, copied: Path, tmp_path: Path
 ) -> None:
-    """No step follows it, after which the workers could agree to stop."""
+    """No step follows after which the workers could agree to stop."""
     mark = tmp_path / "evaluating"
     program = changed_program(tmp_path, SLOW_EVALUATION_ALONE.format(mark=str(mark)))
     settings: dict[str, Any] = {"run_dir": copied, "data__path": text, "trainer__workers": 1}
@@ -139,7 +139,7 @@ events.subscribe("evaluation_batch", on_batch)
 
 @pytest.fixture(scope="session")
 def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text of which half, for validation, is 37 batches."""
+    """A text whose validation part, half of it, has 37 batches."""
     path = tmp_path_factory.mktemp("long_text") / "play.txt"
     path.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:300_000])
     return path
@@ -151,7 +151,7 @@ def long_evaluations(text: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def whole(long_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one worker whose evaluations nothing cuts."""
+    """The run folder of one worker whose evaluations are not cut short."""
     folder = tmp_path_factory.mktemp("whole")
     settings = long_evaluations(long_text) | {"trainer__workers": 1}
     job = Job(command(run_dir=folder / "run", **settings), folder / "job", cwd=ROOT)
@@ -174,7 +174,7 @@ def test_an_evaluation_that_was_cut_is_done_first_on_resume(
     whole: Path,
     tmp_path: Path,
 ) -> None:
-    """The records end as those of an undisturbed run, in their order too."""
+    """The records end like those of an undisturbed run, in the same order."""
     settings = long_evaluations(long_text) | {"trainer__workers": workers}
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
     program = changed_program(tmp_path, SLOW_BATCHES.format(mark=str(mark), step=step))
@@ -201,7 +201,7 @@ def test_an_evaluation_that_was_cut_is_done_first_on_resume(
 
 
 def values(run_dir: Path) -> list[dict[str, Any]]:
-    """The records, in order, without what was measured."""
+    """The records in order, without measured times."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key[-2:] != "_s"} for record in records]
 

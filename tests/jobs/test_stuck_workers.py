@@ -1,4 +1,4 @@
-"""Workers whose main thread waits in C code, as it does in a CUDA call, when a sibling is gone."""
+"""Workers whose main thread waits in C code, as in a CUDA call, while another worker of the node is gone."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from conftest import Start, all_gone, changed_program, command, final_hash, wait
 
 from mingpt.tools.jobs import read_history, torchrun
 
-# The C function pause() returns after a signal only; ctypes has released the GIL.
+# The C function pause() returns only after a signal; ctypes has released the GIL.
 STUCK = """
 import ctypes, os
 from pathlib import Path
@@ -26,7 +26,7 @@ events.subscribe("step_start", on_step_start)
 
 
 def stuck_pid(folder: Path, rank: int) -> int:
-    """The process id of a worker that is stuck; 0 before."""
+    """The process id of a worker that is stuck; 0 before it is stuck."""
     try:
         return int((folder / f"stuck-{rank}").read_text() or 0)
     except OSError:
@@ -37,7 +37,7 @@ def stuck_pid(folder: Path, rank: int) -> int:
 def test_a_stuck_worker_leaves_when_its_sibling_is_gone(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The agent's SIGTERM would not end it."""
+    """The agent's SIGTERM alone would not end it."""
     program = changed_program(tmp_path, STUCK.format(folder=str(tmp_path), ranks="0"))
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 300}
     job = start(command(launcher=torchrun(2, restarts=1), program=program, **settings))
@@ -57,7 +57,7 @@ def test_a_stuck_worker_leaves_when_its_sibling_is_gone(
 
 @pytest.mark.slow
 def test_the_place_where_a_worker_is_stuck_is_told(start: Start, text: Path, tmp_path: Path) -> None:
-    """Though its C code holds the interpreter lock."""
+    """The place is logged even though the C code holds the GIL."""
     code = STUCK.format(folder=str(tmp_path), ranks="1").replace("ctypes.CDLL", "ctypes.PyDLL")
     program = changed_program(tmp_path, code)
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 4}

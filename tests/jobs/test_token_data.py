@@ -35,7 +35,7 @@ def shards(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def on_shards(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of one worker that nothing disturbed."""
+    """The run folder of one worker's run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("on_shards")
     job = Job(command(trainer__workers=1, **settings(folder / "run", shards)), folder / "job")
     assert job.wait() == 0, job.err()
@@ -82,7 +82,7 @@ def test_a_shard_that_has_changed_is_named_on_resume(
 def test_bits_per_byte_are_those_of_the_text_and_sampling_needs_the_snapshot_alone(
     shards: Path, on_shards: Path
 ) -> None:
-    """The bytes are those of the text that is predicted."""
+    """The bytes are those of the predicted text."""
     tokenizer = JsonTokenizer((shards / "tokenizer.json").read_bytes())
     tokens = np.fromfile(shards / "play_val_000000.bin", dtype="<u2", offset=1024)
     source_bytes = len(tokenizer.decode(tokens[1:].tolist()).encode())
@@ -101,7 +101,7 @@ def test_bits_per_byte_are_those_of_the_text_and_sampling_needs_the_snapshot_alo
 def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
     part: str, workers: int, start: Start, tmp_path: Path
 ) -> None:
-    """One worker alone reads it."""
+    """Only one worker reads the token."""
     tokens = {"train": np.arange(5000) % 90, "val": np.arange(500) % 90}
     tokens[part][len(tokens[part]) // 2] = 90
     for name, content in tokens.items():
@@ -120,7 +120,7 @@ def test_a_token_past_the_vocabulary_ends_the_job_on_all_workers(
 def test_a_tokenizer_from_elsewhere_is_used_and_another_one_is_refused(
     start: Start, text: Path, tmp_path: Path
 ) -> None:
-    """On a text, by two workers and on resume; on shards that were prepared with characters."""
+    """The cases: a text, with two workers and on resume, and shards that were prepared with characters."""
     path, run_dir, data = tmp_path / "tokenizer.json", tmp_path / "run", tmp_path / "data"
     path.write_bytes(cl100k_like(text.read_text(), 300))
     given = settings(run_dir, text, data__tokenizer=path)

@@ -1,4 +1,4 @@
-"""How the agent of plain `python train.py` obeys a signal, whenever it comes."""
+"""The agent of plain `python train.py` obeys a signal, whenever it comes."""
 
 import signal
 import sys
@@ -12,7 +12,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from mingpt.launch.agent import StopRequest, launch_config, register_rendezvous
 
-# A worker that writes down the signal that it gets.
+# A worker that records the signal that it gets.
 WORKER = """
 import signal, sys, time
 from pathlib import Path
@@ -46,9 +46,9 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
     assert comes_first or mark.read_text() == "SIGHUP"
     code, said = stop.exit_code(), capsys.readouterr().err
     assert code == (0 if comes_first else 1), "a worker that was killed has written no code"
-    # Newer versions of torch log lines of their own before.
+    # Newer versions of torch first log lines of their own.
     assert ("stopped by SIGHUP before" if comes_first else "error: the job was told to stop") in said
     stop.status_file.write_text("2 ")
     assert stop.exit_code() == 2 and capsys.readouterr().err == "", "a worker has ended the job, and said why"
-    with pytest.raises(SignalException):  # a second one reaches workers that are stuck
+    with pytest.raises(SignalException):  # a second signal reaches workers that are stuck
         stop.note(signal.SIGHUP, None)

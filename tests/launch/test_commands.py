@@ -1,7 +1,8 @@
-"""Every command in launch/: it parses, its flags and settings are known, and what can run here runs.
+"""Every command in launch/ parses, its flags and settings are known, and it runs if it can run here.
 
-The scripts of the manifests run as they stand, one process per node, with commands of a cluster that a single
-machine lacks replaced by stubs: `getent` knows every node's name, and the nodes are 127.0.0.1, 127.0.0.2, ...
+The scripts of the manifests run as they are, one process per node. Commands of a cluster that a single
+machine lacks are replaced by stubs: `getent` knows every node's name, and the nodes are 127.0.0.1, 127.0.0.2,
+...
 """
 
 import os
@@ -45,7 +46,7 @@ def script_of(name: str) -> tuple[str, dict[str, str]]:
 
 
 def find_container(value: Any) -> dict[str, Any] | None:
-    """The first mapping that has args."""
+    """The first mapping that has the key args."""
     if isinstance(value, dict) and "args" in value:
         return value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
@@ -53,7 +54,7 @@ def find_container(value: Any) -> dict[str, Any] | None:
 
 
 def commands(script: str) -> list[str]:
-    """Lines of a shell script; a line that ends with a backslash continues."""
+    """The lines of a shell script; a line that ends with a backslash continues."""
     lines = re.sub(r"\\\n\s*", " ", script).splitlines()
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 
@@ -73,7 +74,7 @@ VALUES = {"--nnodes": "1:2", "--nproc": "2", "--rdzv": "127.0.0.1:29400", "--loc
 
 
 def with_values(words: list[str]) -> list[str]:
-    """As the shell would expand them."""
+    """The words as the shell would expand them."""
     words = [
         VALUES.get(before, "name") if "$" in word and before in (*VALUES, "--rdzv_id") else word
         for before, word in zip(["", *words], words, strict=False)
@@ -88,7 +89,7 @@ def test_every_script_parses_and_its_flags_and_settings_are_known(name: str, scr
     assert done.returncode == 0 and not done.stderr, done.stderr
     for words in launches(script):
         if name == "elastic.sh":
-            continue  # its usage
+            continue  # this is the script's own usage
         _, command = torchrun_command(with_values(words))
         assert "train.py" in command
         parse(command[command.index("train.py") + 1 :])
@@ -115,13 +116,13 @@ def test_the_commands_of_the_page_on_clusters_are_those_of_the_recipes() -> None
             words[words.index("--local_addr") + 1] = "127.0.0.1"
             _, command = torchrun_command(words[1:])
             parse(command[command.index("train.py") + 1 :])
-        elif "sbatch" in words[:2]:  # the first may set a variable
+        elif "sbatch" in words[:2]:  # the first word may set a variable
             script = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
             parse(words[script + 1 :])
 
 
 def write_stubs(folder: Path, hosts: Mapping[str, str]) -> Path:
-    """A folder for PATH."""
+    """Write the stubs into a folder for PATH, and return the folder."""
     folder.mkdir()
     lines = "\n".join(f'{name}) echo "{address}    $2";;' for name, address in hosts.items())
     (folder / "getent").write_text(f"#!/bin/bash\ncase $2 in\n{lines}\n*) exit 2;;\nesac\n")
@@ -134,7 +135,7 @@ def write_stubs(folder: Path, hosts: Mapping[str, str]) -> Path:
 def test_the_script_of_a_manifest_trains_on_two_nodes(
     name: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The host names become addresses, since no name server of a cluster is here to ask."""
+    """Host names are replaced by addresses, since there is no name server of a cluster."""
     script, environment = script_of(name)
     pattern = "mingpt-%g.mingpt" if "indexed" in name else "mingpt-node-0-%g.mingpt"
     names = [pattern.replace("%g", str(node)) for node in range(2)]

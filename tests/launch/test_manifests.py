@@ -1,8 +1,8 @@
-"""launch/kubernetes and launch/skypilot.yaml against their schemas, in which a misspelt key fails.
+"""launch/kubernetes and launch/skypilot.yaml against their schemas, which reject a misspelt key.
 
 Kubernetes' own kinds: the schemas in kubernetes-validate. JobSet and TrainJob: the models of
-kubeflow-trainer-api, which are made from their CRDs. SkyPilot: the keys that its task files have, written
-down here, since the package is too large to install for this.
+kubeflow-trainer-api, which are made from their CRDs. SkyPilot: the keys of its task files, listed here, since
+the package is too large to install for this.
 """
 
 import copy
@@ -22,7 +22,7 @@ LAUNCH = ROOT / "launch"
 CUSTOM = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
 API_VERSIONS = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
 OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
-# Key -> type, of https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+# {key: type}, from https://docs.skypilot.co/en/latest/reference/yaml-spec.html
 SKYPILOT = {"name": str, "num_nodes": int, "workdir": str, "resources": dict, "envs": dict} | {
     "setup": str,
     "run": str,
@@ -50,7 +50,7 @@ def lost(given: Any, kept: Any, path: str = "") -> list[str]:
 
 
 def check_custom(resource: dict[str, Any]) -> None:
-    """As Kubernetes' API server with `--validate=strict`. The models themselves pass over unknown keys."""
+    """Check as Kubernetes' API server does with `--validate=strict`. The models alone allow unknown keys."""
     model = CUSTOM[resource["kind"]]
     assert resource["apiVersion"] == API_VERSIONS[resource["kind"]]
     read = model.from_dict(copy.deepcopy(resource))
@@ -65,7 +65,7 @@ def check_skypilot(task: dict[str, Any]) -> None:
 
 
 def check(resource: dict[str, Any]) -> None:
-    """Raises what the checker of this kind raises."""
+    """Check a resource. Raises the error of the checker of its kind."""
     if "run" in resource:
         check_skypilot(resource)
     elif resource["kind"] in CUSTOM:

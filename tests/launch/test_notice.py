@@ -1,4 +1,4 @@
-"""launch/notice.sh against a metadata service of this machine that answers as those of the clouds do."""
+"""launch/notice.sh against a metadata service on this machine that answers like those of the clouds."""
 
 import http.server
 import os
@@ -48,7 +48,7 @@ def azure(kind: str, machine: str) -> Answers:
         (google(preempted="FALSE", maintenance_event="MIGRATE_ON_HOST_MAINTENANCE"), False),
         (azure("Preempt", "GPT_1"), True),
         (azure("Terminate", "gpt_1"), True),
-        (azure("Preempt", "gpt_10"), False),  # another machine of the scale set
+        (azure("Preempt", "gpt_10"), False),  # for another machine of the scale set
     ],
 )
 def test_the_agent_gets_sigterm_only_when_its_machine_will_be_taken(answers: Answers, is_taken: bool) -> None:

@@ -1,4 +1,4 @@
-"""launch/slurm/ on a real slurmctld with two slurmd: each script ends with the bits of an undisturbed run."""
+"""launch/slurm/ on a real slurmctld with two slurmd: each script's run has the bits of an undisturbed run."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 STEPS = 80
 WAIT_S = 120
-# A step takes some 10 ms, so that Slurm, which takes a second to preempt a job, finds it running.
+# A step takes some 10 ms: Slurm takes a second to preempt a job, which must still be running then.
 SETTINGS_OF_RUN = SMALL | {
     "trainer.batch_size": 32,
     "trainer.max_steps": STEPS,
@@ -27,7 +27,7 @@ SETTINGS_OF_RUN = SMALL | {
     "trainer.log_every": 5,
     "snapshot.every": 10,
 }
-# The first two are what a cluster may have set, and the scripts override.
+# The scripts override the first two settings, which a cluster may have.
 SETTINGS = {
     "KillOnBadExit": 1,
     "WaitTime": 2,
@@ -50,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a single process that nothing disturbed."""
+    """The run folder of a single process's run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("single")
     settings = SETTINGS_OF_RUN | {"run_dir": folder / "run", "data.path": text, "trainer.workers": 1}
     words = [f"{key}={value}" for key, value in settings.items()]
@@ -62,7 +62,7 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def submit(
     cluster: SlurmCluster, script: str, folder: Path, text: Path, *options: str, **more: object
 ) -> int:
-    """Returns the job's id."""
+    """Submit a job; returns its id."""
     settings: dict[str, Any] = SETTINGS_OF_RUN | {
         "run_dir": folder / "run",
         "data.path": text,
@@ -97,7 +97,7 @@ def test_a_job_finishes_with_the_bits_of_one_process(
 def test_a_job_that_is_preempted_twice_finishes_with_the_same_bits(
     cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Once by the signal that comes before the time limit, once for a job of higher priority."""
+    """The first preemption is the signal before the time limit, the second for a job of higher priority."""
     run_dir = tmp_path / "run"
     job = submit(cluster, "preemptible.sbatch", tmp_path, text, "--nodes=2", snapshot__every=1000)
     cluster.wait_until(reached(run_dir, 5), WAIT_S)
@@ -147,7 +147,7 @@ def test_a_mistake_in_the_settings_is_one_line_and_not_tried_again(
     assert cluster.wait_for_state(job, "FAILED", "COMPLETED") == "FAILED"
     assert cluster.job(job)["ExitCode"] == "2:0" and cluster.job(job)["Restarts"] == "0"
     lines = (tmp_path / "output").read_text().splitlines()
-    own = [line for line in lines if not line.startswith("srun: ")]  # which may come before the worker's
+    own = [line for line in lines if not line.startswith("srun: ")]  # srun's lines may come first
     assert own[0].startswith("error: ") and "learning_rate" in own[0]
 
 
@@ -155,7 +155,7 @@ def test_a_mistake_in_the_settings_is_one_line_and_not_tried_again(
 def test_a_node_that_is_set_down_does_not_end_the_run(
     node: str, cluster: SlurmCluster, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """With the first one dies the script of the job, which is queued again to end in order."""
+    """If it is the first node, the job's script dies with it; the job is queued again to end in order."""
     run_dir = tmp_path / "run"
     job = submit(cluster, "several_nodes.sbatch", tmp_path, text)
     try:

@@ -32,7 +32,7 @@ def test_a_model_that_is_not_compiled_is_repeatable_and_is_left_as_it_was(dropou
 
 @pytest.mark.parametrize("last_right", [2, 5])
 def test_a_function_with_other_gradients_at_a_later_call_is_not_repeatable(last_right: int) -> None:
-    """Here in the gradient of one matrix alone, which is zero in a fresh model."""
+    """Only the gradient of one matrix differs, which is zero in a fresh model."""
     loss, calls = make_loss(), 0
     matrix = loss.get_parameter("model.h.0.attn.c_attn.weight")
 
@@ -63,7 +63,7 @@ def test_without_a_working_compiler_the_model_itself_is_used(
 def test_training_uses_what_was_compiled_and_compiles_nothing_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first batch would be compiled where nobody exchanges heartbeats meanwhile."""
+    """Otherwise the first batch would be compiled without heartbeats between the ranks."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     loss = make_loss()
     forward, _ = compile_model(loss, EXAMPLE, contextlib.nullcontext)

@@ -1,4 +1,4 @@
-"""trainer.compile=auto: on where the planned steps pay for the first compilation twice."""
+"""trainer.compile=auto compiles if the planned steps save at least twice the time of the compilation."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ NANOGPT_CPU: dict[str, Any] = {
         (NANOGPT_CPU | {"trainer.max_steps": 2_000}, "cpu", False),
         (NANOGPT_CPU | {"trainer.max_steps": 200_000}, "cpu", True),
         (SHAKESPEARE | {"trainer.max_steps": 20}, "cpu", False),
-        (SHAKESPEARE | {"trainer.max_steps": 5_000}, "cpu", True),  # hours
-        (SHAKESPEARE | {"trainer.max_steps": 5_000}, "cuda", False),  # half a minute
+        (SHAKESPEARE | {"trainer.max_steps": 5_000}, "cpu", True),  # takes hours
+        (SHAKESPEARE | {"trainer.max_steps": 5_000}, "cuda", False),  # takes half a minute
         (SHAKESPEARE | {"trainer.max_steps": 5_000}, "mps", False),
         (SHAKESPEARE | {"trainer.max_steps": 5_000, "trainer.recompute": "block"}, "cpu", False),
         (SHAKESPEARE | {"trainer.max_steps": 5_000, "trainer.compile": False}, "cpu", False),
@@ -46,7 +46,7 @@ def test_a_long_run_is_compiled_and_a_short_one_is_not(
 
 @pytest.mark.parametrize("kind", COSTS)
 def test_the_planned_work_pays_for_the_compilation_twice_and_not_less(kind: str) -> None:
-    """The fewest steps with which a run is compiled, by the definition."""
+    """The fewest steps with which a run is compiled follow from the definition."""
     config, costs = build(SHAKESPEARE), COSTS[kind]
     per_token = flops_per_token(config.model, vocab_size=65, block_size=256)
     saved_per_step_s = costs.saved_share * per_token * 64 * 256 / costs.flops_per_s

@@ -1,4 +1,4 @@
-"""Each function against the expression in its docstring, forward and backward, in float64."""
+"""Each function has the values of the expression in its docstring, forward and backward, in float64."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_the_norm_and_the_activation_are_those_of_torch(x: Tensor) -> None:
 @pytest.mark.parametrize("length", [1, 7, cpu_ops.ROWS, cpu_ops.ROWS + 3, 2 * cpu_ops.ROWS + 1])
 @pytest.mark.parametrize("modern", [False, True])
 def test_attention_is_the_product_of_softmax_and_values(length: int, modern: bool) -> None:
-    """Lengths of one block of rows, of a part of one, and across several."""
+    """The lengths are one block of rows, a part of one, and several blocks."""
     torch.manual_seed(1)
     heads, size = 2, 6
     qkv = torch.randn(2, length, 3 * heads * size, dtype=torch.float64, requires_grad=True)
@@ -52,7 +52,7 @@ def test_attention_is_the_product_of_softmax_and_values(length: int, modern: boo
 
 
 def test_attention_with_dropout_has_the_gradient_of_what_it_computed() -> None:
-    """By finite differences, with the same mask each time."""
+    """The gradient is compared with finite differences under the same mask."""
     torch.manual_seed(2)
     qkv = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True)
     mask = torch.full((4, 4), float("-inf"), dtype=torch.float64).triu(1)
@@ -67,7 +67,7 @@ def test_attention_with_dropout_has_the_gradient_of_what_it_computed() -> None:
 
 @pytest.mark.parametrize("probability", [0.1, 0.2, 0.5])
 def test_dropout_drops_its_part_everywhere_and_keeps_the_mean(probability: float) -> None:
-    """At each of the eight places that are drawn at once; the mask follows torch's seed."""
+    """This holds at each of the eight places that are drawn at once; the mask follows torch's seed."""
     torch.manual_seed(4)
     x = torch.ones(1 << 20, requires_grad=True)
     y = cpu_ops.dropout(x, probability)

@@ -8,7 +8,7 @@ from mingpt.model.gpt import choose, generate_batch
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("prompt", [1, 24, 100])
 def test_generating_with_the_cache_is_generating_without(arch: Arch, prompt: int) -> None:
-    """Where the context is full, from its newest half on."""
+    """Once the context is full, generation goes on from its newest half."""
     model, text = make_model(arch), make_tokens(1, prompt)[0].tolist()
     generated = list(generate(model, text, 60, temperature=0))
     assert len(generated) == 60
@@ -42,13 +42,13 @@ def test_top_k_keeps_to_the_most_likely() -> None:
 def test_top_p_keeps_the_fewest_most_likely_tokens_that_sum_to_it(
     top_p: float, temperature: float, top_k: int | None, kept: set[int]
 ) -> None:
-    """After temperature and top_k, which leave token 3 a probability of 0.72 and 0.67."""
+    """top_p applies after temperature and top_k, which leave token 3 a probability of 0.72 and 0.67."""
     logits, generator = torch.tensor([0.15, 0.25, 0.1, 0.5]).log(), torch.Generator().manual_seed(0)
     assert {choose(logits, temperature, top_k, generator, top_p) for _ in range(200)} == kept
 
 
 def test_a_seed_draws_from_the_softmax_at_this_temperature_once_a_token() -> None:
-    """The text of a seed changes if anything else is drawn, or drawn in another order."""
+    """A seed's text changes if anything else is drawn, or drawn in another order."""
     model, generator = make_model("modern"), torch.Generator().manual_seed(3)
     text = [1]
     for token in generate(model, text, 20, temperature=0.7, seed=3):
@@ -64,7 +64,7 @@ def test_a_temperature_that_float32_cannot_hold_is_greedy() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_generation_makes_no_inference_tensors_and_leaves_the_mode_as_it_was(training: bool) -> None:
-    """A model that is sharded keeps tensors of its first forward pass, and trains with them later."""
+    """A sharded model keeps tensors of its first forward pass, and trains with them later."""
     model, modes = make_model("modern").train(training), set()
     model.register_forward_hook(
         lambda *_: modes.add((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
@@ -76,7 +76,7 @@ def test_generation_makes_no_inference_tensors_and_leaves_the_mode_as_it_was(tra
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_sample_of_a_batch_is_the_one_of_its_seed_however_many_are_beside_it(arch: Arch) -> None:
-    """Also past the context, and when another sample has ended."""
+    """This holds also past the context, and after another sample has ended."""
     model, text = make_model(arch), make_tokens(1, 4)[0].tolist()
     alone = [list(generate(model, text, 60, seed=seed)) for seed in range(5)]
     for size in (1, 2, 5):

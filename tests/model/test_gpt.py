@@ -9,7 +9,7 @@ from mingpt.model import LossModule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [24, 600])
 def test_changing_a_token_leaves_earlier_logits_alone(arch: Arch, dtype: torch.dtype, length: int) -> None:
-    """Bit for bit, at every position, with attention written out (24) and from the library (600)."""
+    """Compares bits at every position, for attention written out (24) and attention of the library (600)."""
     model, before = make_model(arch, block_size=length), make_tokens(length=length)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
     for position in (1, length // 2, length - 1):
@@ -51,7 +51,7 @@ def test_the_loss_is_the_mean_over_the_targets(arch: Arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_operations_per_token_are_those_counted_by_hand(arch: Arch) -> None:
-    """Six per weight of a matrix product, the head included; and the two products of attention."""
+    """There are six per weight of a matrix product, head included, plus the two products of attention."""
     width, length = 48, 24
     products = 3 * 12 * width * width + 31 * width
     assert make_model(arch).flops_per_token() == 6 * products + 3 * 12 * width * length

@@ -32,7 +32,7 @@ def test_the_weights_are_spread_as_the_table_says(arch: Arch) -> None:
 
 
 def test_a_weight_depends_on_seed_and_name_alone() -> None:
-    shape = (1001, 777)  # for which torch uses several threads
+    shape = (1001, 777)  # large enough for torch to use several threads
     weight = draw_weight("h.0.attn.c_attn.weight", shape, CONFIG, 1)
     torch.manual_seed(77)
     threads, state = torch.get_num_threads(), torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Each layer as a compiler is given it and as the CPU computes it, against torch's own operation."""
+"""Each layer, as it is compiled and as the CPU computes it, against torch's own operation."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ VOCAB_SIZE, WIDTH, ROWS = 1000, 24, 300
 
 
 def features() -> tuple[Tensor, Tensor, Tensor]:
-    """(N, C), (V, C) and (N,) targets, the last token of the vocabulary among them."""
+    """(N, C) features, (V, C) weights and (N,) targets; one target is the last token of the vocabulary."""
     torch.manual_seed(0)
     targets = torch.randint(0, VOCAB_SIZE, (ROWS,))
     targets[7] = VOCAB_SIZE - 1
@@ -29,7 +29,7 @@ def gradients(value: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
 
 
 class LargestResult(TorchDispatchMode):
-    """Remembers the largest number of elements that the result of an operation had."""
+    """Records the largest number of elements in the result of an operation."""
 
     def __init__(self) -> None:
         super().__init__()

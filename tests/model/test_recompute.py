@@ -10,7 +10,7 @@ from torch import Tensor
 from mingpt.model import GPT
 from mingpt.model.gpt import MAX_MATH_ATTENTION
 
-LENGTHS = [40, MAX_MATH_ATTENTION + 8]  # attention written out, and that of the library
+LENGTHS = [40, MAX_MATH_ATTENTION + 8]  # attention written out, and attention of the library
 
 
 def make_model(arch: Arch, length: int) -> GPT:
@@ -26,7 +26,7 @@ def make_model(arch: Arch, length: int) -> GPT:
 def gradients(model: GPT, length: int, bf16: bool) -> list[Tensor]:
     """The loss and every gradient; other random numbers are drawn between the two passes."""
     tokens = make_tokens(1, length)
-    torch.manual_seed(9)  # of dropout
+    torch.manual_seed(9)  # for dropout
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
         loss = model(tokens, tokens.roll(-1, 1))[1]
     assert loss is not None

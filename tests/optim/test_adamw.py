@@ -25,7 +25,7 @@ def gradient(step: int) -> dict[str, Tensor]:
 
 
 def trained(exchange: Exchange) -> dict[str, dict[str, Tensor]]:
-    """{parameter: {"weight" or name of state: this worker's rows}} after some steps."""
+    """{parameter: {"weight" or the state's name: this worker's rows}} after some steps."""
     weights = pieces(initial(), exchange)
     optimizer = AdamW(weights, {str(shape): shape for shape in SHAPES}, OptimizerConfig())
     for step in range(STEPS):
@@ -40,7 +40,7 @@ def trained_whole() -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("workers", range(1, 9))
 def test_the_rows_of_several_workers_have_the_bits_of_whole_tensors(workers: int) -> None:
-    """A fused kernel rounds the last elements of a tensor differently from the others, without padding."""
+    """Without padding, a fused kernel rounds the last elements of a tensor differently."""
     whole = trained_whole()
     parts = FakeWorkers(workers, is_sharded=True).run(trained)
     for name, expected in whole.items():

@@ -22,7 +22,7 @@ def make_matrices() -> dict[str, Tensor]:
 
 
 def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
-    """Weights and momentum, this worker's rows or all, after some steps."""
+    """The weights and momentum after some steps, this worker's rows or all rows."""
     matrices = make_matrices()
     weights = pieces(matrices, exchange)
     muon = Muon(weights, SHAPES, OptimizerConfig(), exchange)
@@ -37,7 +37,7 @@ def trained(exchange: Exchange) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
-    """Also where some have no batch to compute."""
+    """Some workers have no batch to compute."""
     alone = trained(single_worker())
     for together in FakeWorkers(workers, is_sharded=False).run(trained):
         for expected, found in zip(alone, together, strict=True):
@@ -47,7 +47,7 @@ def test_several_workers_compute_the_bits_of_one(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 13])
 def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -> None:
-    """Also where a matrix has fewer rows than there are workers."""
+    """Some matrices have fewer rows than there are workers."""
     alone = trained(single_worker())
     parts = FakeWorkers(workers, is_sharded=True).run(trained)
     for number, expected in enumerate(alone):
@@ -57,7 +57,7 @@ def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -
 
 
 def test_newton_schulz_brings_all_singular_values_near_one() -> None:
-    """Its coefficients are chosen for about 0.7 to 1.2."""
+    """The iteration's coefficients are chosen to give about 0.7 to 1.2."""
     torch.manual_seed(1)
     values = torch.linalg.svdvals(newton_schulz(torch.randn(5, 12, 30)).float())
     assert 0.6 < values.min() < values.max() < 1.3

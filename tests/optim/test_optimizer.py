@@ -9,10 +9,10 @@ from mingpt.optim import state_shapes
 @pytest.mark.parametrize(("name", "by_muon", "tolerance"), [("adamw", 0, 0.0), ("muon", 8, 2e-3)])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_updates_are_those_of_torch(arch: Arch, name: Name, by_muon: int, tolerance: float) -> None:
-    """AdamW's to the bit, with decay for matrices alone; all parameters have a multiple of 16 elements.
+    """AdamW's have torch's bits, with decay for matrices alone; sizes are multiples of 16 elements.
 
-    Muon updates the matrices of the blocks, and AdamW the rest, as far as torch's products of one matrix and
-    ours of a batch agree in bfloat16.
+    Muon updates the matrices of the blocks, and AdamW the rest. Muon's updates agree as far as torch's
+    products of single matrices and our products of a batch agree in bfloat16.
     """
     model, optimizer = make_model(name, arch)
     theirs, _ = make_model(name, arch)

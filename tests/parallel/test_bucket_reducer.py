@@ -1,4 +1,4 @@
-"""Sums of real ranks, by shared memory and by gloo, beside those of one process."""
+"""Sums over real ranks, by shared memory and by gloo, against the sums of one process."""
 
 import functools
 
@@ -12,7 +12,7 @@ from mingpt.parallel.exact import BucketReducer
 from mingpt.parallel.tree import PartialSums, cover, push
 
 LEAVES = 7
-SIZES = (12, 400_000, 5)  # of the buckets; the second is larger than the first segments
+SIZES = (12, 400_000, 5)  # elements of the buckets; the second is larger than the first segments
 
 
 def leaf(bucket: int, number: int) -> Tensor:
@@ -38,7 +38,7 @@ def reduce_all(context: DistributedContext, shares: bool, gathers: bool) -> list
         pieces = [list(value.split(4)) for _, _, value in tree_sum(bucket, parts[rank])]
         chunk = -(-size // ranks)
         sizes = [max(0, min(chunk, size - chunk * place)) for place in range(ranks)]
-        if not gathers:  # then they may be any
+        if not gathers:  # then the other chunks may hold anything
             sizes = [*sizes[1:], sizes[0]]
         futures.append(reducer.reduce(pieces, sizes, torch.empty(0), gathers))
     return [future.result() for future in futures]
@@ -49,7 +49,7 @@ def reduce_all(context: DistributedContext, shares: bool, gathers: bool) -> list
     ("ranks", "gathers"), [(2, True), (3, True), (3, False), (4, True), (5, True), (8, True)]
 )
 def test_the_bits_are_those_of_one_process(ranks: int, gathers: bool, shares: bool) -> None:
-    """Of 7 leaves, 8 ranks have one or none. Where sums are not gathered, each rank gets its chunk."""
+    """8 ranks have one of the 7 leaves or none. If sums are not gathered, each rank gets its chunk."""
     results = results_of(ranks, functools.partial(reduce_all, shares=shares, gathers=gathers))
     for bucket in range(len(SIZES)):
         ((_, _, expected),) = tree_sum(bucket, range(LEAVES))

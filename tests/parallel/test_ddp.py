@@ -1,4 +1,4 @@
-"""Both reductions of ddp, with 1, 2 and 3 ranks."""
+"""Both reductions of ddp, on 1, 2 and 3 ranks."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", ["exact", "idle"])
 def test_exact_reduction_has_the_bits_of_one_rank(results: Results, case: str, ranks: int) -> None:
-    """In the case `idle` there are two micro-batches, so that with three ranks one has none."""
+    """The case `idle` has two micro-batches, so that one of three ranks has none."""
     expected = results[1][0][case]
     for outcomes in results[ranks]:
         for part in ("gradients", "clipped", "held"):

@@ -16,7 +16,7 @@ def make_model() -> nn.Module:
 
 
 def make_gradients(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
-    """Of each micro-batch, for each parameter."""
+    """The gradients of each micro-batch, for each parameter."""
     torch.manual_seed(0)
     return [[torch.randn_like(parameter) for parameter in parameters] for _ in range(LEAVES)]
 
@@ -25,13 +25,13 @@ def make_gradients(parameters: list[nn.Parameter]) -> list[list[Tensor]]:
 def test_gradients_that_the_next_backward_pass_overwrites_are_copied_and_summed_along_the_tree(
     grads_are_static: bool,
 ) -> None:
-    """Without the copies the sum is another one, so that this test can fail."""
+    """Without the copies the sum differs, so this test can fail."""
     strategy = ExactReduction(StrategySetup(make_model(), [], [range(LEAVES)], (1, 1), SingleProcess()))
     strategy.prepare(lambda tokens, targets: torch.zeros(()), grads_are_static)
     gradients = make_gradients(strategy.parameters)
     expected = [(a + b + (c + d)) + (e + f) for a, b, c, d, e, f in zip(*gradients, strict=True)]
     memory = [torch.empty_like(parameter) for parameter in strategy.parameters]
-    for _ in range(2):  # nothing is left of the step before
+    for _ in range(2):  # the second step keeps nothing of the first
         strategy.start_step()
         for number in strategy.my_micro_batches:
             with strategy.micro_batch(number):

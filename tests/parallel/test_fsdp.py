@@ -1,4 +1,4 @@
-"""FSDP2 with 1, 2 and 3 ranks: 7 micro-batches, so that ranks compute dummies in the last round."""
+"""FSDP2 on 1, 2 and 3 ranks with 7 micro-batches, so that ranks compute dummies in the last round."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def of_ranks(results: Results, case: str, ranks: int) -> list[Outcome]:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", ["gpt2 float32", "gpt2 bfloat16", "modern float32", "modern bfloat16"])
 def test_the_bits_are_those_of_one_process_under_ddp(results: Results, kind: str, ranks: int) -> None:
-    """Dropout is on; the weights of gpt2's embedding and head are one parameter."""
+    """Dropout is on; gpt2's embedding and head share one parameter."""
     assert_pieces(of_ranks(results, f"fsdp {kind}", ranks), results[1][0][f"ddp {kind}"])
 
 
@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_one_process_under_ddp(results: Results, kind: str
 def test_what_saves_memory_or_time_leaves_the_bits_alone(
     results: Results, case: str, same: str, ranks: int
 ) -> None:
-    """Weights kept, activations computed again, all weights gathered at once, a rank with dummies alone."""
+    """Cases: weights kept, activations recomputed, all weights gathered at once, a rank with only dummies."""
     assert_pieces(of_ranks(results, case, ranks), results[1][0][same])
 
 
@@ -62,7 +62,7 @@ def test_the_stock_reduction_is_close(results: Results, ranks: int) -> None:
 
 
 def test_a_narrow_type_for_gathered_weights_has_bits_of_its_own(results: Results) -> None:
-    """The same for any number of ranks; gradients and weights stay float32."""
+    """The bits are the same for any number of ranks; gradients and weights stay float32."""
     alone = results[1][0]["narrow"]
     for ranks in RANKS:
         assert_pieces(of_ranks(results, "narrow", ranks), alone)
@@ -75,7 +75,7 @@ def test_a_narrow_type_for_gathered_weights_has_bits_of_its_own(results: Results
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_holds_its_rows_of_each_weight_and_nothing_else(results: Results, ranks: int) -> None:
-    """With three ranks, the last one has none of the 4 rows of wpe."""
+    """The last of three ranks has none of the 4 rows of wpe."""
     for rank, outcome in enumerate(of_ranks(results, "fsdp gpt2 float32", ranks)):
         assert_equal(outcome.held, outcome.pieces)
         lengths = {2: [2, 2], 3: [2, 2, 0]}

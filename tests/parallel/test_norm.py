@@ -1,4 +1,4 @@
-"""The gradient's norm has the same bits however its rows are split, since those of all rows have."""
+"""The gradient's norm has the same bits however its rows are split, since each row's norm has."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mingpt.parallel.strategy import RowGatherer, clip, row_norms, split_rows, total_norm
 
-# 16 and 48 columns are whole vectors of the CPU, 3 and 70,001 are not; 1 row, fewer rows than workers, none
-# to share.
+# 16 and 48 columns are whole vectors of the CPU, 3 and 70,001 are not. There are tensors of one row, with
+# fewer rows than workers, and of one element.
 SHAPES = [(70, 48), (5, 3), (1, 70_001), (2, 70_000), (11,), (1,), (300, 1), (3, 4097), (40, 16)]
 
 
@@ -22,7 +22,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make_gradients() -> list[Tensor]:
-    """Of very different sizes, so that the order of additions shows."""
+    """Gradients of very different sizes, so that the order of additions shows."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(shape, generator=generator).exp() * 3.0**-number for number, shape in enumerate(SHAPES)
@@ -30,7 +30,7 @@ def make_gradients() -> list[Tensor]:
 
 
 def gather_norms(gradients: list[Tensor], workers: int) -> list[Tensor]:
-    """The norms of all rows, as each worker has them from its own and those of the others."""
+    """The norms of all rows as each worker has them, from its own rows and the other workers'."""
     parts = [split_rows(len(gradient), workers) for gradient in gradients]
     own = [
         torch.cat(

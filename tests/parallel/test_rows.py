@@ -6,7 +6,7 @@ from mingpt.parallel.strategy import numel_by_rank, split_rows
 
 @pytest.mark.parametrize("workers", range(1, 9))
 def test_the_rows_of_the_ranks_are_those_of_torch_chunk(workers: int) -> None:
-    """As FSDP2 shards a parameter; the last ranks may have none."""
+    """FSDP2 shards a parameter like this; the last ranks may have no rows."""
     for count in range(1, 40):
         rows = split_rows(count, workers)
         assert [row for part in rows for row in part] == list(range(count))

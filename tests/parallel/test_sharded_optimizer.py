@@ -1,4 +1,4 @@
-"""ddp in which each rank updates its rows of the weights, `trainer.shard_optimizer`."""
+"""ddp in which each rank updates its rows of the weights: `trainer.shard_optimizer`."""
 
 from pathlib import Path
 

@@ -6,12 +6,12 @@ from mingpt.parallel.tree import PartialSums, cover, push
 
 
 def split(leaves: int, workers: int) -> list[range]:
-    """The neighbouring leaves of each worker."""
+    """The neighbouring leaves that each worker has."""
     return [range(rank * leaves // workers, (rank + 1) * leaves // workers) for rank in range(workers)]
 
 
 def sum_of_tree(values: list[float]) -> float:
-    """The definition: a left half of a power of two, plus the rest."""
+    """The sum by definition: a left half with a power of two of the leaves, plus the rest."""
     if len(values) == 1:
         return values[0]
     half = 1 << (len(values) - 1).bit_length() - 1
@@ -27,7 +27,7 @@ def push_all(nodes: list[tuple[int, int, float]], leaves: int) -> PartialSums[fl
 
 @pytest.mark.parametrize("leaves", [*range(1, 18), 40, 63])
 def test_the_sum_is_that_of_the_tree_whoever_computes_it(leaves: int) -> None:
-    """Every number of workers up to the number of leaves, and two more; the sum depends on the order."""
+    """There are up to two more workers than leaves; the sum depends on the order of additions."""
     generator = random.Random(leaves)
     values = [generator.uniform(-1, 1) * 10 ** generator.randrange(12) for _ in range(leaves)]
     for workers in range(1, leaves + 3):

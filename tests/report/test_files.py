@@ -14,7 +14,7 @@ from mingpt.report.files import JsonlSink, SmallFile, read_records
 
 
 def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_path: Path) -> None:
-    """The claim was there before the storage hung, and is gone when the file would get its name."""
+    """The claim was valid before the storage hung, and is lost when the file would get its name."""
     path = tmp_path / "run.json"
     write_atomic(path, "the other job's")
     answers = [True, False]
@@ -23,7 +23,7 @@ def test_a_file_whose_folder_changed_hands_during_the_write_is_left_alone(tmp_pa
 
 
 def test_the_latest_content_wins_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first write takes long: the caller does not wait, and the contents in between are skipped."""
+    """While the first write takes long, the caller does not wait, and contents in between are skipped."""
     file, begun, go_on = SmallFile(tmp_path / "run.json"), threading.Event(), threading.Event()
     written = []
 
@@ -46,7 +46,7 @@ def test_the_latest_content_wins_in_the_background(tmp_path: Path, monkeypatch: 
 def test_records_are_read_one_at_a_time_and_a_damaged_line_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file is not held: what is read comes before a line that is written later."""
+    """The file is not read at once: the first records come before a line that is written later."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nno record\n' + "".join(f'{{"step": {n}}}\n' for n in range(2, 50_000)))
     records = read_records(path)

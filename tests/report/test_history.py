@@ -35,7 +35,7 @@ def begin(
     changes: list[str],
     hosts: tuple[str, ...] = (),
 ) -> str | None:
-    """Start a generation, after another one perhaps."""
+    """Start a generation."""
     start = GenerationStart(
         RUN_ID, step, workers, is_restart, previous=previous, changes=changes, hosts=[*hosts]
     )
@@ -68,7 +68,7 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     history = open_history(tmp_path)
     begin(history, 3, 0, None, False, [])
     history.note_step(12, 0.5)
-    history.file.retry()  # otherwise it is written a moment later
+    history.file.retry()  # otherwise the file is written a moment later
     end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
     later = open_history(tmp_path)
     sentence = begin(later, 2, 10, end, True, [])
@@ -129,7 +129,7 @@ def test_a_generation_that_ends_for_a_node_says_so(hosts: tuple[str, ...], end: 
 
 
 def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
-    """Generations that fail after these steps (None: without a report), and one that has begun after them."""
+    """Let generations fail after these steps (None: without a report), then begin one more."""
     history = open_history(run_dir)
     previous = None
     for number, step in enumerate([*steps, 0]):
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytes
 
 
 def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path: Path) -> None:
-    mark_ended(tmp_path, "failed", "failed: why")  # there is no run.json: nothing to note
+    mark_ended(tmp_path, "failed", "failed: why")  # there is no run.json to write to
     assert not (tmp_path / "run.json").exists()
     history = open_history(tmp_path)
     begin(history, 2, 0, None, False, [])

@@ -16,7 +16,7 @@ log = logging.getLogger("mingpt.something")
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """The package's logger is as other tests expect it."""
+    """Restore the package's logger for other tests."""
     logger = logging.getLogger("mingpt")
     level = logger.level
     yield
@@ -43,7 +43,7 @@ def test_lines_go_to_the_terminal_and_to_the_file(tmp_path: Path, capsys: pytest
 def test_a_full_disk_is_one_line_and_the_log_goes_on_when_there_is_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines wait in memory; of more than MAX_WAITING_LINES the oldest are lost."""
+    """Lines wait in memory; if there are more than MAX_WAITING_LINES, the oldest are lost."""
     monkeypatch.setattr("mingpt.report.log.MAX_WAITING_LINES", 3)
     open_log(0, tmp_path)
     log.info("1")

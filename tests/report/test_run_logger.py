@@ -33,7 +33,7 @@ ENVIRONMENT = Environment(
 
 @pytest.fixture
 def sinks(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
-    """Those that loggers have made, beside the usual ones."""
+    """The sinks that loggers have made in addition to the usual ones."""
     made: list[Mock] = []
 
     def make_sink(run: RunInfo) -> Mock:
@@ -147,7 +147,7 @@ def test_the_plan_of_a_run_names_what_is_going_to_happen(
 def test_a_run_folder_that_cannot_be_written_ends_no_run(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each file is said once, and all are complete once there is room."""
+    """Each file is reported once, and all are complete once there is room."""
     make_logger(tmp_path).log_values(1, {"train/loss": 1.0})
     disk = FaultyDisk(monkeypatch, function, str(tmp_path))
     logger = make_logger(tmp_path)

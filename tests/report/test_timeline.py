@@ -1,4 +1,4 @@
-"""timeline.png: where things lie on it, and what they are called."""
+"""timeline.png: the places of bars and marks, and their names."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ PHASES = {"start_s": 5.0, "evaluation_s": 10.0, "snapshot_wait_s": 3.0}
 
 
 def generation(began: float, first: int, last: int, **more: Any) -> dict[str, Any]:
-    """One of 100 s, of which a step takes 0.5."""
+    """The entry of a generation of 100 s, with 0.5 s per step."""
     times = {"began": began, "seen": began + 100, "seconds": 100.0, "step_s": 0.5, "phases": PHASES}
     steps = {"from_step": first, "to_step": last, "restart": True}
     return times | steps | {"end": "worker 1 vanished", "hosts": ["a"]} | more

@@ -1,4 +1,4 @@
-"""With a stand-in that has wandb's interface; events are read back by TensorBoard's own EventAccumulator."""
+"""Trackers, by a stand-in with wandb's interface, and TensorBoard, whose EventAccumulator reads events."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ SETTINGS = {"seed": 1, "data": {"path": "s3://***@bucket/text"}}
 
 
 def make_destination(first_missing: int = 0, faults: dict[str, Any] | None = None) -> Mock:
-    """It notes its calls; `faults` says what happens in a method."""
+    """A destination that records its calls; `faults` are the side effects of methods."""
     destination = Mock(spec=Destination, label="the test's")
     destination.open.return_value = first_missing
     for method, fault in (faults or {}).items():
@@ -32,14 +32,14 @@ def make_destination(first_missing: int = 0, faults: dict[str, Any] | None = Non
 
 @pytest.fixture
 def block() -> Iterator[Callable[..., object]]:
-    """Blocks whoever calls it until the test has ended."""
+    """A function that blocks its callers until the test has ended."""
     ended = threading.Event()
     yield lambda *_: ended.wait()
     ended.set()
 
 
 def run_with(destination: Destination, folder: Path) -> float:
-    """Seconds that a run of two records takes."""
+    """The seconds that a run of two records takes."""
     began = time.monotonic()
     sink = Follower(make_run(folder), destination)
     sink.log(1, {"train/loss": 2.0})
@@ -112,7 +112,7 @@ def test_nothing_is_told_once_the_run_folder_is_another_jobs(tmp_path: Path) -> 
 
 
 def resumed(run_dir: Path, step: int, generation: int = 2) -> RunInfo:
-    """A run that goes on from `step`, and whose metrics.jsonl holds a record of each step up to 12."""
+    """A run that goes on from `step`; its metrics.jsonl has a record of each step up to 12."""
     records = [{"step": step, "train/loss": float(step)} for step in range(13)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     end = "worker 1 vanished at step 12; resumed from 10 with 1 worker"
@@ -137,7 +137,7 @@ def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_i
     kept = [(step, float(step)) for step in range(11)]
     assert scalars["train/loss"] == [*kept, *[(step, 3.0 * step) for step in range(11, 16)]]
     assert scalars["generation"] == [(0, 1.0), (10, 2.0), (10, 3.0)]
-    # The accumulator purges no texts, which TensorBoard's pages do.
+    # The accumulator does not purge texts, but TensorBoard's pages do.
     assert {step: text.strip() for step, text in texts["sample"]}[5] == "text of step 5"
     assert "generation 2: worker 1 vanished at step 12" in dict(texts["restart"][:1])[10]
     log_steps(replace(resumed(tmp_path, 0), generation=4), range(2), factor=4.0)
@@ -145,7 +145,7 @@ def test_after_restarts_tensorboard_shows_each_step_as_the_last_generation_saw_i
 
 
 def test_an_event_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    """So that SIGKILL loses nothing of it. Nothing is closed here."""
+    """SIGKILL then loses no event. Nothing is closed here."""
     destination = TensorBoard(make_run(tmp_path))
     destination.open(0)
     destination.log(1, {"train/loss": 1.0})
@@ -154,7 +154,7 @@ def test_an_event_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> Non
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Like wandb, it tells by its run's `step` which is the first that it lacks."""
+    """A stand-in for wandb: its run's `step` is the first step that it lacks."""
     module = Mock(spec=["init", "log", "finish", "Html"])
     module.init.return_value.step = 0
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -193,7 +193,7 @@ def test_a_run_is_told_of_with_its_name_and_settings(
 def test_a_restart_sends_what_the_tracker_lacks_and_no_step_twice(
     known: int, sent: list[int], tmp_path: Path, wandb: Mock
 ) -> None:
-    """It may have lost some, and have got some past the step from which the run goes on."""
+    """The tracker may have lost some steps, or may have steps past the one from which the run goes on."""
     wandb.init.return_value.step = known
     sink = follow(resumed(tmp_path, 10))
     for step in (11, 12):

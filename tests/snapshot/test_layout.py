@@ -29,7 +29,7 @@ def test_weights_and_optimizer_state_lie_in_files_of_their_own() -> None:
 
 @pytest.mark.parametrize("part_bytes", [1, 200, 250, 400, 500, 10_000])
 def test_no_part_is_larger_than_asked_for_and_none_could_take_the_next_tensor(part_bytes: int) -> None:
-    """Headers count. A tensor that is larger than a part is alone in one."""
+    """Headers count. A tensor that is larger than a part gets a part of its own."""
     layouts = make_layout(SPECS, 3, part_bytes)
     assert are_tensor_files([layout.name for layout in layouts], 3)
     assert sorted(name for layout in layouts for name in layout.begins) == sorted(SPECS)

@@ -35,7 +35,7 @@ CONFIG = to_dict(Config())
 
 
 def with_setting(section: str, **settings: object) -> dict[str, Any]:
-    """The default configuration with other values in one section, as a manifest's field."""
+    """The default configuration, as a manifest's field, with other values in one section."""
     return {"config": CONFIG | {section: CONFIG[section] | settings}}
 
 
@@ -45,7 +45,7 @@ def with_software(**values: object) -> dict[str, Any]:
 
 
 def with_file(**values: object) -> dict[str, Any]:
-    """The second of the files with other values; `bytes` and `sha256` of the whole as they should be."""
+    """The second of the files with other values; `bytes` and `sha256` of all files match."""
     files: list[dict[str, Any]] = [FILES[0], FILES[1] | values]
     digest = hashlib.sha256("".join(str(file["sha256"]) for file in files).encode()).hexdigest()
     sizes = [file["bytes"] for file in files]
@@ -142,7 +142,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("expected", "change"), WRONG, ids=[str(change)[-60:] for _, change in WRONG])
 def test_a_field_of_another_type_or_range_is_named(expected: str, change: dict[str, Any]) -> None:
-    """The checksum holds."""
+    """The manifest's checksum is correct."""
     decode_manifest(add_checksum(WHOLE))
     with pytest.raises(CorruptSnapshot) as error:
         decode_manifest(add_checksum(WHOLE | change))
@@ -173,7 +173,7 @@ def test_a_record_that_json_cannot_hold_is_left_out() -> None:
 
 
 def test_a_format_of_the_future_is_named() -> None:
-    """Its fields may be others; it is not called corrupt, so nothing renames it."""
+    """Fields of a later schema may differ; such a manifest is not called corrupt, so it is not renamed."""
     for schema in (3, 99, 10**400):
         expected = rf"the snapshot of step 4 has schema version {str(schema)[:20]}, .* reads versions 1 to 2"
         with pytest.raises(UserError, match=expected):

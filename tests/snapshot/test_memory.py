@@ -25,7 +25,7 @@ def make_saver(
 
 
 def save(memory: MemorySaver, step: int, after: int = 0) -> None:
-    """And wait for it; `after` is the newest snapshot on disk at that time."""
+    """Save a step and wait for the end; `after` is the newest step on disk at that time."""
     memory.save(make_manifest(step) | {"after": after}, make_state(step))
     if memory.thread:
         memory.thread.join()
@@ -37,14 +37,14 @@ def memory(tmp_path: Path) -> MemorySaver:
 
 
 def reopen(memory: MemorySaver, run_id: str = "abc", node_rank: int = 0) -> MemorySaver:
-    """As a later generation does, on the same node or another one."""
+    """Open the memory as a later generation does, on the same node or on another one."""
     agent = this_process() if node_rank == 0 else this_process(os.getppid())
     folder = memory.snapshots.root.parent
     return make_saver(folder, run_id, folder, node_rank, agent)
 
 
 def newest_step(memory: MemorySaver, newer_than: int = -1, saved_after: int | None = None) -> int | None:
-    """Checks the values that are found, too."""
+    """The newest step that is found; also checks the values of all that are found."""
     for store, found in memory.snapshots.find(newer_than, saved_after):
         store.verify(found)
         step = int(found.manifest["step"])
@@ -135,7 +135,7 @@ def gone() -> Process:
 
 
 def make_owned(folder: Path, owner: Process, run_id: str, node_rank: int = 0) -> MemorySaver:
-    """Snapshots of step 5 in memory, of a job with this agent."""
+    """Snapshots of step 5 in memory, of a job whose agent is `owner`."""
     memory = make_saver(folder, run_id, folder, node_rank, owner)
     save(memory, 5)
     return memory
@@ -170,7 +170,7 @@ def test_what_a_run_left_is_removed_after_a_day_unless_a_process_of_its_job_live
 def test_a_runs_own_outdated_folder_is_removed_once_a_newer_snapshot_is_durable(
     tmp_path: Path, gone: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One is of an agent that died, one ours when this node had another rank, one of a living neighbour."""
+    """The folders are of a dead agent, of this one under another node rank, and of a living neighbour."""
     caplog.set_level(logging.WARNING)
     own = make_owned(tmp_path, this_process(), "run", node_rank=0)
     neighbour = this_process(os.getppid())

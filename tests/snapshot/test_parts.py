@@ -1,4 +1,4 @@
-"""Snapshots of several files; test_store.py has what one file and several have in common."""
+"""Snapshots of several files; test_store.py tests what snapshots of one and of several files share."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ NAMES = [
 
 @pytest.fixture
 def store(tmp_path: Path) -> SnapshotStore:
-    """With the snapshots of steps 1 and 2, of six parts each."""
+    """A store with the snapshots of steps 1 and 2, of six parts each."""
     store = make_store(tmp_path)
     for step in (1, 2):
         write(store, make_manifest(step), PARTS, PART)
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 
 def newest(store: SnapshotStore) -> tuple[int, list[int]]:
-    """The newest valid step, and the corrupt ones; checks the tensors."""
+    """The newest valid step, and the corrupt steps; also checks the tensors."""
     found, corrupt = store.find_newest()
     assert found is not None
     assert found.entries.keys() == PARTS.keys()
@@ -93,7 +93,7 @@ def test_writing_a_step_again_removes_parts_of_another_layout(store: SnapshotSto
 def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_next_start(
     parts: range, store: SnapshotStore
 ) -> None:
-    """Whichever parts were there."""
+    """This holds whichever parts were written."""
     before = file_names(store)
     store.begin(3)
     for number in parts:
@@ -105,7 +105,7 @@ def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_
 
 
 def test_leftovers_of_a_removal_that_was_cut_short_go_with_the_next_save(store: SnapshotStore) -> None:
-    """Also those that are newer than the oldest snapshot, which is the best one."""
+    """Leftovers that are newer than the oldest snapshot, which is the best one, are removed, too."""
     write(store, make_manifest(3), PARTS, PART)
     Path(store.path("step_00000002.json")).unlink()
     Path(store.path(NAMES[1])).unlink()

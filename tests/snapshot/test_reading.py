@@ -1,4 +1,4 @@
-"""A file that cannot be read now is told apart from one that is corrupt; see test_store.py for that."""
+"""A file that cannot be read now is not taken for a corrupt one; test_store.py tests corrupt files."""
 
 import errno
 import logging
@@ -27,7 +27,7 @@ Break = Callable[..., list[str]]
 
 @pytest.fixture
 def store(tmp_path: Path) -> SnapshotStore:
-    """With the snapshots of steps 1 and 2."""
+    """A store with the snapshots of steps 1 and 2."""
     store = make_store(tmp_path)
     for step in (1, 2):
         write(store, make_manifest(step))
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 @pytest.fixture
 def break_reading(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """Reading files whose names contain `name` raises `error`, `times` times; returns the failed paths."""
+    """Let reads of files whose names contain `name` raise `error`, `times` times; returns failed paths."""
     whole = reading.read_range
 
     def arm(name: str, error: Exception, times: int = 1_000_000) -> list[str]:
@@ -74,7 +74,7 @@ def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
 def test_a_file_that_ends_too_soon_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An object store may close the connection."""
+    """An object store may close the connection early."""
     remote = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
     write(remote, make_manifest(1))
     whole, cut = remote.files.cat_file, iter([True])
@@ -112,7 +112,7 @@ def test_whoever_looks_for_a_snapshot_passes_it_over_in_one_line(
 def test_an_unreadable_snapshot_is_never_pruned_and_does_not_count(
     store: SnapshotStore, kind: str, break_reading: Break
 ) -> None:
-    """It is newer than the one that training goes on from, and keep_last is 1."""
+    """The snapshot is newer than the one that training goes on from, and keep_last is 1."""
     write(store, make_manifest(9))
     break_reading(f"00000009.{kind}", FAILURES[0])
     store.find_newest()

@@ -30,7 +30,7 @@ def test_the_newest_and_the_best_are_kept(store: SnapshotStore) -> None:
 
 
 class FullDisk:
-    """A store whose folder holds so many snapshots and no more; removing one makes room."""
+    """A disk with room for `room` snapshots; removing one makes room."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: SnapshotStore, room: int) -> None:
         self.real, self.store, self.room, self.code = store.write_file, store, room, errno.ENOSPC
@@ -46,7 +46,7 @@ class FullDisk:
 def saver_with(
     store: SnapshotStore, losses: dict[int, float | None], keep_best: bool = True
 ) -> SnapshotSaver:
-    """After snapshots with these validation losses by step."""
+    """A saver that has written snapshots with these validation losses by step."""
     saver = SnapshotSaver(store, keep_last=100, keep_best=keep_best)
     for step, loss in losses.items():
         save(saver, make_manifest(step, loss))

@@ -1,4 +1,4 @@
-"""What each rank writes to memory. Ranks are threads, or processes where copies are exchanged."""
+"""The snapshots that each rank writes to memory. Ranks are threads, or processes if they exchange copies."""
 
 import functools
 import threading
@@ -34,7 +34,7 @@ def make_part(rank: int, workers: int, step: int) -> dict[str, Tensor]:
 
 
 class Worker:
-    """One rank, on a node with the others."""
+    """One rank, on the same node as the others."""
 
     def __init__(
         self, context: DistributedContext, folder: Path, memory: MemorySnapshots | None = None
@@ -62,7 +62,7 @@ def run_workers(workers: int, folder: Path, work: Any) -> list[Any]:
 def test_nobody_overwrites_the_step_before_while_any_worker_is_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise there might be no step at all that all workers have."""
+    """Otherwise there might be no step that all workers have."""
 
     may_go_on = threading.Event()
     commit = Slots.commit
@@ -115,7 +115,7 @@ def test_where_one_worker_has_no_room_none_writes_and_one_line_says_so(
 
 
 def test_a_generation_of_another_size_keeps_what_it_started_from_until_it_has_written(tmp_path: Path) -> None:
-    """There must be room for both, so what is older or newer goes at once."""
+    """There must be room for both snapshots, so older and newer ones are removed at once."""
 
     def first(worker: Worker) -> None:
         for step in (2, 4):
@@ -145,7 +145,7 @@ def save_with_copies(
     first_machine: int = 0,
     steps: Sequence[int] = (5, 10, 15),
 ) -> None:
-    """What each of the ranks does: it saves. Node 0 is the machine `first_machine`."""
+    """Save these steps, as each rank does. Node 0 is the machine `first_machine`."""
     rank, node = context.rank, node_of[context.rank]
     context.launch = Launch(
         rank=rank, world_size=len(node_of), node_rank=node, local_rank=node_of[:rank].count(node)
@@ -174,7 +174,7 @@ def memory_of(folder: Path, node: int, machine: int | None = None) -> MemorySnap
 
 
 def test_each_of_two_nodes_has_the_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies of three workers are kept by two, and the other way round; they come in many pieces."""
+    """Two workers keep the copies of three, and the other way round; the copies come in many pieces."""
     monkeypatch.setattr("mingpt.snapshot.layout.PIECE_BYTES", 100)
     node_of = [0, 0, 0, 1, 1]
     ended = fork_ranks(5, functools.partial(save_with_copies, node_of=node_of, folder=tmp_path))
@@ -204,7 +204,7 @@ def test_a_node_that_was_renumbered_keeps_no_folder_of_its_old_number(tmp_path: 
 def test_where_there_is_no_room_for_copies_each_worker_writes_its_own_and_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On three nodes, of which one is too small."""
+    """One of the three nodes is too small."""
     FaultyDisk(monkeypatch, "posix_fallocate", "node-1-copy-0")
 
     def work(context: DistributedContext) -> list[int]:

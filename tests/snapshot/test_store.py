@@ -12,7 +12,7 @@ from support.snapshots import file_names, make_manifest, make_store, write
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.snapshot import SnapshotStore, open_snapshot
 
-KINDS = ["json", "safetensors", "optimizer.safetensors"]  # of the three files of a snapshot
+KINDS = ["json", "safetensors", "optimizer.safetensors"]  # endings of a snapshot's three files
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_used(
     store: SnapshotStore, kind: str, stride: int
 ) -> None:
-    """One at a time: a bit of every byte or every seventh, and a cut there."""
+    """One bit is flipped at a time, in every byte or every seventh, and the file is cut there."""
     write(store, make_manifest(1))
     write(store, make_manifest(2))
     path = Path(store.path(f"step_00000002.{kind}"))
@@ -67,7 +67,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_u
 def test_a_snapshot_with_another_thing_in_place_of_a_file_is_quarantined_by_name(
     make: Callable[[Path], None], kind: str, store: SnapshotStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody waits for it. A second corrupt snapshot of the same step does not overwrite the first."""
+    """Reading it does not hang. A second corrupt snapshot of the same step does not overwrite the first."""
     caplog.set_level(logging.WARNING)
     write(store, make_manifest(1))
     for attempt in (1, 2):

@@ -93,7 +93,7 @@ def verify(content: bytes) -> None:
 
 
 def test_an_optimizer_that_has_counted_more_updates_than_steps_is_corrupt() -> None:
-    # Fewer are right: a run may change its optimizer.
+    # Fewer tensors are valid: a run may change its optimizer.
     verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(5.0)}))
     with pytest.raises(CorruptSnapshot, match=r"wte\.weight\.step'.* 6 updates at step 5"):
         verify(to_safetensors({"optimizer.wte.weight.step": torch.tensor(6.0)}))
@@ -105,7 +105,7 @@ def test_an_optimizer_that_has_counted_more_updates_than_steps_is_corrupt() -> N
 def test_a_single_number_that_is_not_finite_is_found(
     dtype: torch.dtype, number: float, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever pieces the file is read in."""
+    """The number is found whatever the size of the pieces in which the file is read."""
     monkeypatch.setattr("mingpt.snapshot.store.PIECE_BYTES", piece_bytes)
     tensor = torch.randn(7, 11).to(dtype)
     verify(to_safetensors({"model.a": tensor, "model.b": torch.arange(5)}))

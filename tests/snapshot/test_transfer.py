@@ -1,4 +1,4 @@
-"""Files of a state whose rows lie on several ranks, byte by byte those of a rank that has all of it."""
+"""Tensor files of a state whose rows several ranks hold: they equal those of a rank that holds all of it."""
 
 import errno
 import itertools
@@ -28,7 +28,7 @@ STEP, PART_BYTES, CHUNK_BYTES = 7, 700, 100
 
 
 def state() -> Tensors:
-    """Sharded tensors, fewer rows than ranks, a scalar, and a tokenizer's bytes, which all ranks hold."""
+    """A state with sharded tensors, one with fewer rows than ranks, a scalar, and a tokenizer's bytes."""
     generator = torch.Generator().manual_seed(0)
     return {
         "model.wte": torch.randn(11, 6, generator=generator),
@@ -43,7 +43,7 @@ def state() -> Tensors:
 
 
 def split_state(tensors: Tensors, workers: int) -> Rows:
-    """None for what is whole on all ranks."""
+    """The rows of each tensor by rank; None for tensors that all ranks hold whole."""
     return {
         name: split_rows(len(tensor), workers) if tensor.ndim and name != "tokenizer" else None
         for name, tensor in tensors.items()
@@ -51,7 +51,7 @@ def split_state(tensors: Tensors, workers: int) -> Rows:
 
 
 def part_of(tensors: Tensors, rows: Rows, rank: int, main_rank: int) -> Tensors:
-    """What a rank gives to a snapshot."""
+    """The tensors that a rank gives to a snapshot."""
     parts = {}
     for name, tensor in tensors.items():
         of_ranks = rows[name]
@@ -85,7 +85,7 @@ def save_together(
     prepare: Prepare = lambda saver, context: None,
     late_fields: Callable[[], dict[str, Any]] = dict,
 ) -> Callable[[DistributedContext], tuple[str, int]]:
-    """A rank's part in saving `state()`; it returns the kind of error that its saver has, and its errno."""
+    """A function that does a rank's part in saving `state()`; it returns the saver's error and its errno."""
 
     def work(context: DistributedContext) -> tuple[str, int]:
         vars(saver_module)["PIECE_BYTES"] = CHUNK_BYTES
@@ -104,7 +104,7 @@ def save_together(
         part = part_of(tensors, rows, context.rank, main_rank)
         saver.save(make_manifest(STEP), part, late_fields if context.rank == 0 else dict)
         for tensor in part.values():
-            tensor.zero_()  # as the next step does: what was saved is a copy
+            tensor.zero_()  # the next step overwrites tensors, so the saver must have copied them
         saver.wait()
         return type(saver.error).__name__, getattr(saver.error, "errno", None) or 0
 
@@ -118,7 +118,7 @@ def save_together(
 def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
     workers: int, main_rank: int, writes_alone: bool, tmp_path: Path
 ) -> None:
-    """Written by all ranks at once or by one, in chunks smaller than a tensor; the snapshot can be read."""
+    """All ranks write at once, or one rank, in chunks smaller than a tensor; the snapshot can be read."""
     tensors = state()
     expected = local_files(tmp_path / "alone", tensors)
     store = make_store(tmp_path)
@@ -131,7 +131,7 @@ def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
 
 
 def breaking_off(rank: int, error: Exception, fails: Callable[[int], bool], is_local: bool = True) -> Prepare:
-    """A rank's file breaks off in the middle where `fails` says so of its number, from 1."""
+    """Let a rank's file break off in the middle if `fails` is true of the file's number, from 1."""
 
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
         saver.store.is_local, saver.store.retries_s = is_local, (0.0, 0.0)
@@ -155,7 +155,7 @@ NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 @pytest.mark.parametrize(("rank", "writes_alone"), [(0, False), (1, False), (0, True)])
 def test_a_full_disk_of_one_rank_is_the_error_of_all(rank: int, writes_alone: bool, tmp_path: Path) -> None:
-    """And no rank waits for ever. What was written is removed."""
+    """No rank waits for ever, and the files that were written are removed."""
     store = make_store(tmp_path)
     prepare = breaking_off(rank, NO_ROOM, lambda number: number % 2 == 0)
     work = save_together(tmp_path, writes_alone=writes_alone, prepare=prepare)
@@ -164,7 +164,7 @@ def test_a_full_disk_of_one_rank_is_the_error_of_all(rank: int, writes_alone: bo
 
 
 def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_path: Path) -> None:
-    """By the main rank; then all ranks send their parts again."""
+    """The main rank removes it; then all ranks send their parts again."""
     store = make_store(tmp_path)
     for step in (1, 2, 3):
         write(store, make_manifest(step), state(), PART_BYTES)
@@ -175,7 +175,7 @@ def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_p
 
 
 class TwoArguments(Exception):
-    """One that cannot be made again from its message."""
+    """An exception that cannot be made again from its message."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
@@ -204,7 +204,7 @@ def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tm
     ids=["for good", "claim", "no room"],
 )
 def test_an_upload_is_given_up_by_all_ranks(times: int, error: Exception, kind: str, tmp_path: Path) -> None:
-    """After the last pause, and at once where another attempt would not help."""
+    """All ranks give up after the last pause, or at once if another attempt would not help."""
     store = make_store(tmp_path)
     work = save_together(tmp_path, prepare=breaking_off(1, error, lambda number: number <= times, False))
     assert [found for found, _ in results_of(3, work)] == [kind] * 3
@@ -232,7 +232,7 @@ def test_what_the_main_rank_cannot_do_is_the_error_of_all(
 
 
 def dying_in_exchange(rank: int, number: int) -> Prepare:
-    """A rank dies in the background group's exchange of this number."""
+    """Let a rank die in the background group's exchange of this number."""
 
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
         if context.rank != rank:
@@ -252,7 +252,7 @@ def dying_in_exchange(rank: int, number: int) -> Prepare:
 
 @pytest.mark.parametrize("exchange", [1, 2, 3])
 def test_a_rank_that_dies_between_the_files_is_no_failure_to_write(exchange: int, tmp_path: Path) -> None:
-    """In the exchange of late fields, before the files, or after the last of them: nobody warns."""
+    """The rank dies in the exchange of late fields, before the files, or after the last file: no warning."""
     store = make_store(tmp_path)
     prepare = dying_in_exchange(0, exchange)
     results = fork_ranks(3, save_together(tmp_path, prepare=prepare), timeout_s=30)

@@ -1,4 +1,4 @@
-"""Files that go up to S3 in parts: nothing appears before all of them have, and none are left behind."""
+"""Files that go up to S3 in parts: nothing appears before all parts are there, and no part is left behind."""
 
 import logging
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture
 def bucket(server: Any) -> Any:
-    """With nothing in it."""
+    """The bucket without files and without unfinished uploads."""
     for key, upload in uploads(server):
         server.call_s3("abort_multipart_upload", Bucket="runs", Key=key, UploadId=upload)
     if server.exists("runs/one"):
@@ -35,18 +35,18 @@ def bucket(server: Any) -> Any:
 
 
 def open_store() -> SnapshotStore:
-    """One that sends tensor files in parts of 5 MiB, the least that S3 takes."""
+    """A store that sends tensor files in parts of 5 MiB, the least that S3 takes."""
     return SnapshotStore(PLACE, retries_s=(0.0,), upload_part_bytes=5 * MIB)
 
 
 def uploads(bucket: Any) -> list[tuple[str, str]]:
-    """(key, id) of those that are not completed."""
+    """(key, id) of the uploads that are not completed."""
     listed = bucket.call_s3("list_multipart_uploads", Bucket="runs").get("Uploads", [])
     return [(upload["Key"], upload["UploadId"]) for upload in listed]
 
 
 class BrokenNetwork:
-    """From the upload of a part on, calls of these names raise, `times` times."""
+    """A network on which calls of these names raise, `times` times, from the upload of a part on."""
 
     def __init__(self, store: SnapshotStore, name: str, part: int, times: int) -> None:
         self.call, self.name, self.part, self.times = store.files.call_s3, name, part, times

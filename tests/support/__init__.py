@@ -1,1 +1,1 @@
-"""What several tests share: small models, runs, snapshots, and a context without a process group."""
+"""Helpers that several tests share: small models, runs, snapshots, and a context without a process group."""

@@ -1,4 +1,4 @@
-"""The bytes of tensors that are alive, whoever holds them."""
+"""The bytes of tensors that are alive, in whatever variables they are."""
 
 import weakref
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_iter
 
 
 class AliveTensors(TorchDispatchMode):
-    """Counts the memory behind results of operations until it is freed: `now_bytes`, and `peak_bytes`."""
+    """Counts the memory of operations' results until it is freed: `now_bytes`, and `peak_bytes`."""
 
     def __init__(self) -> None:
         super().__init__()

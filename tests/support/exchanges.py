@@ -1,4 +1,4 @@
-"""Workers of an optimizer as threads of one process, which exchange tensors as objects."""
+"""Workers of an optimizer, as threads of one process that exchange tensors as objects."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class FakeWorkers:
         )
 
     def run(self, work: Callable[[Exchange], R]) -> list[R]:
-        """What `work` returns for each rank. Raises what one of them raised."""
+        """The results of `work`, by rank. Raises an exception that a rank has raised."""
         results: list[Any] = run_ranks(self.workers, lambda context: work(self.exchange(context)))
         errors = [result for result in results if isinstance(result, Exception)]
         errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
@@ -57,7 +57,7 @@ class FakeWorkers:
 
 
 def single_worker() -> Exchange:
-    """That of a single worker."""
+    """The Exchange of a single worker."""
     return FakeWorkers(1, is_sharded=False).exchange(lone_rank())
 
 

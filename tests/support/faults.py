@@ -8,9 +8,9 @@ import pytest
 
 
 class FaultyDisk:
-    """While `broken`, calls of os.<function> on paths that contain `name` raise OSError with `code`.
+    """Calls of os.<function> on paths that contain `name` raise OSError with `code` while `broken`.
 
-    With `partly`, os.write first writes half of what it is given.
+    With `partly`, os.write first writes half of its data.
     """
 
     def __init__(

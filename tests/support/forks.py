@@ -1,4 +1,4 @@
-"""Several ranks as forks of this process, which exchange tensors by gloo: one import of torch for all."""
+"""Several ranks as forks of this process, which exchange tensors by gloo and share one import of torch."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 class ForkedContext(DistributedContext):
-    """The context of a rank whose process group, if it is not alone, is there already."""
+    """The context of a rank. If it is not alone, its process group exists already."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.launch = Launch(
@@ -41,7 +41,7 @@ class ForkedContext(DistributedContext):
 def fork_ranks(
     world_size: int, work: Callable[[DistributedContext], T], timeout_s: float = TIMEOUT_S
 ) -> list[T | Exception | None]:
-    """What `work` returns, or raises, on each rank; None for one that died.
+    """The results of `work` by rank: what it returns or raises, None for a rank that died.
 
     Raises TimeoutError if a rank does not end.
     """
@@ -52,7 +52,7 @@ def fork_ranks(
             receiver, sender = forks.Pipe(duplex=False)
             process = forks.Process(target=run_rank, args=(sender, folder, rank, world_size, work))
             process.start()
-            sender.close()  # else its end would not be noticed
+            sender.close()  # otherwise the end of the process would not be noticed
             processes.append(process)
             receivers.append(receiver)
         try:
@@ -64,7 +64,7 @@ def fork_ranks(
 
 
 def receive(receiver: Connection, deadline: float) -> Any:
-    """What a rank sends; None if it dies."""
+    """The object that a rank sends; None if the rank dies."""
     is_there = receiver.poll(max(0.0, deadline - time.monotonic()))
     if not is_there:
         raise TimeoutError("a rank has not ended in time")
@@ -77,7 +77,7 @@ def receive(receiver: Connection, deadline: float) -> Any:
 def results_of(
     world_size: int, work: Callable[[DistributedContext], T], timeout_s: float = TIMEOUT_S
 ) -> list[T]:
-    """What `work` returns on each rank. Raises what one of them has raised."""
+    """The values that `work` returns, by rank. Raises an exception that a rank has raised."""
     values: list[T] = []
     for result in fork_ranks(world_size, work, timeout_s):
         if isinstance(result, Exception):
@@ -90,7 +90,7 @@ def results_of(
 def run_rank(
     sender: Connection, folder: str, rank: int, world_size: int, work: Callable[[DistributedContext], Any]
 ) -> None:
-    """In a fork, to the end of its process."""
+    """Run `work` in a fork, to the end of its process."""
     try:
         torch.set_num_threads(1)
         if world_size > 1:
@@ -101,6 +101,6 @@ def run_rank(
     except Exception as error:
         traceback.print_exc()
         result = error
-    # As bytes: of tensors, `send` would have torch share the memory, which ends with this process.
+    # Sent as bytes: for tensors, `send` would share memory, which ends with this process.
     sender.send_bytes(pickle.dumps(result))
     os._exit(0)

@@ -15,7 +15,7 @@ from support.training import make_optimizer
 
 
 def their_model(config: ModelConfig, vocab_size: int = 31, block_size: int = 24) -> Any:
-    """Biases and norms are random, too."""
+    """A model of transformers with random weights, biases and norms."""
     transformers = import_transformers()
     torch.manual_seed(3)
     fields = hf_fields(config, vocab_size=vocab_size, block_size=block_size)

@@ -1,4 +1,4 @@
-"""What tests and benchmarks ask of a job besides what mingpt/tools/jobs.py tells."""
+"""Questions of tests and benchmarks about a job, besides those that mingpt/tools/jobs.py answers."""
 
 import json
 import socket

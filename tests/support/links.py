@@ -1,4 +1,4 @@
-"""What a page says of files, headings and names in the code, compared with what is there."""
+"""Files, headings and names in the code that a page mentions, compared with those that exist."""
 
 import re
 from collections.abc import Iterator, Set
@@ -21,7 +21,7 @@ SUFFIXES = (".py", ".yaml", ".sbatch", ".sh", ".txt", ".md", ".svg")
 
 
 def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> list[str]:
-    """A line for each thing that a reader of the page would not find in the repository at `root`.
+    """A line for each thing on the page that a reader would not find in the repository at `root`.
 
     `added` are files that the page tells the reader to write.
     """
@@ -38,7 +38,7 @@ def wrong_statements(page: Path, root: Path, added: Set[str] = frozenset()) -> l
 def wrong_links(prose: str, page: Path, root: Path) -> Iterator[str]:
     for target in TARGET.findall(prose):
         if re.match(r"[a-z][a-z0-9+.-]*:|//", target):
-            continue  # another site
+            continue  # a link to another site
         path, _, anchor = unquote(target).partition("#")
         base = root if path.startswith("/") else page.parent
         file = (base / path.lstrip("/")).resolve() if path else page.resolve()
@@ -49,7 +49,7 @@ def wrong_links(prose: str, page: Path, root: Path) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as GitHub spells them."""
+    """The anchors of a page's headings, as GitHub spells them."""
     found: list[str] = []
     for heading in HEADING.findall(COMMENT.sub("", FENCED.sub("", text))):
         words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -59,7 +59,7 @@ def anchors(text: str) -> set[str]:
 
 
 def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
-    """Files and folders between backticks: from the root on, or the end of a path such as `exact.py`."""
+    """Lines on missing files and folders in backticks: paths from the root, or ends such as `exact.py`."""
     for name in dict.fromkeys(CODE.findall(prose)):
         if name in added or not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", name):
             continue
@@ -72,11 +72,11 @@ def wrong_paths(prose: str, root: Path, added: Set[str]) -> Iterator[str]:
 
 
 def wrong_names(prose: str, page: Path) -> Iterator[str]:
-    """[`name`](file.py): the file defines the name, or is the file of that name."""
+    """Lines on links [`name`](file.py) whose file neither defines the name nor has it."""
     for name, target in NAME_LINK.findall(prose):
         file = (page.parent / target).resolve()
         if not file.exists():
-            continue  # said by wrong_links
+            continue  # wrong_links reports it
         if name.endswith(".py") and not file.as_posix().endswith(f"/{name}"):
             yield f"`{name}`: leads to {target}"
         elif NAME.fullmatch(name) and not is_defined(name.removesuffix("()"), file.read_text()):
@@ -84,13 +84,13 @@ def wrong_names(prose: str, page: Path) -> Iterator[str]:
 
 
 def is_defined(name: str, program: str) -> bool:
-    """Whether a line begins with a name of the module, or of a class, as `Class.name`."""
+    """Whether a line of the program begins with this name of the module or of a class, as in `Class.name`."""
     last, indent = name.rpartition(".")[2], "    " * name.count(".")
     return re.search(rf"^{indent}(?:async def |def |class )?{last}\b", program, re.MULTILINE) is not None
 
 
 def wrong_modules(text: str, root: Path) -> Iterator[str]:
-    """Modules of this repository in commands, and the commands of `python -m mingpt`."""
+    """Lines on missing modules of this repository in commands, and missing commands of `python -m mingpt`."""
     for module in dict.fromkeys(MODULE.findall(text)):
         path = root / module.replace(".", "/")
         if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():

@@ -1,4 +1,4 @@
-"""A small state of a run, another one at each step, and its manifest, for tests of snapshots in memory."""
+"""A small state of a run, different at each step, and its manifest, for tests of snapshots in memory."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ SHAPES = snapshot_shapes(MANIFEST, 11)
 
 
 def make_state(step: int) -> dict[str, Tensor]:
-    """Another number in each element."""
+    """A state with a different number in each element."""
     return {
         name: torch.arange(float(torch.Size(shape).numel())).view(shape) + step
         for name, shape in SHAPES.items()
@@ -24,7 +24,7 @@ def make_state(step: int) -> dict[str, Tensor]:
 
 
 def check_values(found: StoredState, context: DistributedContext) -> int:
-    """All tensors are those of the step, which it returns. Collective."""
+    """Assert that all tensors are those of the snapshot's step; returns the step. Collective."""
     step = int(found.manifest["step"])
     expected = make_state(step)
     assert found.shapes == SHAPES and "shard" not in found.manifest

@@ -16,7 +16,7 @@ CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=48)
 
 
 def make_model(arch: Arch, vocab_size: int = 31, block_size: int = 24, spread: bool = True) -> GPT:
-    """A model in eval mode; `spread` gives every matrix, also those that begin at zero, random weights."""
+    """A model in eval mode; `spread` gives all matrices random weights, even those that begin at zero."""
     torch.manual_seed(0)
     model = GPT(replace(CONFIG, arch=arch), vocab_size=vocab_size, block_size=block_size)
     if spread:
@@ -25,7 +25,7 @@ def make_model(arch: Arch, vocab_size: int = 31, block_size: int = 24, spread: b
 
 
 def add_noise(model: nn.Module) -> None:
-    """Give biases, norms and matrices that begin at zero random weights, too."""
+    """Add noise to all weights, so that biases, norms and matrices that begin at zero are random, too."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)

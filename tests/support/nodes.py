@@ -4,9 +4,9 @@
         jobs = [node.start(["torchrun", ...]) for node in cluster.nodes]
         cluster.nodes[0].kill()
 
-A node is a set of Linux namespaces. Its network card is one end of a veth pair, whose other end is in
-a switch: a bridge in a network namespace of its own. The shared folder is seen through a FUSE mount (bindfs)
-per node. Nothing outlives the cluster, also if the process that made it is killed. Needs root.
+A node is a set of Linux namespaces. Its network card is one end of a veth pair, whose other end is in a
+switch: a bridge in its own network namespace. Each node sees the shared folder through a FUSE mount (bindfs).
+Nothing outlives the cluster, even if the process that made it is killed. Needs root.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from support.switch import TIMEOUT_S, Switch, is_stopped, send_to, state_of, wai
 
 PROGRAMS = ("ip", "nft", "bindfs", "unshare", "nsenter", "setsid", "mount")
 # $1 name, $2 the cluster's folder, $3 size of memory, then folders that are read-only in the node. The last
-# line ends with the program that made the node. Until then the kernel reaps processes without a parent.
+# line ends when the program that made the node ends. Until then the kernel reaps processes without a parent.
 INIT = """
 name=$1 folder=$2
 hostname "$name"
@@ -46,7 +46,7 @@ read -r _ || exit 0
 
 
 def why_no_cluster() -> str | None:
-    """One sentence if this machine cannot run the test bed."""
+    """One sentence if this machine cannot run the test bed, else None."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "the test bed for several nodes needs Linux and root"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -71,7 +71,7 @@ class NodeJob(Job):
 
 
 class Node:
-    """A machine of the cluster, up from the start. `disk` is what its processes see as `cluster.disk`."""
+    """A machine of the cluster, up from the start. Its processes see `disk` as `cluster.disk`."""
 
     def __init__(self, cluster: "Cluster", number: int) -> None:
         self.cluster, self.number, self.name = cluster, number, f"node{number}"
@@ -80,13 +80,13 @@ class Node:
         self.jobs: list[NodeJob] = []
         self.init = 0  # process id of the node's first process
         self.link = ""  # the switch's end of its cable
-        self.daemon: subprocess.Popen[bytes] | None = None  # of the storage mount
+        self.daemon: subprocess.Popen[bytes] | None = None  # the daemon of the storage mount
         self.process: subprocess.Popen[bytes] | None = None
         self.disk.mkdir(parents=True)
         self.boot()
 
     def boot(self, *, wipe: bool = False) -> None:
-        """Start a node that is down, with its disk or an empty one; what was cut is whole again."""
+        """Start a node that is down, with its disk or an empty one; cut connections work again."""
         assert not self.is_up(), f"{self.name} is up"
         if wipe:
             shutil.rmtree(self.disk)
@@ -104,7 +104,7 @@ class Node:
         errors = self.cluster.folder / "output" / f"{self.name}.boot"
         self.process = subprocess.Popen(
             ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc", "sh", "-ec", INIT, "init", *given],
-            stdin=subprocess.PIPE,  # closed with this process, however it ends
+            stdin=subprocess.PIPE,  # closed when this process ends, however it ends
             stdout=subprocess.PIPE,
             stderr=errors.open("w"),
             start_new_session=True,
@@ -116,14 +116,14 @@ class Node:
         (self.init,) = children(self.process.pid)
 
     def _plug_in(self) -> None:
-        # A fixed hardware address, so that peers need not learn another one after a boot.
+        # The hardware address is fixed, so that peers need not learn another one after a boot.
         card = f"name eth0 address 02:00:00:00:00:{self.number:02x} netns {self.init}"
         self.link = self.cluster.switch.plug_in(card)
         self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         self.run("ip", "link", "set", "eth0", "up")
 
     def _mount_storage(self) -> None:
-        # What one node writes, others see at once.
+        # Without caches, nodes see at once what one of them writes.
         options = "attr_timeout=0,entry_timeout=0,negative_timeout=0"
         source, target = self.cluster.folder / "storage", self.cluster.shared
         bindfs = ["bindfs", "-f", "--multithreaded", "--enable-lock-forwarding", "-o", options]
@@ -140,7 +140,7 @@ class Node:
         return ["nsenter", "-t", str(self.init), "--net", "--uts", "--ipc", "--pid", "--mount"]
 
     def environment(self) -> dict[str, str]:
-        """Folders for temporary and the user's files, on the node's disk."""
+        """Variables that put temporary files and the user's files on the node's disk."""
         disk = self.cluster.disk
         return {"TMPDIR": str(disk / "tmp"), "HOME": str(disk / "home")}
 
@@ -151,7 +151,7 @@ class Node:
         return self.jobs[-1]
 
     def run(self, *command: str) -> str:
-        """What a command prints. Raises CalledProcessError if it fails."""
+        """The output of a command on the node. Raises CalledProcessError if the command fails."""
         env = clean_environment(**self.environment())
         whole = [*self.enter, "env", f"--chdir={ROOT}", *command]
         return subprocess.run(whole, env=env, check=True, capture_output=True, text=True).stdout.rstrip("\n")
@@ -160,7 +160,7 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     def pids(self) -> list[int]:
-        """Of its processes, as this machine sees them; without the daemon of the storage mount."""
+        """The ids of the node's processes, as this machine sees them, without the storage mount's daemon."""
         here = os.readlink(f"/proc/{self.init}/ns/pid")
         daemons = children(self.daemon.pid) if self.daemon else []
         found = []
@@ -168,13 +168,13 @@ class Node:
             try:
                 is_here = os.readlink(path / "ns" / "pid") == here
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
             if is_here and int(path.name) not in daemons:
                 found.append(int(path.name))
         return sorted(found)
 
     def kill(self) -> None:
-        """SIGKILL for everything on the node, at once; its kernel still resets its connections."""
+        """Send SIGKILL to everything on the node at once; its kernel still resets its connections."""
         if not self.process:
             return
         if self.is_up():
@@ -192,34 +192,34 @@ class Node:
         self.cluster.switch.unplug(self.link)
 
     def cut_network(self) -> None:
-        """Nothing reaches the node or leaves it: its connections, and attempts to connect, time out."""
+        """Drop all traffic of the node: its connections, and attempts to connect, time out."""
         self.cluster.switch.cut(self.link)
 
     def cut_storage(self) -> None:
-        """Accesses to the shared folder hang until it is healed."""
+        """Let accesses to the shared folder hang until the node is healed."""
         assert self.daemon, "this cluster has no shared folder"
         daemon = children(self.daemon.pid)
         send_to(signal.SIGSTOP, daemon)
-        wait_until(lambda: all(is_stopped(pid) for pid in daemon))  # until then it may answer
+        wait_until(lambda: all(is_stopped(pid) for pid in daemon))  # until then the daemon may answer
 
     def cut(self) -> None:
-        """Network and storage; accesses to storage hang."""
+        """Cut network and storage; accesses to storage hang."""
         self.cut_network()
         self.cut_storage()
 
     def heal(self) -> None:
-        """Network and storage work again."""
+        """Let network and storage work again."""
         self.cluster.switch.heal(self.link)
         if self.daemon:
             send_to(signal.SIGCONT, [*children(self.daemon.pid), self.daemon.pid])
 
     def freeze(self) -> None:
-        """SIGSTOP for every process of the node but its first, which does nothing."""
-        # One that waits for storage (state D) stops when that answers.
+        """Send SIGSTOP to every process of the node but its first, which does nothing."""
+        # A process that waits for storage (state D) stops when the storage answers.
         wait_until(lambda: self._signal_unless(signal.SIGSTOP, "TZX", "TZXD") and self._outer_are("TZXSD"))
 
     def thaw(self) -> None:
-        """The inverse of `freeze`."""
+        """Undo `freeze`."""
         for job in self.jobs:
             if job.is_running():
                 send_to(signal.SIGCONT, [job.process.pid])
@@ -227,7 +227,7 @@ class Node:
         wait_until(lambda: self._signal_unless(signal.SIGCONT, "RSDZX", "RSDZX") and self._outer_are("RSDZX"))
 
     def _signal_unless(self, number: signal.Signals, done: str, enough: str) -> bool:
-        """Send a signal to the processes in states but `done`; whether all are in one of `enough` then."""
+        """Send a signal to processes whose state is not in `done`; whether all then are in `enough`."""
         pids = [pid for pid in self.pids() if pid != self.init and state_of(pid) not in done]
         send_to(number, pids)
         return all(state_of(pid) in enough for pid in pids)
@@ -240,7 +240,7 @@ class Node:
 class Cluster:
     """`count` nodes that see each other, and `folder/shared` if `shared`.
 
-    `shared` and `disk` are paths that mean the same on every node: one folder of all, and one of each.
+    `shared` and `disk` are paths that exist on every node: the folder of all nodes, and each node's own.
     """
 
     def __init__(self, count: int, folder: Path, *, shared: bool = True) -> None:

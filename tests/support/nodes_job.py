@@ -1,4 +1,4 @@
-"""A job over several nodes of one machine: how it is launched, how far it is, and what it leaves behind."""
+"""A job over several nodes of one machine: how it is launched, how far it has come, and its results."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from support.nodes import Cluster, Node, NodeJob
 LAUNCHES = ("folder", "hosts", "stock")
 PORT = 29400
 POLL_S = 0.02
-TAIL_BYTES = 4096  # of metrics.jsonl: several records
+TAIL_BYTES = 4096  # read from the end of metrics.jsonl: several records
 FAULT_S, TRAINED_S, PAUSE_S = 15.0, 5.0, 2.0
 # For torchrun's own rendezvous: a lost node is noticed in 3 s, not 15, and the last call takes 2 s, not 30.
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60,read_timeout=10"
@@ -25,7 +25,7 @@ QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join
 class Progress:
     """The newest generation on record, and its last step."""
 
-    began: float  # seconds since 1970, as is `seen`, the time of the last step in run.json
+    began: float  # seconds since 1970, as `seen` is, the time of the last step in run.json
     seen: float
     workers: int
     from_step: int
@@ -35,9 +35,9 @@ class Progress:
 class NodesJob:
     """train.py with one worker per node, in the "shared" folder or a folder of each node's "own" disk.
 
-    `launch` is "folder" or "hosts" (launch/elastic.sh, by a shared folder or a list of all nodes) or "stock"
-    (torchrun's c10d store on the first node).
-    `minimum` is MIN of --nnodes=MIN:MAX. Nothing is waited for longer than `limit_s`.
+    `launch` is "folder" or "hosts" (launch/elastic.sh, with a shared folder or a list of all nodes) or
+    "stock" (torchrun's c10d store on the first node). `minimum` is MIN of --nnodes=MIN:MAX. No wait is longer
+    than `limit_s`.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class NodesJob:
         return [*command, "--max-restarts=100", "--rdzv_backend=c10d", "--rdzv_id=job", *where]
 
     def run_dirs(self, nodes: Sequence[Node]) -> list[Path]:
-        """Of these nodes, as this machine sees them."""
+        """The run folders of these nodes, as this machine sees them."""
         if self.disk == "shared":
             return [self.cluster.shared / "run"]
         return [node.disk / "run" for node in nodes]
 
     def newest_run_dir(self, nodes: Sequence[Node]) -> Path:
-        """The one whose last generation began last, and of these the one with the last step on record."""
+        """The run folder whose last generation began last; of several, the one with most steps on record."""
         return max(self.run_dirs(nodes), key=lambda path: (last_began(path), last_recorded_step(path) or 0))
 
     def progress(self, nodes: Sequence[Node]) -> Progress | None:
-        """None before the first step."""
+        """The job's progress; None before the first step."""
         run_dir = self.newest_run_dir(nodes)
         generations = read_history(run_dir)["generations"]
         step = last_recorded_step(run_dir)
@@ -98,7 +98,7 @@ class NodesJob:
         return Progress(last["began"], last["seen"], last["workers"], last["from_step"], step)
 
     def goes_on(self, nodes: Sequence[Node], since: float, workers: int | None = None) -> bool:
-        """Whether a generation that began after `since`, of so many workers, has completed a step."""
+        """Whether a generation of so many workers that began after `since` has completed a step."""
         now = self.progress(nodes)
         if now is None or now.began < since or now.step <= now.from_step:
             return False
@@ -127,16 +127,16 @@ class NodesJob:
         return False
 
     def reach(self, step: int) -> bool:
-        """Wait until this step is on record; False if it is not in time."""
+        """Wait until this step is on record; False if that takes too long."""
         return self.wait_until(lambda: self.last_step() >= step)
 
     def seconds_until(self, condition: Callable[[], bool], since: float) -> float | None:
-        """None if it does not hold in time."""
+        """The seconds from `since` until the condition holds; None if it does not hold in time."""
         holds = self.wait_until(condition)
         return round(time.time() - since, 2) if holds else None
 
     def longest_pause(self, nodes: Sequence[Node], since: float) -> float | None:
-        """Seconds without a completed step, until these nodes have trained again for a while.
+        """The longest time without a completed step, in seconds, until these nodes train again for a while.
 
         None if they do not within `limit_s`.
         """
@@ -157,7 +157,7 @@ class NodesJob:
         return round(longest, 2) if do_train else None
 
     def rank(self, node: Node) -> int | None:
-        """Of the node's worker, as its environment has it."""
+        """The rank of the node's worker, from the worker's environment."""
         for pid in self.running[node].workers():
             rank = rank_of(pid)
             if rank is not None:
@@ -165,7 +165,7 @@ class NodesJob:
         return None
 
     def exit_codes(self) -> dict[str, int | None]:
-        """By node, of those that are up; None for one that did not end in time and was killed."""
+        """{node: exit code} of the nodes that are up; None for a job that was killed after the time limit."""
         deadline = time.monotonic() + self.limit_s
         codes: dict[str, int | None] = {}
         for node, job in self.running.items():
@@ -178,11 +178,11 @@ class NodesJob:
         return codes
 
     def hashes(self, step: int) -> set[str]:
-        """The first 16 digits of the SHA-256 of this step's tensors, wherever it was saved."""
+        """The first 16 digits of the SHA-256 of this step's tensors, from all folders that have the step."""
         return {tensor_hash(run_dir, step)[:16] for run_dir in self.run_dirs(self.nodes)} - {"none"}
 
     def errors(self) -> str:
-        """The end of what each node said, without a line for each step."""
+        """The end of each node's stderr, without a line for each step."""
         texts = []
         for node, job in self.running.items():
             lines = [line[:500] for line in job.err().splitlines() if not line.startswith("step ")]
@@ -191,7 +191,7 @@ class NodesJob:
 
 
 def has_moved(last: Progress | None, now: Progress | None) -> bool:
-    """Whether a step was completed in between."""
+    """Whether a step was completed between `last` and `now`."""
     if now is None or now.step <= now.from_step:
         return False
     return last is None or (now.began, now.step) > (last.began, last.step)
@@ -205,7 +205,7 @@ def listens(node: Node, port: int) -> bool:
 
 
 def last_began(run_dir: Path) -> float:
-    """When the last generation on record began; 0 if there is none."""
+    """The time when the last generation on record began; 0 if there is none."""
     generations = read_history(run_dir)["generations"]
     return float(generations[-1]["began"]) if generations else 0.0
 
@@ -217,7 +217,7 @@ def last_recorded_step(run_dir: Path) -> int | None:
             lines = file.read().split(b"\n")
     except OSError:
         return None
-    # The last is empty, or is being written.
+    # The last line is empty, or is being written.
     return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 @contextlib.contextmanager
 def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Its file system by fsspec. Processes that are started meanwhile find it by their environment."""
+    """The server's file system by fsspec. Processes that are started meanwhile find it by the environment."""
     s3fs = pytest.importorskip("s3fs", reason="requirements-dev.txt installs it")
     from moto.server import ThreadedMotoServer
 
@@ -20,13 +20,13 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     try:
         host, port = server.get_host_and_port()
         url = f"http://{host}:{port}"
-        # Every server of a process has the same buckets: those of the test file before are still there.
+        # Every server of a process has the same buckets, so earlier tests' buckets are still there.
         urllib.request.urlopen(f"{url}/moto-api/reset", data=b"").close()
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        s3fs.S3FileSystem.clear_instance_cache()  # one of another test has the address of its server
+        s3fs.S3FileSystem.clear_instance_cache()  # an instance of another test has its server's address
         yield fsspec.filesystem("s3", use_listings_cache=False)
     finally:
         s3fs.S3FileSystem.clear_instance_cache()

@@ -1,4 +1,4 @@
-"""The commands of the pages, shortened by overrides, and the programs of the tutorial, run."""
+"""Runs the commands of the pages, shortened by overrides, and the programs of the tutorial."""
 
 import ast
 import re
@@ -15,10 +15,10 @@ from support.jobs import free_port
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = {key: value for key, value in SMALL.items() if key not in ("data.block_size", "snapshot.every")}
 SHORT |= {"data.block_size": 16, "data.sha256": "null", "trainer.max_steps": 2}
-SHORT |= {"trainer.compile": False}  # tests/jobs/test_compiled_jobs.py has whole jobs that compile
+SHORT |= {"trainer.compile": False}  # tests/jobs/test_compiled_jobs.py tests whole jobs that compile
 COMMAND = re.compile(r"^    ((?:python|torchrun) .*)$", re.MULTILINE)
 PROGRAMS = {"torchrun": f"{sys.executable} -m torch.distributed.run", "python": sys.executable}
-TIMEOUT_S = 180  # beside other tests on two cores; alone a program takes 2 to 20 s
+TIMEOUT_S = 180  # enough beside other tests on two cores; alone a program takes 2 to 20 s
 NEEDED = (
     "train.py",
     "sample.py",
@@ -42,7 +42,7 @@ def blocks(page: Path) -> list[tuple[str, dict[str, str], str]]:
 
 
 def commands(page: Path, marked: bool = False) -> list[str]:
-    """The lines of its bash blocks; if `marked`, of those with `test=yes`."""
+    """The lines of the page's bash blocks; if `marked`, only of blocks with `test=yes`."""
     return [
         line
         for language, attributes, content in blocks(page)
@@ -52,18 +52,18 @@ def commands(page: Path, marked: bool = False) -> list[str]:
 
 
 def halves_of_the_readme() -> tuple[list[str], list[str]]:
-    """The commands that start jobs on workers and nodes, and those behind them, from the settings on."""
+    """(commands that start jobs on workers and nodes, commands after them, from the settings on)."""
     lines = commands(ROOT / "README.md")
     middle = lines.index("python train.py --help")
     return lines[:middle], lines[middle:]
 
 
 def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
-    """The commands of a line, one for each node; settings that the page itself gives are kept."""
+    """The commands of a line, one for each node; settings on the page are kept."""
     line, _, remark = line.partition("#")
     words = line.split("&&")[-1].split()
     if words[0] == "pytest":
-        return []  # this is it
+        return []  # the line runs these tests themselves
     if {"mingpt", "verify"} <= set(words):
         words += ["--kills", "1", "--workers", "1"]
     if "train.py" in words and not {"--help", "--print_config"} & set(words):
@@ -79,7 +79,7 @@ def shorten(line: str, text: Path, more: dict[str, object]) -> list[str]:
 
 
 def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> None:
-    """In their order, in one folder, since later commands use what earlier ones wrote."""
+    """Run the lines in order, in one folder, since later commands use the results of earlier ones."""
     for name in NEEDED:
         (folder / name).symlink_to(ROOT / name)
     for line in lines:
@@ -87,7 +87,7 @@ def run_all(lines: Sequence[str], text: Path, folder: Path, **more: object) -> N
 
 
 def run(line: str, text: Path, folder: Path, **more: object) -> None:
-    """All commands of a line at once, as on several nodes. Settings spell a dot as two underscores."""
+    """Run all commands of a line at once, as on several nodes. Settings have two underscores for a dot."""
     settings = {key.replace("__", "."): value for key, value in more.items()}
     port, running = free_port(), []
     for node, command in enumerate(shorten(line, text, settings)):
@@ -112,7 +112,7 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    """What a command prints. Raises AssertionError if it fails."""
+    """The output of a command. Raises AssertionError if the command fails."""
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, f"{process.args!r}\n{out[-2000:]}\n{err[-4000:]}"
     return out
@@ -127,7 +127,7 @@ def command_of(path: Path) -> str:
 
 
 def run_program(command: str, folder: Path) -> str:
-    """What a program of the tutorial prints, run in a folder that looks like the root."""
+    """The output of a program of the tutorial, run in a folder that looks like the root."""
     for name in ("mingpt", "tutorial", "data"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)

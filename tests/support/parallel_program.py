@@ -1,9 +1,9 @@
-"""Trains a small model for two steps by some strategies, with 1, 2 and 3 ranks, and saves what each rank has.
+"""Trains a small model for two steps by some strategies, on 1, 2 and 3 ranks, and saves each rank's results.
 
     python -m support.parallel_program OUTPUT GROUP
 
-GROUP is a key of GROUPS. A process of its own, since forks of one that has run a backward pass may be refused
-one.
+GROUP is a key of GROUPS. This is a process of its own, since a process that has run a backward pass may be
+unable to run one in its forks.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ RANKS, ALONE = (1, 2, 3), (1,)
 
 @dataclass(frozen=True)
 class Case:
-    """How to train. `ranks` are the numbers of them."""
+    """A way to train, and the numbers of `ranks` to train on."""
 
     parallel: str = "ddp"
     reduction: str = "exact"
@@ -44,21 +44,21 @@ class Case:
     recompute: bool = False
     param_dtype: str | None = None
     micro_batches: int = MICRO_BATCHES
-    bucket_bytes: int = 4096  # so that a small model has several
+    bucket_bytes: int = 4096  # so that a small model has several buckets
     ranks: Sequence[int] = RANKS
 
 
 @dataclass
 class Outcome:
-    """Of one rank, after STEPS steps. Tensors are pieces by name, but for `held`."""
+    """One rank's results after STEPS steps. Tensors are the rank's pieces by name, except for `held`."""
 
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the last step, before clipping
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # those of the last step, before clipping
     clipped: dict[str, Tensor] = field(default_factory=dict)
     norm: float = 0.0
     pieces: dict[str, Tensor] = field(default_factory=dict)
-    held: dict[str, Tensor] = field(default_factory=dict)  # what it holds of the weights
+    held: dict[str, Tensor] = field(default_factory=dict)  # the weights as the rank holds them
     eval_loss: float = 0.0
-    any_of_one: tuple[bool, bool] = (False, True)  # any() where rank 0 alone is asked for, and nobody
+    any_of_one: tuple[bool, bool] = (False, True)  # any() if only rank 0 passes True, and if no rank does
 
 
 GROUPS: dict[str, dict[str, Case]] = {
@@ -129,7 +129,7 @@ def make_strategy(case: Case, context: DistributedContext) -> tuple[GPT, Strateg
     model.init_buffers()
     for name, weight in strategy.held_weights().items():
         whole = draw_weight(name, strategy.shapes[name], config, seed=5)
-        whole += torch.linspace(-0.1, 0.1, whole.numel()).view_as(whole)  # nothing begins at zero
+        whole += torch.linspace(-0.1, 0.1, whole.numel()).view_as(whole)  # so that no weight begins at zero
         weight.copy_(whole[strategy.my_rows(name)] if strategy.weights_are_sharded else whole)
     strategy.prepare(LossModule(model))
     return model, strategy
@@ -148,7 +148,7 @@ def make_batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def run_step(case: Case, strategy: Strategy, step: int) -> None:
-    """The gradients of a step, not yet clipped."""
+    """Compute the gradients of a step, not yet clipped."""
     strategy.start_step()
     for number in strategy.my_micro_batches:
         torch.manual_seed(100 * step + number)  # as the trainer does, for dropout
@@ -189,7 +189,7 @@ def train_all(cases: dict[str, Case], context: DistributedContext) -> dict[str, 
 
 
 Tensors = dict[str, Tensor]
-Results = dict[int, list[dict[str, Outcome]]]  # number of ranks: of each rank, by case
+Results = dict[int, list[dict[str, Outcome]]]  # {number of ranks: [{case: outcome}, by rank]}
 
 
 def run_program(output: Path, group: str) -> Results:
@@ -204,7 +204,7 @@ def run_program(output: Path, group: str) -> Results:
 
 
 def whole(pieces: Sequence[Tensors]) -> Tensors:
-    """Of the pieces of all ranks, the tensors that they are rows of."""
+    """The whole tensors, from the pieces of all ranks."""
     return {name: torch.cat([part[name] for part in pieces]) for name in pieces[0]}
 
 
@@ -215,14 +215,14 @@ def assert_equal(mine: Tensors, expected: Tensors) -> None:
 
 
 def assert_close(mine: Tensors, expected: Tensors) -> None:
-    """As far as another order of additions allows."""
+    """Assert that tensors are equal but for the order of additions."""
     assert mine.keys() == expected.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
-    """Each rank's pieces are its rows of what one rank has, bit by bit."""
+    """Assert that each rank's pieces are its rows of one rank's tensors, bit by bit."""
     for rank, outcome in enumerate(outcomes):
         for name, piece in outcome.pieces.items():
             rows = split_rows(len(expected.pieces[name]), len(outcomes))[rank]
@@ -234,7 +234,7 @@ def assert_pieces(outcomes: Sequence[Outcome], expected: Outcome) -> None:
 
 
 def main(output: Path, group: str) -> None:
-    import torch._dynamo  # imported once, before the forks, of which several would import it
+    import torch._dynamo  # imported once, before the forks, so that no fork has to
     import torch.distributed.fsdp  # noqa: F401
 
     results = {}
@@ -245,7 +245,7 @@ def main(output: Path, group: str) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, as those who read the results import it.
+    # Imported under its own name, so that the results can be unpickled elsewhere.
     from support import parallel_program
 
     parallel_program.main(Path(sys.argv[1]), sys.argv[2])

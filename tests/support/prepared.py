@@ -1,4 +1,4 @@
-"""Running `python -m mingpt prepare`, and what its folder holds."""
+"""Runs `python -m mingpt prepare` and reads the contents of its folder."""
 
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ WORDS = [
 
 
 def run_apart(*words: object, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, which runs `before`, some Python, first."""
+    """Run the command in its own process, which first runs `before`, some Python code."""
     run = "runpy.run_module('mingpt', run_name='__main__', alter_sys=True)"
     start = f"import runpy, sys\n{before}\n{run}"
     command = [sys.executable, "-c", start, "prepare", *map(str, words)]
@@ -49,7 +49,7 @@ def run_apart(*words: object, before: str = "", **env: str) -> subprocess.Comple
 
 
 def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
-    """The command in this process: a new one takes seconds to import torch."""
+    """Run the command in this process: a new one takes seconds to import torch."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run_command(main, [str(word) for word in words])
@@ -57,7 +57,7 @@ def run_prepare(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def prepared(*words: object) -> str:
-    """What the command prints; it must succeed."""
+    """The output of the command, which must succeed."""
     done = run_prepare(*words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -76,7 +76,7 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """sha256 by name of everything that is data."""
+    """{name: sha256} of the folder's files that are data."""
     names = sorted(path.name for path in folder.iterdir() if path.name != "prepare.json")
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
@@ -93,7 +93,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def mixed(characters: int, seed: int) -> str:
-    """Text with every kind of whitespace, and end-of-text spelled in it."""
+    """A text with every kind of whitespace, in which end-of-text is spelled."""
     rng, text = random.Random(seed), ""
     while len(text) < characters:
         text += "".join(rng.choices(WORDS, k=200))

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ThreadContext(DistributedContext):
-    """One rank of several; each is alone on its node, unless they are all on one."""
+    """One rank of several. Each rank is alone on its node, unless all ranks are on one node."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ def run_ranks(
     round: int | None = None,
     one_node: bool = False,
 ) -> list[T | Exception]:
-    """What `work` returns, or raises, on each rank."""
+    """The results of `work` by rank: what it returns or raises."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size
     results: list[Any] = [None] * world_size
 
@@ -78,7 +78,7 @@ def run_ranks(
 
 
 def lone_rank(rank: int = 0, world_size: int = 1) -> DistributedContext:
-    """A rank that no other one meets: it is alone, or exchanges nothing."""
+    """A rank that meets no other rank: it is alone, or exchanges nothing."""
     return ThreadContext(rank, world_size, threading.Barrier(1), [None] * world_size, round=None)
 
 

@@ -1,4 +1,4 @@
-"""sample.py in this process, which has imported torch already."""
+"""sample.py, run in this process, which has imported torch already."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from mingpt.base.command import run_command
 
 
 def sample(*words: object) -> subprocess.CompletedProcess[str]:
-    """What `python sample.py words...` prints, and its exit code."""
+    """The output of `python sample.py words...`, and its exit code."""
     line = [str(word) for word in words]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -1,6 +1,6 @@
-"""A Slurm cluster of this machine: slurmctld and a slurmd per node, without munge, systemd and cgroups.
+"""A Slurm cluster on this machine: slurmctld and a slurmd per node, without munge, systemd and cgroups.
 
-The nodes are n1, n2, ... with the addresses 127.0.0.1, 127.0.0.2, ...; every slurmd has a port of its own.
+The nodes are n1, n2, ... with the addresses 127.0.0.1, 127.0.0.2, ...; every slurmd has its own port.
 """
 
 import re
@@ -47,7 +47,7 @@ SchedulerType=sched/backfill
 
 
 class SlurmCluster:
-    """As a context manager: its daemons live as long as the block, and so do the jobs.
+    """A context manager: the daemons and the jobs live as long as its block.
 
     `settings` are further lines of slurm.conf; `partitions` are its PartitionName lines without `Nodes=`.
     """
@@ -113,14 +113,14 @@ class SlurmCluster:
             )
 
     def start_node(self, node: str) -> None:
-        """Start its slurmd, and wait until it takes jobs."""
+        """Start the node's slurmd, and wait until it takes jobs."""
         self.start(node, ["slurmd", "-D", "-N", node])
         self.wait_until(
             lambda: node in self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False), START_S
         )
 
     def stop(self) -> None:
-        """Kill all jobs and the daemons, each slurmstepd too, which would wait for slurmctld to come back."""
+        """Kill all jobs and daemons, also each slurmstepd, which would wait for slurmctld to come back."""
         for process in self.daemons.values():
             process.terminate()
         for process in self.daemons.values():
@@ -132,7 +132,7 @@ class SlurmCluster:
         send_to(signal.SIGKILL, self.pids_with({f"SLURM_CONF={self.conf}"}))
 
     def run(self, *command: str, check: bool = True, environment: Mapping[str, str] | None = None) -> str:
-        """The output of a Slurm command. Raises RuntimeError with its error."""
+        """The output of a Slurm command. Raises RuntimeError with the command's error."""
         env = self.environment | dict(environment or {})
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
         if check and done.returncode:
@@ -140,20 +140,20 @@ class SlurmCluster:
         return done.stdout
 
     def submit(self, *words: str, **environment: str) -> int:
-        """Start a batch job in the root of the repository; returns its id."""
+        """Start a batch job in the root of the repository; returns the job's id."""
         return int(self.run("sbatch", "--parsable", *words, environment=environment))
 
     def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The fields that `scontrol show job` prints."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
     def wait_for_state(self, number: int, *states: str, timeout_s: float = 180) -> str:
-        """Until the job has one of these states. Raises TimeoutError."""
+        """Wait until the job has one of these states. Raises TimeoutError."""
         self.wait_until(lambda: self.job(number)["JobState"] in states, timeout_s)
         return self.job(number)["JobState"]
 
     def start_again(self, number: int, restarts: int) -> None:
-        """Wait until a job runs for that time after the first; by itself it would wait for two minutes.
+        """Wait until a job runs for its next time; without this, Slurm would wait for two minutes.
 
         Slurm sets that wait when the last process of the job is gone. Within a second of that, slurmd would
         refuse the job ("Job credential revoked"): it cannot tell this start from the one before.
@@ -170,11 +170,11 @@ class SlurmCluster:
         self.wait_until(is_started, 120)
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL for its slurmd and for all that it has started, slurmstepd first: none tells slurmctld."""
+        """Send SIGKILL to the node's slurmd and its processes, slurmstepd first: none tells slurmctld."""
         pids = self.job_pids(node)
         daemons = {step_daemon(pid) for pid in pids} - {None}
-        # As if at once, as when a machine dies. srun would end the step if it saw its daemons die: it goes
-        # first, its child that watches it before it, and the daemon of the batch script before the step's.
+        # All must seem to die at once, as with a machine. srun would end the step if it saw its daemons die:
+        # so it goes first, after the child that watches it, and the batch script's daemon before the step's.
         sruns = [pid for pid in pids if name_of(pid) == "srun"]
         ended = [*sorted(sruns, reverse=True), *sorted(pid for pid in daemons if pid), *pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -183,22 +183,22 @@ class SlurmCluster:
         self.daemons[node].wait()
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """As `wait_until` of the network."""
+        """Wait like `wait_until` of support/switch.py."""
         wait_until(condition, timeout_s)
 
     def job_pids(self, node: str | None = None) -> list[int]:
-        """Of everything that a job of this cluster has started, on all nodes or on one of them."""
+        """The ids of all processes that jobs of this cluster have started, on all nodes or on one of them."""
         wanted = {f"SLURM_CONF={self.conf}"} | ({f"SLURMD_NODENAME={node}"} if node else set())
         return self.pids_with(wanted, "SLURM_JOB_ID=")
 
     def pids_with(self, wanted: set[str], prefix: str = "") -> list[int]:
-        """Of processes with these variables, and one that begins so, in their environment."""
+        """The ids of processes whose environment has these variables and one that begins with `prefix`."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
                 words = set(path.read_bytes().decode(errors="replace").split("\0"))
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
             has_prefix = any(word.startswith(prefix) for word in words)
             if wanted <= words and has_prefix and is_alive(int(path.parent.name)):
                 found.append(int(path.parent.name))
@@ -209,7 +209,7 @@ def name_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return ""  # it has just ended
+        return ""  # the process has just ended
 
 
 def step_daemon(pid: int) -> int | None:
@@ -217,5 +217,5 @@ def step_daemon(pid: int) -> int | None:
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
-        return None  # it has just ended
+        return None  # the process has just ended
     return parent if name_of(parent).startswith("slurmstepd") else None

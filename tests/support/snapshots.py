@@ -22,11 +22,11 @@ TENSORS = {
     "model.half": torch.ones(5, dtype=torch.bfloat16),
 }
 PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer") for letter in "abcde"}
-PART = 400  # bytes: three parts of weights, and three of optimizer state
+PART = 400  # bytes per part: gives three parts of weights, and three of optimizer state
 
 
 def make_manifest(step: int, loss: float | None = None) -> dict[str, Any]:
-    """`loss` is a validation loss measured at this step."""
+    """The manifest of a step; `loss` is a validation loss measured at this step."""
     return {
         "step": step,
         "windows": step * 8,
@@ -55,12 +55,12 @@ def open_content(content: bytes) -> TensorFile:
 
 
 def snapshot_of(manifest: dict[str, Any], tensors: Mapping[str, Tensor]) -> Snapshot:
-    """One that is in no folder."""
+    """A snapshot that is in no folder."""
     return Snapshot(manifest, [open_content(to_safetensors(tensors))])
 
 
 def make_store(tmp_path: Path) -> SnapshotStore:
-    """An empty one in a folder."""
+    """An empty store in a folder."""
     store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=(0.0, 0.0))
     store.prepare()
     return store
@@ -78,19 +78,19 @@ def write(
     tensors: Mapping[str, Tensor] = TENSORS,
     part_bytes: int = PART_BYTES,
 ) -> None:
-    """A whole snapshot."""
+    """Write a whole snapshot."""
     SnapshotSaver(store, 1, False).write_once(manifest, transfer(manifest["step"], tensors, part_bytes))
 
 
 def save(saver: SnapshotSaver, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
-    """As a saver does in the background, to the end."""
+    """Save to the end, as a saver does in the background."""
     saver.write(manifest, transfer(manifest["step"], tensors, saver.part_bytes))
 
 
 def write_schema_1(
     store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS
 ) -> None:
-    """As versions before the one with parts have written it."""
+    """Write a snapshot of schema 1, as versions did that had no parts."""
     content, step = to_safetensors(tensors), manifest["step"]
     fields = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
     Path(store.path(f"step_{step:08d}.safetensors")).write_bytes(content)

@@ -20,7 +20,7 @@ def make_state(name: Name, arch: Arch) -> TrainState:
 
 
 def shard_state(rank: int, workers: int, weights_too: bool) -> TrainState:
-    """That of one of several ranks: its rows of the optimizer's state, and of the weights perhaps."""
+    """The state of one rank of several: its rows of the optimizer's state and, if `weights_too`, weights."""
     model, _ = make_model("adamw", "gpt2")
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     pieces = {}

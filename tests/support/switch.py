@@ -12,7 +12,7 @@ TIMEOUT_S = 10.0
 
 
 class Switch:
-    """Forwards between the links that are plugged in, but for those that are cut."""
+    """Forwards between the links that are plugged in, except for those that are cut."""
 
     def __init__(self) -> None:
         # Part of an interface's name, of which the kernel takes 15 characters.
@@ -20,7 +20,7 @@ class Switch:
         self.links_cut: set[str] = set()
         self.process = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo up; read -r _"],
-            stdin=subprocess.PIPE,  # closed with this process, however it ends; the switch ends then
+            stdin=subprocess.PIPE,  # closed when this process ends, however it ends: then the switch ends
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
@@ -30,16 +30,16 @@ class Switch:
         self.run("ip link set br0 up")
 
     def run(self, command: str, text: str = "", *, check: bool = True) -> None:
-        """Run a command where the bridge is. Raises RuntimeError if it fails."""
+        """Run a command in the bridge's namespace. Raises RuntimeError if it fails."""
         whole = ["nsenter", "-t", str(self.process.pid), "--net", *command.split()]
         done = subprocess.run(whole, input=text, capture_output=True, text=True)
         if check and done.returncode:
             raise RuntimeError(f"{command}: {done.stderr.strip()}")
 
     def plug_in(self, card: str) -> str:
-        """A cable from the bridge to a card, described as `ip link` does; returns the name of this end.
+        """Plug a cable from the bridge to a card, described as for `ip link`; returns the name of this end.
 
-        The name is new each time: the kernel removes the cable of a node that died late.
+        The name is new each time, because the kernel may remove the cable of a dead node late.
         """
         self.count += 1
         link = f"v{self.name}{self.count:x}"
@@ -49,10 +49,10 @@ class Switch:
 
     def unplug(self, link: str) -> None:
         self.heal(link)
-        self.run(f"ip link delete {link}", check=False)  # the kernel may have done it by now
+        self.run(f"ip link delete {link}", check=False)  # the kernel may have deleted it by now
 
     def cut(self, link: str) -> None:
-        """Drop what comes from this link or goes there."""
+        """Drop all traffic from this link and to it."""
         self.links_cut.add(link)
         self.load_rules()
 
@@ -61,7 +61,7 @@ class Switch:
         self.load_rules()
 
     def load_rules(self) -> None:
-        """Replace the packet filter. ARP passes: what is cut times out, and is not unreachable."""
+        """Replace the packet filter. ARP passes, so that a cut link times out and is not unreachable."""
         ends = [end for link in self.links_cut for end in (f"iifname {link}", f"oifname {link}")]
         rules = [f"{end} ether type {kind} drop" for end in ends for kind in ("ip", "ip6")]
         chain = "\n".join(["type filter hook forward priority 0;", *rules])
@@ -84,16 +84,16 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 30) -> None:
 
 
 def send_to(number: signal.Signals, pids: Sequence[int]) -> None:
-    """Send a signal to those that still live."""
+    """Send a signal to the processes that are still alive."""
     for pid in pids:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            pass  # it ended by itself
+            pass  # the process has ended by itself
 
 
 def state_of(pid: int) -> str:
-    """R, S, D, T or Z as /proc has it; X if it has ended."""
+    """The process's state in /proc: R, S, D, T or Z; X if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -101,6 +101,6 @@ def state_of(pid: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether all threads of a process are, or have ended."""
+    """Whether all threads of a process are stopped or have ended."""
     threads = Path(f"/proc/{pid}/task").glob("*")
     return all(state_of(int(thread.name)) in "TX" for thread in threads)

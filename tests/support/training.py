@@ -17,14 +17,14 @@ NAMES: list[Name] = ["adamw", "muon"]
 
 
 def make_model(name: Name, arch: Arch) -> tuple[GPT, Optimizer]:
-    """The same weights at each call."""
+    """A model, with the same weights at each call, and its optimizer."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(arch=arch, n_layer=2, n_head=2, n_embd=16), vocab_size=11, block_size=8)
     return model, make_optimizer(model, OptimizerConfig(name=name))
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Of a single worker."""
+    """The optimizer of a single worker."""
     weights = dict(model.named_parameters())
     return Optimizer(
         weights, {key: tuple(weight.shape) for key, weight in weights.items()}, config, single_worker()
@@ -32,12 +32,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Those of all parameters that have one."""
+    """The gradients of all parameters that have one."""
     return {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
 
 
 def compute_gradients(model: nn.Module, step: int) -> None:
-    """From a batch that depends on the step alone."""
+    """Compute gradients from a batch that depends only on the step."""
     torch.manual_seed(step)
     tokens = torch.randint(0, 11, (2, 9))
     model(tokens[:, :-1], tokens[:, 1:])[1].backward()

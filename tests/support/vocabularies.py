@@ -42,7 +42,7 @@ def added(content: str, token: int, **flags: bool) -> dict[str, Any]:
 
 
 def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|endoftext|>",)) -> bytes:
-    """Byte-level BPE behind a pattern in which punctuation takes the line breaks after it."""
+    """A byte-level BPE with a pattern in which punctuation takes the line breaks after it."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(CL100K), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -57,7 +57,7 @@ def cl100k_like(text: str, vocab_size: int = 400, special: Sequence[str] = ("<|e
 
 
 def words_of(text: str) -> bytes:
-    # A token per word, and [UNK] for all others.
+    # One token per word, and [UNK] for all other words.
     vocab = {word: token for token, word in enumerate(["[UNK]", *sorted(set(text.split()))])}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
     split = {"type": "WhitespaceSplit"}
@@ -67,7 +67,7 @@ def words_of(text: str) -> bytes:
 
 
 def llama_like() -> bytes:
-    """Spaces become U+2581, one of them in front; unknown characters become tokens of a byte each."""
+    """A tokenizer that turns spaces into U+2581, one of them in front, and unknown characters into bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", "a", "b", "c", "\u2581a", "\u2581b", "ab", "."]
     vocab = {piece: token for token, piece in enumerate(pieces)}

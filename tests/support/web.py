@@ -1,4 +1,4 @@
-"""HTTP servers of this machine."""
+"""HTTP servers on this machine."""
 
 import contextlib
 import http.server
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def serving(handler: Callable[..., Any]) -> Iterator[str]:
-    """The address at which requests are answered by `handler`, until the block ends."""
+    """The address of a server that answers requests with `handler`, until the block ends."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -12,7 +12,7 @@ DATASET = CharDataset(np.random.default_rng(0).integers(0, 50, 3000).astype(np.u
 
 
 def audit_of(steps: int, spoil: bool = False) -> Audit:
-    """After so many steps; with `spoil`, one micro-batch of step 3 was read one token too far."""
+    """The audit after so many steps; with `spoil`, one micro-batch of step 3 was read one token too far."""
     audit = Audit(START, 8)
     windows = iter(ElasticSampler(DATASET, batch_size=8, micro_batch_size=1, seed=CONFIG.seed))
     for step in range(steps):

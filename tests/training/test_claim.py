@@ -39,7 +39,7 @@ def holder_of(process: subprocess.Popen[bytes], **fields: Any) -> Holder:
 
 
 def elsewhere(name: str = "node7", **fields: Any) -> Holder:
-    """A job on another machine, of which nobody here sees whether it lives."""
+    """The holder of a job on another machine; this machine cannot tell whether it is alive."""
     return Holder((Process(name, f"another machine, {name}", 4242, "17"),), **fields)
 
 
@@ -67,7 +67,7 @@ def test_a_second_job_is_refused_with_host_process_and_time_of_the_first(
 
 def test_a_killed_job_is_succeeded_at_once(url: str, agents: list[subprocess.Popen[bytes]]) -> None:
     claim(url, lease_s=60).acquire(holder_of(agents[0]))
-    agents[0].kill()  # it stays a zombie: nobody has waited for it
+    agents[0].kill()  # the process stays a zombie, since its parent has not waited for it
     began = time.monotonic()
     while holder_of(agents[0]).is_alive():
         assert time.monotonic() < began + 10
@@ -97,7 +97,7 @@ def test_a_job_that_has_ended_makes_way_and_none_of_its_generations_takes_the_ne
 def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
     url: str, agents: list[subprocess.Popen[bytes]]
 ) -> None:
-    """They share an agent; another one was replaced."""
+    """The generations share one agent; another agent was replaced."""
     earlier, later = claim(url), claim(url)
     earlier.acquire(Holder((this_process(agents[0].pid), this_process(agents[1].pid))))
     later.acquire(Holder((this_process(agents[2].pid), this_process(agents[1].pid))))
@@ -107,7 +107,7 @@ def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
     assert later.holder and earlier.holder
     assert (later.holder.job, later.holder.since) == (earlier.holder.job, earlier.holder.since)
     earlier.renew()
-    earlier.release()  # neither changes anything
+    earlier.release()  # `renew` and `release` change nothing
     later.check()
     with pytest.raises(UserError):
         claim(url).acquire(holder_of(agents[0]))
@@ -121,7 +121,7 @@ def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
 def test_of_two_parts_of_a_job_one_goes_on_and_the_other_waits_until_it_is_gone(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The launcher gives the token; the parts share no agent, and neither sees whether the other lives."""
+    """The launcher gives both the job's token. They share no agent; neither sees whether the other lives."""
     first, second = claim(url), claim(url)
     first.acquire(elsewhere("node1", job="abc"))
     timer = threading.Timer(0.7, first.renew)
@@ -189,7 +189,7 @@ def test_on_a_full_disk_the_next_generation_goes_on_with_the_claim_there_is(
 
 
 def compete(url: str, start: Barrier, results: Any) -> None:
-    """In a process: try to claim, and stay alive until all have tried."""
+    """Try to claim, in a process that stays alive until all have tried."""
     own = claim(url)
     start.wait()
     try:
@@ -222,7 +222,7 @@ def test_of_jobs_that_claim_at_the_same_time_exactly_one_succeeds(
 def claim_together(
     folder: Path, settings: dict[str, Any], snapshots_are_shared: bool = True
 ) -> tuple[Claims, Claims]:
-    """Of rank 0, which keeps the run folder and the snapshots, and of rank 1."""
+    """The claims of rank 0, which keeps the run folder and the snapshots, and those of rank 1."""
     config = build(SMALL | {"run_dir": str(folder)} | settings)
 
     def work(context: DistributedContext) -> Claims:
@@ -236,7 +236,7 @@ def claim_together(
 
 
 def take_over(url: str, is_same_job: bool) -> None:
-    """As another job does whose claim comes after all that are there."""
+    """Claim the place as another job does whose claim comes after all others."""
     its = claim(url)
     number, holder = its.read_newest()
     assert holder is not None

@@ -1,4 +1,4 @@
-"""The validation loss is a mean over tokens, whatever the batches."""
+"""The validation loss is a mean over tokens, however they are split into batches."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +15,7 @@ from mingpt.training.evaluate import Evaluator
 
 
 class MeanOfTargets(nn.Module):
-    """Its loss differs from batch to batch."""
+    """A model whose loss differs from batch to batch."""
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[None, Tensor]:
         return None, targets.double().mean()
@@ -23,7 +23,7 @@ class MeanOfTargets(nn.Module):
 
 @pytest.mark.parametrize("block_size", [32, 3000])
 def test_the_loss_is_the_mean_over_all_tokens_of_the_split(block_size: int) -> None:
-    """A shorter window at the end, and batches of unequal size, count by their tokens."""
+    """A shorter window at the end, and batches of unequal size, count by their number of tokens."""
     config = build(SMALL | {"data.block_size": block_size, "data.val_fraction": 0.5})
     corpus = make_corpus(bytes(range(97, 123)) * 700 + b"zzzz" * 600, config.data)
     strategy = Mock(weights_are_sharded=False)

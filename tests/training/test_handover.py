@@ -21,7 +21,7 @@ def write_run(path: Path, run_id: str, generations: int = 1, last_step: int = 0)
 
 
 def agree(tmp_path: Path, started: tuple[bool, ...]) -> list[Any]:
-    """On nodes with run folders 0, 1, ...; those that are marked had a part in an earlier generation."""
+    """Let nodes with run folders 0, 1, ... agree; `started` marks those of an earlier generation."""
 
     def work(context: DistributedContext) -> str:
         folder = RunFolder(tmp_path / str(context.rank), True, True, False)
@@ -54,7 +54,7 @@ def test_nodes_that_hold_different_runs_are_refused_and_named(tmp_path: Path) ->
 def test_a_node_with_another_run_is_refused_by_the_part_that_came_further(
     runs: dict[int, tuple[str, int]], started: tuple[bool, ...], expected: list[type], tmp_path: Path
 ) -> None:
-    """{node: (run, last step)}"""
+    """`runs` is {node: (run, last step)}."""
     for node, (run_id, last_step) in runs.items():
         write_run(tmp_path / str(node), run_id, last_step=last_step)
     assert [type(error) for error in agree(tmp_path, started)] == expected
@@ -80,7 +80,7 @@ def generations(path: Path) -> int:
 def test_the_history_comes_from_the_node_that_knows_most_of_it(
     here: tuple[int, int] | None, there: tuple[int, int], step: int, tmp_path: Path
 ) -> None:
-    """(generations, last step) of two nodes, and the step from which both go on: the second one's counts."""
+    """Two nodes have (generations, last step) and go on from `step`: the second node's history is taken."""
     (tmp_path / "0").mkdir()
     if here is not None:
         write_run(tmp_path / "0", "abc", *here)
@@ -102,7 +102,7 @@ def test_a_run_that_died_before_its_first_record_is_a_history_too(tmp_path: Path
 def test_a_node_that_cannot_take_the_records_keeps_its_own_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its run.json would vouch for records that it lacks."""
+    """Otherwise its run.json would claim records that the node lacks."""
     write_run(tmp_path / "0", "abc", generations=1, last_step=3)
     write_run(tmp_path / "1", "abc", generations=2, last_step=9)
 

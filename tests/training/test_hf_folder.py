@@ -32,7 +32,7 @@ def save(arch: Arch, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Rewrite the file of a folder, with the tensors that `change` has changed or returns."""
+    """Rewrite the folder's tensor file, with the tensors that `change` has changed or returns."""
     tensors = load_file(folder / WEIGHTS)
     changed = change(tensors)
     save_file(changed if isinstance(changed, dict) else tensors, folder / WEIGHTS)
@@ -79,7 +79,7 @@ def test_weights_of_half_precision_become_float32(arch: Arch, tmp_path: Path) ->
 
 
 def test_the_documented_command_turns_nanogpts_file_into_such_a_folder(tmp_path: Path) -> None:
-    # Without biases, as its option says, and from a model that was compiled.
+    # A model without biases, as its option tells, and a compiled model.
     expected = save("gpt2", tmp_path)
     zeros = {name: torch.zeros_like(one) for name, one in expected.items() if name.endswith(".bias")}
     theirs = {f"_orig_mod.transformer.{name}": expected[name] for name in expected.keys() - zeros.keys()}
@@ -92,7 +92,7 @@ def test_the_documented_command_turns_nanogpts_file_into_such_a_folder(tmp_path:
 
 
 def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused_by_name(tmp_path: Path) -> None:
-    """In a folder, and in a file alone."""
+    """This holds for a folder, and for a file alone."""
     save("gpt2", tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[WTE] + 1}))
     for where in (tmp_path, tmp_path / WEIGHTS):
@@ -142,7 +142,7 @@ def test_the_command_that_the_refusal_of_a_pickle_names_converts_it(tmp_path: Pa
 def test_the_names_of_gpt2_are_downloaded_unless_there_is_such_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No other word is looked for on the hub."""
+    """No other name is looked up on the hub."""
     asked: list[str] = []
 
     def download(name: str, allow_patterns: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Snapshots in memory that lie in parts on several nodes, which are folders here; ranks are threads."""
+"""Snapshots in memory whose parts lie on several nodes, which are folders here; ranks are threads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from mingpt.training.state import TOKENIZER_TENSOR, check_shard, is_sharded
 
 
 class Nodes:
-    """The memory of some nodes, and the workers that write to it: `node_of` each of them."""
+    """The memory of some nodes, and the workers that write to it; `node_of` has each worker's node."""
 
     def __init__(self, folder: Path, node_of: Sequence[int], weights: bool = True) -> None:
         self.node_of, self.weights, self.generation = node_of, weights, "0" * 32
@@ -35,12 +35,12 @@ class Nodes:
         for memory in self.memories:
             memory.root.parent.mkdir(exist_ok=True)
         self.slots: dict[tuple[int, str], Slots] = {}
-        self.fields: dict[str, Any] = {}  # of all manifests
+        self.fields: dict[str, Any] = {}  # fields of all manifests
         self.whole: dict[str, Tensor] = {}  # tensors besides those of model and optimizer
         self.keeper = plan_copies(node_of)
 
     def save(self, step: int, lost: Sequence[int] = (), **fields: Any) -> None:
-        """What the workers write, but for those of `lost`. `fields` are the last one's, in its manifest."""
+        """Write all workers' parts but those of `lost`. `fields` are more fields of the last manifest."""
         firsts = [self.node_of.index(node) for node in self.node_of]
         for rank, node in enumerate(self.node_of):
             more = fields if rank == len(self.node_of) - 1 else {}
@@ -82,7 +82,7 @@ class Nodes:
 
 
 def same(results: Sequence[int | Exception | None]) -> int | None:
-    """What all ranks have returned."""
+    """The one result that all ranks have returned."""
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -95,7 +95,7 @@ def same(results: Sequence[int | Exception | None]) -> int | None:
 def test_the_parts_of_all_workers_are_the_whole_state_also_without_any_one_of_several_nodes(
     node_of: list[int], weights: bool, tmp_path: Path
 ) -> None:
-    """Thirteen workers: some hold no row of some tensors."""
+    """There are thirteen workers, so that some hold no row of some tensors."""
     nodes = Nodes(tmp_path, node_of, weights)
     for step in (5, 10):
         nodes.save(step)
@@ -142,7 +142,7 @@ def test_in_place_of_a_damaged_part_its_copy_is_read(tmp_path: Path) -> None:
     ids=["audit", "windows", "config", "generation", "only the run folder"],
 )
 def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step: int, tmp_path: Path) -> None:
-    """Two generations may have computed the same step, with `reduction=fast` in other bits."""
+    """Two generations may have computed the same step, with other bits under `reduction=fast`."""
     nodes = Nodes(tmp_path, [0, 0])
     nodes.save(5)
     nodes.save(10, **other)
@@ -150,7 +150,7 @@ def test_parts_that_are_not_of_one_save_are_no_step(other: dict[str, Any], step:
 
 
 def test_a_tokenizer_is_whole_on_each_node(tmp_path: Path) -> None:
-    """One that is too large for the manifest."""
+    """The tokenizer is too large for the manifest."""
     nodes = Nodes(tmp_path, [0, 0, 1])
     nodes.fields = {"vocabulary": "", "tokenizer": {"kind": "json", "vocab_size": 11}}
     nodes.whole = {TOKENIZER_TENSOR: torch.arange(100, dtype=torch.uint8)}

@@ -1,4 +1,4 @@
-"""Who is named when workers compute differently, and what is trusted then."""
+"""Which ranks are named when workers compute differently, and which snapshots are trusted then."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ events.subscribe("run_start", on_run_start)
 
 
 class Computer(Replay):
-    """`wrong` are, by rank, the calls of `digests` that give another result, or "always"."""
+    """A Replay with errors: `wrong` has, by rank, the calls of `digests` with another result, or "always"."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Computer(Replay):
         (3, {2: "always"}, [2], 0),
         (4, {0: "always"}, [0], 0),
         (4, {1: "always", 3: "always"}, [1, 3], 0),
-        (3, {0: "always", 1: "always"}, [0, 1, 2], 0),  # no two agree
+        (3, {0: "always", 1: "always"}, [0, 1, 2], 0),  # no two ranks agree
         (2, {1: "always"}, [0, 1], 0),
-        (3, {1: [1]}, [1], 2),  # once, its own
-        (3, {1: [2]}, [1], 2 * 2),  # once, the next worker's
-        (2, {1: [1]}, [1], 2),  # it differs from itself
+        (3, {1: [1]}, [1], 2),  # wrong once, for its own micro-batch
+        (3, {1: [2]}, [1], 2 * 2),  # wrong once, for the next worker's
+        (2, {1: [1]}, [1], 2),  # its two results differ
         (1, {0: [2]}, [0], 0),
     ],
 )

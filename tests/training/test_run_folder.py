@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_made_or_written_is_refused(
 
 
 def folders(tmp_path: Path, names: str, **settings: str) -> list[Any]:
-    """What ranks on nodes of their own find that see these folders."""
+    """The run folders that ranks find whose nodes see these folders."""
 
     def work(context: DistributedContext) -> RunFolder:
         given = {key: str(tmp_path / names[context.rank] / value) for key, value in settings.items()}

@@ -35,7 +35,7 @@ def saving(tmp_path: Path) -> Saving:
 
 
 def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Saving:
-    """Of a run at step 10 that has no snapshot yet."""
+    """The Saving of a run at step 10 that has no snapshot yet."""
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
     folder = RunFolder(tmp_path, is_kept=True, keeps_snapshots=True, is_shared=True)
     start: Any = SimpleNamespace(
@@ -65,7 +65,7 @@ def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Savi
 
 
 def fail_from(saving: Saving, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots from this step on cannot be written."""
+    """Make snapshots from this step on fail to be written."""
     write = saving.store.commit
 
     def faulty_write(manifest: dict[str, Any], records: Any) -> None:
@@ -137,7 +137,7 @@ def test_waiting_long_for_the_write_before_is_said_once(
 def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
     local_every: int | None, expected: list[int], tmp_path: Path
 ) -> None:
-    """As its first worker saves them, which is not rank 0; the last one is always kept."""
+    """The node's first worker, which is not rank 0, saves them; the last one is always kept."""
     saving = make_saving(tmp_path, {"snapshot.local_every": local_every}, rank=1)
     for step in (5, 10, 15, 18):
         saving.state.step = step
@@ -152,7 +152,7 @@ def test_a_node_with_a_disk_of_its_own_keeps_snapshots_there(
 
 
 def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own copies are left out meanwhile, but not the last one."""
+    """The node leaves out its own copies meanwhile, but not the last one."""
     saving = make_saving(tmp_path, {}, rank=1)
     write, may_go_on = saving.store.commit, threading.Event()
 
@@ -172,7 +172,7 @@ def test_nobody_waits_for_the_slow_disk_of_one_node(tmp_path: Path, monkeypatch:
 
 
 def test_a_new_best_is_one_below_all_that_are_kept(tmp_path: Path) -> None:
-    """Those of steps to come are of a past that is not gone on from; without keep_best there is none."""
+    """Snapshots of later steps do not count: the run does not go on from them. Without keep_best, none is."""
     kept = SnapshotSaver(make_store(tmp_path), keep_last=9, keep_best=False)
     for step, loss in ((5, 3.0), (10, 4.0), (15, 1.0)):
         save(kept, make_manifest(step, loss))

@@ -1,4 +1,4 @@
-"""What a generation starts from, in one process; tests/jobs/ has whole jobs."""
+"""The start of a generation, in one process; tests/jobs/ tests whole jobs."""
 
 import errno
 import logging
@@ -32,7 +32,7 @@ EVAL_ONLY = Config(trainer=TrainerConfig(eval_only=True))
 
 
 def latest(*views: StoreView) -> LatestSnapshot:
-    """Nothing valid was found, and these are the views of the ranks."""
+    """A search result without a valid snapshot, with these views of the ranks."""
     return LatestSnapshot(None, 0, views[0].corrupt, "out/run/snapshots", list(views))
 
 
@@ -59,7 +59,7 @@ NO_FOLDER = StoreView(folder_error="the folder out/run/snapshots cannot be read:
 def test_a_job_that_has_completed_a_snapshot_never_starts_again_at_0_by_itself(
     view: StoreView, expected: str, is_restart: bool
 ) -> None:
-    """Whichever worker has seen it."""
+    """This holds whichever worker has seen the snapshot."""
     for views in ((view,), (NOTHING, view), (view, NOTHING)):
         with pytest.raises(UserError, match=expected):
             check_nothing_is_lost(latest(*views), AUTO, is_restart)
@@ -73,7 +73,7 @@ def test_a_job_that_died_before_its_first_snapshot_starts_at_0(view: StoreView, 
 
 @pytest.mark.parametrize("is_restart", [False, True])
 def test_a_snapshot_that_only_run_json_tells_of_is_evidence_too(is_restart: bool) -> None:
-    """It lay on the disk of a node that is gone."""
+    """The snapshot was on the disk of a node that is gone."""
     with pytest.raises(UserError, match=r"run\.json tells of one of step 40, which no node has"):
         check_nothing_is_lost(latest(NOTHING), AUTO, is_restart, recorded_step=40)
     check_nothing_is_lost(latest(NOTHING), NEVER, is_restart=False, recorded_step=40)
@@ -109,7 +109,7 @@ def test_each_snapshot_that_is_passed_over_is_named_once(caplog: pytest.LogCaptu
 def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is corrupt as another worker of the job sees it."""
+    """Another worker of the job sees the same step as corrupt."""
     store = SnapshotStore(str(tmp_path / "snapshots"), retries_s=())
     store.prepare()
     for step in (5, 10):
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_listed_is_what_a_worker_sees(
 def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     changed: str, step: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that joins may have one. That of step 100, from which the job began, may have other settings."""
+    """A node that joins may have one. Step 100, from which the job began, may have other settings."""
     monkeypatch.setattr("mingpt.training.start.check_shard", lambda manifest, entries: None)
     config = build(SMALL)
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)

@@ -1,4 +1,4 @@
-"""The state of a run; a stored one is handed over in pieces, and each rank takes its rows of it."""
+"""The state of a run: a stored state is handed over in pieces, and each rank takes its rows of it."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ Tensors = dict[str, Tensor]
 
 
 def make_stored(tensors: Tensors, owners: int = 1, rank: int | None = None) -> StoredState:
-    """One that `owners` ranks can read, rows by rows; `rank` may not read those of others."""
+    """A stored state that `owners` ranks can read, each some rows; rank `rank` must not read the others'."""
     rows = [
         Rows(name, part.start, part.stop, owner)
         for name, tensor in tensors.items()
@@ -37,7 +37,7 @@ def make_stored(tensors: Tensors, owners: int = 1, rank: int | None = None) -> S
 
 
 def some_tensors() -> Tensors:
-    """A matrix, rows of several dimensions, a scalar, bytes, no rows, rows larger than a piece."""
+    """Tensors: a matrix, rows of several dimensions, a scalar, bytes, no rows, rows larger than a piece."""
     generator = torch.Generator().manual_seed(0)
     return {
         "model.matrix": torch.randn(9, 5, generator=generator),
@@ -91,7 +91,7 @@ def test_a_rank_of_several_takes_its_rows(rank: int, weights_too: bool, small_pi
 
 
 def test_learned_positions_are_cut_to_the_block_size() -> None:
-    """Those beyond it are not needed."""
+    """Positions beyond it are not needed."""
     tensors = trained_tensors("adamw", "gpt2")
     longer = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     longer["model.wpe.weight"] = torch.cat([tensors["model.wpe.weight"], torch.ones(4, 16)])
@@ -128,7 +128,7 @@ def test_the_state_of_another_optimizer_is_left_out(kind: str) -> None:
     ids=["missing", "more", "shape", "too few positions", "type"],
 )
 def test_the_weights_of_another_model_are_refused(change: dict[str, Tensor | None]) -> None:
-    """And nothing is taken over."""
+    """No weight is taken over."""
     changed = trained_tensors("adamw", "gpt2") | change
     stored = make_stored({name: tensor for name, tensor in changed.items() if tensor is not None})
     state = make_state("adamw", "gpt2")

@@ -1,4 +1,4 @@
-"""How a run ends where its losses are not finite; whole runs are in tests/jobs."""
+"""How a run ends if its losses are not finite; tests/jobs has whole runs."""
 
 import math
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from mingpt.training.trainer import Trainer
 
 
 def make_trainer(order: list[str], losses: list[float], **settings: str) -> Any:
-    """At step 4, without a snapshot; `order` is told what it does."""
+    """A Trainer at step 4, without a snapshot; it appends what it does to `order`."""
     trainer: Any = Trainer.__new__(Trainer)
     trainer.config, trainer.step_losses = build({**SMALL, **settings}), losses
     trainer.state = SimpleNamespace(step=4, windows_seen=32, skipped=(0, 0))
@@ -31,7 +31,7 @@ def make_trainer(order: list[str], losses: list[float], **settings: str) -> Any:
 
 @pytest.mark.parametrize("has_run_logger", [False, True])
 def test_no_rank_fails_before_the_snapshot_under_way_is_written(has_run_logger: bool) -> None:
-    """A rank without records may hold rows that the others need for it."""
+    """A rank without records may hold rows of that snapshot which the others need."""
     order: list[str] = []
     trainer = make_trainer(order, [math.nan])
     if has_run_logger:

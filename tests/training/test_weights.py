@@ -25,7 +25,7 @@ ABC, ONE = CharTokenizer("abc"), SingleProcess()
 
 
 def make_snapshot(name: Name, arch: Arch) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
-    """What a manifest says of a run, and the tensors of its file."""
+    """The manifest of a run, and the tensor entries of its file."""
     model, optimizer = make_model(name, arch)
     config = Config(
         data=DataConfig(block_size=8),
@@ -79,7 +79,7 @@ def test_tensors_that_the_run_does_not_have_are_refused() -> None:
 def test_a_configuration_or_a_vocabulary_of_another_model_is_refused_whatever_its_size(
     change: dict[str, Any], vocabulary: str
 ) -> None:
-    """At once, and nothing is allocated for it."""
+    """The snapshot is refused at once, and nothing is allocated for it."""
     manifest, entries = make_snapshot("muon", "modern")
     manifest["config"]["model"] |= change
     with pytest.raises(CorruptSnapshot):
@@ -120,7 +120,7 @@ def test_what_a_manifest_says_of_a_tokenizer_gives_it_back(tokenizer: CharTokeni
 
 
 def test_rows_of_an_embedding_follow_their_tokens() -> None:
-    """As they are for the same tokenizer; a name without a row there is left out."""
+    """With the same tokenizer, rows stay as they are; a token without a row there is left out."""
     here, there = torch.zeros(4, 2), torch.arange(8.0).view(4, 2)
     bcd = CharTokenizer("bcd")
     assert match_rows("wte", here, there, ABC, ABC) is there
@@ -142,7 +142,7 @@ def draw_zeros(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
-    """Positions are cut, rows follow their tokens, and everything else is as it was."""
+    """Positions are cut, rows follow their tokens, and all other weights are unchanged."""
     model, _ = make_model("adamw", "gpt2")
     config, shapes = model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     given = {name: torch.randn(shape) for name, shape in shapes.items()}

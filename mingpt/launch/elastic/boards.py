@@ -1,8 +1,8 @@
-"""Where agents see each other: a folder that all share, or the memory of hosts that they reach.
+"""Boards, on which agents see each other: a folder that all share, or the memory of hosts that they reach.
 
-A board holds each agent's latest entry and nothing else. It is soft state: what is lost is posted again. To a
-host there is one question and one answer, a line of JSON each way over TCP, every step with a time limit;
-nothing that is received is ever executed or unpickled.
+A board holds each agent's latest entry and nothing else. A lost entry is harmless: its agent posts it again.
+A host answers one request per TCP connection, a line of JSON each way, every step with a time limit. Nothing
+that is received is ever executed or unpickled.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ SERVER_TIMEOUT_S = 5.0
 Endpoint = tuple[str, int]  # host, port
 Message = dict[str, Any]
 Operation = Callable[[Message], Message | str]  # a string is JSON already
-FORGET_S = 60.0  # for an agent that was killed
-FORGET_FINISHED_S = 3600.0  # for an agent that is frozen or cut off while the others finish
+FORGET_S = 60.0  # after its last post, an agent's entry is removed
+FORGET_FINISHED_S = 3600.0  # likewise, if FINISHED: agents that are frozen or cut off can still read it
 POST_TIMEOUT_S = 1.0
 BIND_S = 3.0  # between attempts to listen on a port that is taken
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
-    """The answer of the server at (host, port). Raises OSError: refused, silent, or not one of ours."""
+    """The answer of the server at (host, port). Raises OSError if it refuses, is silent or is no agent."""
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(json.dumps(message).encode() + b"\n")
@@ -48,7 +48,7 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Answers requests on (address, port) in threads of its own, by the operation that each names in `op`.
+    """Answers requests on (address, port), each in its own thread, with the operation that its `op` names.
 
     Raises OSError if the port is taken.
     """
@@ -62,7 +62,7 @@ class Server(socketserver.ThreadingTCPServer):
             timeout = SERVER_TIMEOUT_S
 
             def handle(self) -> None:
-                with contextlib.suppress(OSError):  # whoever asked is gone, and asks again if it lives
+                with contextlib.suppress(OSError):  # the client is gone, and asks again if it is alive
                     self.wfile.write(answer(operations, self.rfile.readline(MAX_LINE_BYTES)))
 
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -71,7 +71,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
-    """The line that answers a line; {"error": ...} if it is no request."""
+    """The line that answers a request's line; {"error": ...} if the line is no request."""
     try:
         message = parse_json(line)
         result = operations[message["op"]](message)
@@ -82,18 +82,21 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 
 
 class FolderBoard:
-    """A file for each agent, replaced by rename: needs no locks, does not grow, and works on NFS."""
+    """A folder with a file for each agent, replaced by rename.
+
+    It needs no locks, does not grow, and works on NFS.
+    """
 
     def __init__(self, path: Path, rdzv_id: str) -> None:
         self.name = str(path)
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post `mine` and return all entries. Raises OSError; may hang where storage does."""
+        """Post `mine` and return all entries. Raises OSError. May hang if the storage does."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._folder / f"{mine.id}.json"
         write_atomic(own, json.dumps(asdict(mine)), sync="nothing")
-        now = own.stat().st_mtime  # by the clock of the storage, which the other files have, too
+        now = own.stat().st_mtime  # by the storage's clock, as the times of the other files are
         found = []
         for path in self._folder.glob("*.json"):
             try:
@@ -102,13 +105,13 @@ class FolderBoard:
                 if now - path.stat().st_mtime > (FORGET_FINISHED_S if is_finished else FORGET_S):
                     path.unlink(missing_ok=True)
             except OSError:
-                continue  # another agent has just removed it, or this one file cannot be read now
+                continue  # another agent has just removed the file, or it cannot be read now
             found += entries
         return found
 
 
 class HostBoard:
-    """The memory of a host's server, be it an agent's or `python -m mingpt.launch.elastic --serve`."""
+    """The memory of a host's server, which is an agent's or `python -m mingpt.launch.elastic --serve`."""
 
     def __init__(self, host: str, port: int, rdzv_id: str) -> None:
         self.name = f"{host}:{port}"
@@ -124,7 +127,7 @@ class HostBoard:
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
-    """What is not an entry, of a later version of this program say, is left out. Bytes are JSON."""
+    """The valid entries; others, such as a later version's, are left out. Bytes are JSON."""
     found = []
     for content in contents:
         try:
@@ -134,19 +137,19 @@ def parse_entries(contents: Iterable[Any]) -> list[Entry]:
     return found
 
 
-Board = FolderBoard | HostBoard  # `name` is what messages call it
+Board = FolderBoard | HostBoard  # `name` is its name in messages
 
 
 class BoardMemory:
-    """What a host board's server remembers."""
+    """The entries that a host board's server remembers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # {(rdzv_id, id of the agent): (its entry as JSON, until when by this process's monotonic clock)}
+        # {(rdzv_id, id of the agent): (its entry as JSON, when it expires by this process's monotonic clock)}
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """The answer as JSON: for many agents, encoding each entry each time would be most of the work."""
+        """The answer as JSON. Each entry is encoded once: with many agents, encoding is most of the work."""
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
         posted = json.dumps(entry, separators=(",", ":")), now + forget_s
@@ -158,7 +161,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Answer on a port that is taken, by an agent of before say, as soon as it is free."""
+    """Serve on a port that is taken, for instance by an earlier agent, as soon as it is free."""
     while True:
         try:
             Server(address, port, operations).serve_forever()
@@ -179,7 +182,7 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 
 
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """A folder, or HOST:PORT[,HOST:PORT...]. Raises UserError."""
+    """The folder, or the endpoints of HOST:PORT[,HOST:PORT...]. Raises UserError."""
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints

@@ -1,4 +1,4 @@
-"""What `launch/elastic.sh` does: options to a torchrun command that makes a cluster elastic."""
+"""The program of `launch/elastic.sh`: turns options into a torchrun command that makes a cluster elastic."""
 
 import errno
 import ipaddress
@@ -37,7 +37,7 @@ def check_nproc(text: str) -> str:
 
 def check_local_addr(text: str) -> tuple[str, str]:
     """(address, interface). Raises UserError if no interface of this host has it."""
-    interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # of those that are up
+    interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # only interfaces that are up
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         fields = line.split()
@@ -56,7 +56,7 @@ def check_local_addr(text: str) -> tuple[str, str]:
 
 
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(what to add to the environment, the command). Raises UserError."""
+    """(variables to add to the environment, the command). Raises UserError."""
     parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
     parser.add_argument(
         "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"
@@ -77,11 +77,11 @@ def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         raise UserError("--rdzv_id is a name for this job; got an empty one")
     if isinstance(rdzv, Path):
         try:
-            rdzv.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user alone
+            rdzv.mkdir(mode=0o700, parents=True, exist_ok=True)  # only this user may read it
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
                 raise UserError(f"--rdzv {rdzv} cannot be created as a folder: {error.strerror}") from None
-            # Storage that fails for a while is waited for by the agent, which says so.
+            # If the storage fails for a while, the agent waits for it and logs that.
     address, interface = check_local_addr(options.local_addr)
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     variables = {name: value for name, value in wanted.items() if not os.environ.get(name)}

@@ -1,6 +1,6 @@
-"""Who is in the group, and who has to start again: functions of what the agents say about themselves.
+"""Who is in the group, and who has to restart: functions of the entries that the agents post.
 
-No clock, no network, no torch: what is seen goes in, what to do comes out.
+They use no clock, no network and no torch: a view goes in, a decision comes out.
 """
 
 import ipaddress
@@ -13,16 +13,16 @@ import pydantic
 from pydantic import StrictInt
 
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
-FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # for others, before a job's first round and a later one
-JOIN_HOLD_S = 1.0  # of what has to last before anybody is disturbed
-REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # of a node that was lost soon after it had joined
+FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
+JOIN_HOLD_S = 1.0  # a node must wait so long, or a larger group be seen so long, before a round ends for it
+REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # holds a node that was lost soon after joining
 SOON_S = 120.0  # more than the default `trainer.timeout_s`, after which a cut link ends a round
-LAG_HOLD_S = 4.0  # a member of a new round may be seen in its old one for a moment
+LAG_HOLD_S = 4.0  # a member of a new round may briefly be seen in its old round
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one agent says about itself. `counter` grows with each post: nobody compares clocks."""
+    """One agent's facts about itself. `counter` grows with each post, so that no clocks are compared."""
 
     __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
     id: str
@@ -31,16 +31,16 @@ class Entry:
     port: StrictInt
     counter: StrictInt = 0
     state: str = WAITING
-    round: str = ""  # the round that it is in, or was in last
+    round: str = ""  # id of the round that the agent is in, or was in last
     number: StrictInt = 0  # of that round in the job
-    members: tuple[str, ...] = ()  # of that round
-    reach: tuple[str, ...] = ()  # ids of the agents that have answered it lately
+    members: tuple[str, ...] = ()  # ids of that round's members
+    reach: tuple[str, ...] = ()  # ids of the agents that have answered this one lately
     job: str = ""
     nproc: StrictInt = 0  # workers on this node; 0: not known
 
     @property
     def key(self) -> tuple[int, int, str, str]:
-        """Order of the ranks: by address, as a number where it is one."""
+        """The order of the ranks: by address, compared as a number if it is one."""
         try:
             return (0, int(ipaddress.ip_address(self.address)), "", self.id)
         except ValueError:
@@ -52,7 +52,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Round:
-    """What its leader proposes. `members` are in the order of their ranks, the leader first."""
+    """A round as its leader proposes it. `members` are in the order of their ranks, the leader first."""
 
     id: str
     number: StrictInt  # in the job, from 1
@@ -63,10 +63,10 @@ class Round:
 
 @dataclass
 class Pulse:
-    """Signs of life of one agent on one board: it is alive if its counter changed lately.
+    """One agent's heartbeat on one board: the agent is alive if its counter changed lately.
 
-    Times are those of the reader's clock. A first sight is no change, so a file that an earlier job left
-    never counts.
+    Times are by the reader's clock. A first sight is no change, so a file that an earlier job left never
+    counts.
     """
 
     counter: int
@@ -82,15 +82,15 @@ class Pulse:
 
 
 def is_linked(one: Entry, other: Entry) -> bool:
-    """Whether each has reached the other lately."""
+    """Whether each of two agents has reached the other lately."""
     return one.id == other.id or (other.id in one.reach and one.id in other.reach)
 
 
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
-    """Agents of which each reaches each, at most `max_nodes`, in the order of their ranks.
+    """Agents that all reach each other, at most `max_nodes`, in the order of their ranks.
 
-    Whoever has the fewest links is left out first, then the one with the larger key. Where there are too
-    many, members of the latest round come first.
+    The agent with the fewest links is left out first; of several, the one with the largest key. If there are
+    too many, members of the latest round come first.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -110,7 +110,7 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
 
 def last_members(group: Sequence[Entry]) -> set[str]:
-    """Ids of the members of the latest round that anybody in the group was in."""
+    """The ids of the members of the latest round that any agent of the group was in."""
     number = max((entry.number for entry in group), default=0)
     return {id for entry in group if entry.number == number for id in entry.members}
 
@@ -121,7 +121,7 @@ def job_of(group: Sequence[Entry]) -> tuple[int, str]:
 
 
 def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """{round: its members that run}"""
+    """{round: its members that run}."""
     found: dict[str, list[Entry]] = {}
     for entry in alive:
         if entry.state == RUNNING:
@@ -130,9 +130,10 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """(agents of rounds that go on, agents of rounds that one member has left): nobody meets without them.
+    """(agents of rounds that go on, agents of rounds that one member has left): no round starts without them.
 
-    The first kind restart by themselves for whom they can take in; the second kind are about to come.
+    Rounds of the first kind restart by themselves if they can take in a waiting agent. Agents of the second
+    kind will soon wait, too.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []
@@ -145,7 +146,10 @@ def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
 def is_complete(
     group: Sequence[Entry], min_nodes: int, max_nodes: int, unchanged_s: float, gone: Collection[str]
 ) -> bool:
-    """Whether the group may start. `unchanged_s`: since when it is the same; `gone`: known to be dead."""
+    """Whether the group may start.
+
+    `unchanged_s`: for how long it has been the same. `gone`: ids of agents that are known to be dead.
+    """
     if len(group) < min_nodes:
         return False
     if len(group) == max_nodes:
@@ -159,16 +163,16 @@ def is_complete(
 
 @dataclass(frozen=True)
 class Restart:
-    """Why an agent has to end its round; to be obeyed if it lasts for `hold_s`."""
+    """Why an agent has to end its round; it does so once the reason has lasted for `hold_s`."""
 
     reason: str
     hold_s: float = 0.0
 
 
 class JoinBackoff:
-    """How long a waiting node is held off: longer each time that it had joined and was lost soon after.
+    """How long a waiting node is held off: longer each time that it was lost soon after it had joined.
 
-    A node is known by host and address, as its agent may be another one each time.
+    A node is known by host and address, since its agent may be another one each time.
     """
 
     def __init__(self) -> None:
@@ -176,7 +180,7 @@ class JoinBackoff:
         self._losses: dict[str, int] = {}  # by node
 
     def start_round(self, members: Iterable[Entry], now: float) -> None:
-        """Members of the first round have joined nobody."""
+        """Note who joined and who was lost. The members of the first round have joined nobody."""
         joined = now if self._members else -math.inf
         before = self._members
         self._members = {one.id: before.get(one.id, (str(one), joined)) for one in members}
@@ -194,10 +198,10 @@ class JoinBackoff:
 def must_restart(
     me: Entry, alive: Collection[Entry], max_nodes: int, join_hold_s: Callable[[Entry], float]
 ) -> Restart | None:
-    """Whether the round that `me` is in has to end, for a reason that its workers cannot know.
+    """The Restart if the round that `me` is in has to end, for a reason that its workers cannot know.
 
-    A member has left it, an agent waits that each member reaches, or a larger round of this job is seen.
-    An agent that only some members reach disturbs nobody.
+    None if it may go on. The reasons: a member has left the round, an agent waits that each member reaches,
+    or a larger round of this job is seen. An agent that only some members reach disturbs nobody.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
@@ -234,7 +238,7 @@ def list_nodes(entries: Iterable[Entry]) -> str:
 
 
 def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
-    """One line: who is here, how many are needed, and what is in the way."""
+    """One line: which nodes are here, how many are needed, and what is in the way."""
     linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
     going_on, leaving = busy(alive)
     if going_on:

@@ -1,10 +1,10 @@
-"""torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for another one.
+"""torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for another round.
 
-A round is what its leader, the agent with the smallest address, proposes to agents that all reach each other
-and that all accept. Its members' ranks follow their addresses. The leader's agent hosts the workers' store.
-Workers find the job's token in MINGPT_JOB and the number of the round in MINGPT_ROUND.
+The leader, the agent with the smallest address, proposes a round to agents that all reach each other. It
+starts if all accept. The members' ranks follow their addresses. Workers find the job's token in MINGPT_JOB
+and the number of the round in MINGPT_ROUND.
 
-Workers share a torch TCPStore that the leader's agent hosts. The agents themselves share no store, since it
+Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, since it
 would die with its host: all of them know all ranks, and at the end they ask each other who has come.
 """
 
@@ -56,15 +56,15 @@ from mingpt.snapshot.memory import remove_after_end
 
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
-LINGER_S = 2.0  # for others to read that the job is finished
-NOTICE_S = 0.3  # for others to read that this agent has left
+LINGER_S = 2.0  # time for others to read that the job is finished
+NOTICE_S = 0.3  # time for others to read that this agent has left
 EXIT_S = 1.0
 POLL_S = 0.05
-RETRY_S = (0.1, 0.3)  # after a proposal that failed, at random: two leaders may be in each other's way
+RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, since two leaders may be in each other's way
 
 
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
-    """The keys by which torchrun's agents would tell each other the ranks of their workers.
+    """The keys and values by which torchrun's agents would tell each other the ranks of their workers.
 
     `nprocs` is how many workers each node has, in the order of the nodes' ranks. Workers have one role.
     """
@@ -78,11 +78,10 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
 
 
 class RoundStore:
-    """What torchrun's agent uses of a torch Store, without a server that could be lost or cut off.
+    """The part of a torch Store that torchrun's agent uses, without a server that could be lost or cut off.
 
-    It shares two things with other agents. The workers' ranks are `known` to all, and only read. And at the
-    end of the job there is a barrier: `add` says that this agent has come, and `wait` returns once
-    `is_passed()`.
+    Agents share two things by it. The workers' ranks are `known` to all, and only read. And at the end of the
+    job there is a barrier: `add` announces that this agent has come, and `wait` returns once `is_passed()`.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class RoundStore:
         self.timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Does nothing: whoever reads the key knows its value."""
+        """Does nothing: all agents that read the key know its value."""
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Does nothing, as `set`."""
+        """Does nothing, like `set`."""
 
     def get(self, key: str) -> bytes:
         return self._known[key].encode()
@@ -108,10 +107,10 @@ class RoundStore:
 
     def add(self, key: str, amount: int) -> int:
         self._come()
-        return 0  # nobody counts
+        return 0  # the sum is never used
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Raises DistStoreError after the timeout."""
+        """Wait until all agents have come. Raises DistStoreError after the timeout."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
         while not self._is_passed():
             if time.monotonic() > deadline:
@@ -120,10 +119,13 @@ class RoundStore:
 
 
 class ElasticRendezvous(RendezvousHandler):
-    """Raises UserError if the endpoint is neither a folder nor a list of HOST:PORT, or nproc is not given."""
+    """The rendezvous of elastic jobs: agents meet in a folder, or at one of several hosts.
+
+    Raises UserError if the endpoint is neither a folder nor a list of HOST:PORT, or nproc is not given.
+    """
 
     def __init__(self, params: RendezvousParameters) -> None:
-        # It imports torch's launcher, which imports this file among its plugins while it is itself imported.
+        # Imported here, since torch's launcher imports this file, as a plugin, while it is itself imported.
         from torch.distributed.run import determine_local_world_size
 
         self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
@@ -202,9 +204,9 @@ class ElasticRendezvous(RendezvousHandler):
             time.sleep(POLL_S)
 
     def _propose(self, group: Sequence[Entry]) -> str:
-        """Start a round if all accept; else why not: somebody is cut off, or promised to another leader."""
+        """Start a round if all accept. Returns "" or why not: an agent is cut off or promised to another."""
         number, job = decisions.job_of(group)
-        members = tuple(replace(entry, members=(), reach=()) for entry in group)  # these lists are long
+        members = tuple(replace(entry, members=(), reach=()) for entry in group)  # without the long lists
         round = Round(uuid.uuid4().hex, number + 1, job or uuid.uuid4().hex, members, self._host_store())
         has_promised = self._node.promise(round)
         if not has_promised:
@@ -218,7 +220,7 @@ class ElasticRendezvous(RendezvousHandler):
         if not has_entered:
             return "the answers to a proposal took too long"
         self._ask_all(group[1:], {"op": "go", "round": asdict(round)})
-        return ""  # whoever has not heard it waits on, which the others see
+        return ""  # an agent that has not heard it goes on waiting, which the others see
 
     def _ask_all(self, others: Sequence[Entry], message: Message) -> list[bool]:
         def ask(entry: Entry) -> bool:
@@ -258,7 +260,7 @@ class ElasticRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, len(round.members), bootstrap)
 
     def _is_passed(self) -> bool:
-        """Whether all have come to the end of the round, or a member will not do its part any more."""
+        """Whether all have come to the end of the round, or a member has ended or left and will not come."""
         view = self._node.view()
         are_here = set(view.me.members) <= view.done | {view.me.id}
         return are_here or decisions.has_lost_member(view.me, view.alive, view.gone)
@@ -283,9 +285,9 @@ class ElasticRendezvous(RendezvousHandler):
         self._node.end(FINISHED, EXIT_S)
 
     def shutdown(self) -> bool:
-        """At the job's end. torchrun calls it with an exception in flight if it was no orderly one."""
+        """Post the job's end. torchrun calls this with an exception in flight if the end was not orderly."""
         if sys.exc_info()[0] is None:
-            atexit.unregister(self._leave)  # this entry stays, for an agent that is frozen or cut off
+            atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
             self._node.end(FINISHED, EXIT_S)
             deadline = time.monotonic() + LINGER_S
             while time.monotonic() < deadline and any(
@@ -300,20 +302,20 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
-    """The port that the list gives this node, or 0."""
+    """The port that the list of endpoints gives this node, or 0."""
     for host, port in endpoints:
         try:
             found = {info[4][0] for info in socket.getaddrinfo(host, port)}
         except (OSError, UnicodeError):
-            continue  # the name of a node that has not started
+            continue  # the name may be that of a node that has not started
         if address in found:
             return port
     return 0
 
 
 def flush_stderr() -> None:
-    """Before Python does, which ends with code 120 if nobody reads what torchrun has logged."""
+    """Flush stderr before Python does, which exits with 120 if nobody reads what torchrun has logged."""
     try:
         sys.stderr.flush()
-    except OSError:  # whoever read it is gone, as srun is with the first node
+    except OSError:  # its reader is gone, as srun is when the first node is lost
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

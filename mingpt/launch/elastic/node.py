@@ -1,8 +1,8 @@
-"""One agent among others: it posts what it is, reads what the others are, and pings them, in the background.
+"""Node: in the background, an agent posts its entry, reads the entries of the others and pings them.
 
 No method of `Node` waits for the network or for storage, so an agent whose storage hangs still obeys a
-signal. `Meeting` makes, of what an agent sees while it waits, the group that it proposes if it is the one to
-lead it.
+signal. `Meeting` chooses, from what an agent sees while it waits, the group that the agent proposes if it is
+the leader.
 """
 
 import dataclasses
@@ -18,29 +18,29 @@ from mingpt.launch.elastic import decisions
 from mingpt.launch.elastic.boards import FORGET_S, Board, Message, Operation, request
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, Entry, Pulse, Round
 
-DEAD_S = 4.0  # without a new post
+DEAD_S = 4.0  # an agent without a new post for so long is not alive
 FRESH_S = 2.0  # a view that is older decides nothing
-REACH_S = 4.0  # since the last ping that was answered
+REACH_S = 4.0  # an agent is reached if it has answered a ping sent less than this ago
 PROMISE_S = 10.0
 POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
-POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads what each one posts; less than FRESH_S
+POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads all posts; MAX_POLL_S is less than FRESH_S
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
-ID_LENGTH = 12  # an entry lists all others twice
-STRAGGLERS_S = 10.0  # for members of a round that others have left
+ID_LENGTH = 12  # short, since an entry lists the ids of all others twice
+STRAGGLERS_S = 10.0  # the longest wait for members of a round that others have left
 SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
 class View:
-    """What this agent sees at a moment; `is_fresh` is false if no board has answered lately."""
+    """An agent's view of the others at a moment; `is_fresh` is false if no board has answered lately."""
 
     me: Entry
-    alive: tuple[Entry, ...]  # me included
+    alive: tuple[Entry, ...]  # including `me`
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
     done: frozenset[str]  # ids of agents that have come to the end of the round that `me` is in
-    finished: bool  # an agent of this job, or one that was seen running, has finished it; no earlier job
+    finished: bool  # an agent of this job, or one seen running, has posted FINISHED; no earlier job counts
     is_fresh: bool
-    troubles: tuple[str, ...]  # what does not answer, or why it cannot be used
+    troubles: tuple[str, ...]  # boards and agents that do not answer, or why they cannot be used
 
 
 @dataclass
@@ -48,34 +48,34 @@ class Peer:
     """Another agent, as this one sees it."""
 
     entry: Entry
-    # By a board's name: two boards may hold an entry at different ages, which is no sign of life.
+    # By a board's name: if two boards hold entries of different ages, that does not show life.
     pulses: dict[str, Pulse] = field(default_factory=dict)
     answered_at: float = -math.inf
     has_ended: bool = False  # its port refuses connections, or is another agent's
-    done: object = None  # the id of the last round to whose end it has come
+    done: object = None  # the id of the last round whose end it has reached
 
 
 class Node:
     """This agent's entry, its view of the others, and its side of the agreement on a round."""
 
     def __init__(self, host: str, address: str, nproc: int) -> None:
-        self._changed = threading.Condition()  # guards all below, and wakes whoever posts
+        self._changed = threading.Condition()  # guards all fields below, and wakes the posting threads
         self.id = uuid.uuid4().hex[:ID_LENGTH]
         self._entry = Entry(id=self.id, host=host, address=address, port=0, nproc=nproc)
         self._peers: dict[str, Peer] = {}  # by id
-        self._read_at: dict[str, float] = {}  # by a board's name, as is `_trouble`
+        self._read_at: dict[str, float] = {}  # by a board's name, as `_trouble` is
         self._trouble: dict[str, str] = {}
-        self._seen_running: set[str] = set()  # ids
-        self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, until when
+        self._seen_running: set[str] = set()  # ids of agents
+        self._promise: tuple[str, str, float] = ("", "", 0.0)  # leader, round, when the promise expires
         self.entered: Round | None = None  # the round that has taken this agent in since `wait_for_round`
-        self._done = ""  # the id of the last round to whose end this agent has come
-        self._posted: dict[str, str] = {}  # the state that a board has seen
+        self._done = ""  # the id of the last round whose end this agent has reached
+        self._posted: dict[str, str] = {}  # the state that was last posted, by a board's name
 
     def operations(self) -> dict[str, Operation]:
         return {"ping": self._on_ping, "propose": self._on_propose, "go": self._on_go}
 
     def start(self, port: int, boards: Sequence[Board]) -> None:
-        """Begin to post and to ping; the server listens on `port`."""
+        """Begin to post and to ping; other agents reach this agent's server on `port`."""
         self._entry = dataclasses.replace(self._entry, port=port)
         self._boards = boards
         for board in boards:
@@ -90,7 +90,7 @@ class Node:
             try:
                 entries = board.exchange(mine)
                 trouble = ""
-            except OSError as error:  # it is asked again
+            except OSError as error:  # the next turn of the loop asks again
                 entries, trouble = [], f"{board.name}: {error.strerror or error}"
             with self._changed:
                 self._trouble[board.name] = trouble
@@ -127,7 +127,7 @@ class Node:
         }
 
     def _ping(self, peer: Peer) -> None:
-        """Note whether an agent answers, until it is forgotten."""
+        """Note whether an agent answers, until the agent is forgotten."""
         while self._peers.get(peer.entry.id) is peer:
             entry, answered_at, has_ended, done = peer.entry, peer.answered_at, False, peer.done
             began = time.monotonic()
@@ -138,7 +138,7 @@ class Node:
             except ConnectionRefusedError:
                 has_ended = True
             except OSError:
-                pass  # silent: it is out of reach once REACH_S are over
+                pass  # no answer: the agent is out of reach after REACH_S
             with self._changed:
                 peer.has_ended, peer.done = has_ended, done
                 peer.answered_at = -math.inf if has_ended else answered_at
@@ -156,7 +156,7 @@ class Node:
                     name in pulses and pulses[name].is_alive(at, DEAD_S) for name, at in fresh.items()
                 )
                 was_alive = any(pulse.has_changed for pulse in pulses.values())
-                # Whoever still answers is not gone: its storage may hang. Who sees no board knows nothing.
+                # An agent that answers is not gone: its storage may hang. Without a fresh board none is.
                 is_lost = bool(fresh) and was_alive and not is_alive and id not in me.reach
                 if peer.has_ended or is_lost or (is_alive and entry.state in (FINISHED, LEFT)):
                     gone.add(id)
@@ -174,7 +174,7 @@ class Node:
                 alive=tuple(alive),
                 gone=frozenset(gone),
                 done=frozenset(id for id, peer in self._peers.items() if peer.done == me.round),
-                # The agent that has finished may be gone since, while this one was frozen or cut off.
+                # The agent that has finished may be gone by now, if this one was frozen or cut off.
                 finished=any(
                     peer.entry.state == FINISHED
                     and (id in self._seen_running or peer.entry.job == me.job != "")
@@ -185,13 +185,13 @@ class Node:
             )
 
     def wait_for_round(self) -> None:
-        """Post that this agent waits."""
+        """Post that this agent waits for a round."""
         with self._changed:
             self.entered, self._promise = None, ("", "", 0.0)
             self._set_state(WAITING)
 
     def end(self, state: str, within_s: float) -> None:
-        """Post that the job is FINISHED, or that this agent LEFT; waits for a board, at most `within_s`."""
+        """Post that the job is FINISHED, or that this agent LEFT; wait `within_s` at most for a board."""
         with self._changed:
             self._set_state(state)
         deadline = time.monotonic() + within_s
@@ -203,7 +203,7 @@ class Node:
         self._changed.notify_all()
 
     def note_done(self) -> None:
-        """This agent has come to the end of its round: its peers hear it from the next ping on."""
+        """Note that this agent has come to the end of its round; its peers learn it by their next ping."""
         self._done = self._entry.round
 
     def _on_ping(self, message: Message) -> Message:
@@ -213,7 +213,7 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Whether this agent waits, and has promised itself to no other leader."""
+        """Promise to take part in a round; whether this agent waits and has promised no other leader."""
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise
@@ -233,7 +233,7 @@ class Node:
         return {"ok": self.enter(check_json(message["round"], Round))}
 
     def enter(self, round: Round) -> bool:
-        """Take part in a round, if this agent has promised to and it is not too late."""
+        """Take part in a round; whether this agent has promised to and the promise has not expired."""
         with self._changed:
             _, promised, until = self._promise
             if self._entry.state != WAITING or promised != round.id or time.monotonic() > until:
@@ -249,7 +249,7 @@ class Node:
 
 @dataclass
 class Meeting:
-    """One wait of one agent. Times are those of a monotonic clock, in seconds."""
+    """One agent's wait for a round. Times are by a monotonic clock, in seconds."""
 
     min_nodes: int
     max_nodes: int
@@ -261,7 +261,7 @@ class Meeting:
     _said_at: float = 0.0
 
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
-        """The group in the order of its ranks, if it is complete and this agent leads it."""
+        """The group in the order of its ranks, if it is complete and this agent leads it, else None."""
         if not view.is_fresh:
             self._group = ()
             return None
@@ -283,7 +283,7 @@ class Meeting:
         return group if is_complete else None
 
     def line_to_say(self, view: View, now: float) -> str | None:
-        """What a person should know: once when it changes, and again every SAY_EVERY_S."""
+        """The line to log now, or None: it is logged when it changes, and again every SAY_EVERY_S."""
         if now - self.began < SAY_AFTER_S:
             return None
         line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)

@@ -1,4 +1,4 @@
-"""Why a cluster does not start: each worker says what it finds, rank 0 says what is wrong, in sentences.
+"""Why a cluster does not start: each worker reports its facts, rank 0 says in sentences what is wrong.
 
 Nothing here needs a working process group: facts travel over the launcher's store, with time limits.
 """

@@ -78,7 +78,7 @@ def show_claims(where: str, release: bool) -> list[str]:
 
 
 def describe(holder: Holder) -> str:
-    """Who holds a claim, and whether its job lives as far as this machine can see."""
+    """The holder of a claim, and whether its job is alive, as far as this machine can see."""
     states = {
         True: "which is running",
         False: "which is gone: the next job takes over at once",
@@ -88,7 +88,7 @@ def describe(holder: Holder) -> str:
 
 
 def run_checkup(argv: Sequence[str]) -> NoReturn:
-    """The check-up of this worker, to the end of its process; __main__.py says its exit codes."""
+    """Check this worker, to the end of its process; the command's help lists the exit codes."""
     launch = Launch.from_environment()
     process_exit = ProcessExit(launch)
     try:
@@ -130,7 +130,7 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
         exchange.put("faults", report(join_facts(hello, facts, rates)))
     faults = exchange.get("faults", 0, LIMIT_S)
     exchange.put("done", True)
-    if rank == 0:  # which may host the store
+    if rank == 0:  # rank 0 may host the store
         exchange.get_all("done", ACK_S)
     if faults is None:
         raise NonRetryableError(f"rank 0 did not answer worker {rank} on {platform.node()} any more")
@@ -138,10 +138,10 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
 
 
 def meet(launch: Launch) -> Rendezvous:
-    """Raises NonRetryableError if this worker cannot reach the others' store, or others do not come."""
+    """The rendezvous. Raises NonRetryableError if the store cannot be reached, or others do not come."""
     assert launch.master_addr is not None
     endpoint = f"{launch.master_addr}:{launch.master_port}"
-    if launch.agent_hosts_store:  # it is there before the workers are
+    if launch.agent_hosts_store:  # the store exists before the workers do
         is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
         if not is_good:
             raise NonRetryableError(
@@ -160,7 +160,7 @@ def meet(launch: Launch) -> Rendezvous:
 def join_facts(
     hello: Mapping[int, Facts], facts: Mapping[int, Facts], rates: Mapping[int, Any]
 ) -> list[Facts]:
-    """What all have found, with the outcome of the all-reduce."""
+    """The facts of all workers, with the outcome of the all-reduce."""
     workers = []
     for rank, worker in {**hello, **facts}.items():
         there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
@@ -197,7 +197,7 @@ def all_connected(facts: Mapping[int, Facts]) -> bool:
 
 
 def report(workers: Sequence[Facts]) -> int:
-    """Print the table and the faults; how many there are."""
+    """Print the table and the faults; returns the number of faults."""
     faults = find_faults(workers)
     rows = [make_row(worker) for worker in workers]
     lines = [*align([list(rows[0]), *(list(row.values()) for row in rows)]), ""]

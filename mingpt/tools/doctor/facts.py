@@ -1,9 +1,9 @@
-"""What one worker finds out about itself and its node, and from the facts of all to a table and sentences.
+"""The facts that a worker finds about itself and its node; from all workers' facts, a table and sentences.
 
-Facts are plain values that travel as JSON: what a worker has not found out is missing. Of a node as a whole
-(data, folders, memory) only its first worker, local rank 0, finds anything out. A fact whose name ends with
-`error` is a reason in words, None if all is well. There is one sentence per fault, with host, cause and what
-to change.
+Facts are plain values that travel as JSON; a fact that a worker has not found is missing. Only a node's first
+worker, local rank 0, finds the facts of the node as a whole (data, folders, memory). A fact whose name ends
+with `error` is a reason in words, None if all is well. There is one sentence per fault, with host, cause and
+what to change.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ MAX_CLOCK_S = 1.0
 STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
 MAX_SETTINGS = 6  # named in one sentence
 FINDINGS_S = 20.0
-# What is to be the same on all workers, and the sentence on a node where it is not as on most.
+# {fact that must be the same on all workers: sentence on a node where it differs from most}
 COMPARED = {
     "torch": "{name} has torch {own} and the others {most}: pip install torch=={most} there, since the bits "
     "of a result depend on it",
@@ -47,7 +47,7 @@ COMPARED = {
     "clock_s": "the clock of {name} differs from the others' by {lead_s:+.1f} s: have NTP set it (chronyc "
     "makestep), since claims and logs are read by their time",
 }
-# What a worker could not do, and the sentence on it.
+# {fact on what a worker could not do: sentence on it}
 BROKEN = {
     "device_error": "{name}: {reason}",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",
@@ -91,7 +91,7 @@ def try_folder(place: str) -> str | None:
 
 
 def identity(launch: Launch) -> Facts:
-    """The facts that say which worker it is."""
+    """The facts that identify this worker."""
     return {
         "rank": launch.rank,
         "node": launch.node_rank,
@@ -133,7 +133,7 @@ def find_data(config: Config) -> Facts:
 
 
 def find_memory(config: Config, state_bytes: int) -> Facts:
-    """The room for the snapshots of a node's memory."""
+    """The facts on the room for snapshots in a node's memory."""
     path, needed = config.snapshot.memory_path, STATES_IN_MEMORY * state_bytes
     if not config.snapshot.memory_every:
         return {}
@@ -151,7 +151,7 @@ def find_memory(config: Config, state_bytes: int) -> Facts:
 
 
 class Findings:
-    """What this worker finds without the others, in the background: a disk that hangs must not hang it."""
+    """The facts that this worker finds alone, in the background: a disk that hangs must not hang it."""
 
     def __init__(self, launch: Launch, config: Config) -> None:
         self.found = identity(launch)
@@ -178,7 +178,7 @@ class Findings:
         self.found |= find_memory(config, job.state_bytes)
 
     def take(self) -> Facts:
-        """What is found FINDINGS_S from now at the latest."""
+        """The facts that are found within FINDINGS_S."""
         self.thread.join(FINDINGS_S)
         if not self.outcome.done():
             return self.found | {"unfinished": f"{self.doing}: not done after {FINDINGS_S:g} s"}
@@ -200,7 +200,7 @@ def find_faults(workers: Sequence[Facts]) -> list[str]:
 
 
 def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """What a worker could not do at all; once per node."""
+    """A sentence on each thing that a worker could not do at all, once per node."""
     found = [
         sentence.format(name=names[worker["rank"]], rank=worker["rank"], reason=worker[fact])
         for worker in workers
@@ -302,7 +302,7 @@ def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | Non
 
 
 def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """All connect to all, and yet a collective fails."""
+    """A sentence if all workers connect to all others but a collective fails."""
     errors = {names[one["rank"]]: one["all_reduce_error"] for one in workers if one.get("all_reduce_error")}
     sentence = (
         f"all workers can connect to each other, but an all-reduce fails on {' and '.join(errors)} "
@@ -313,7 +313,7 @@ def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> lis
 
 
 def make_row(worker: Facts) -> dict[str, str]:
-    """Cells by column. What is found once per node stands in the row of its first worker."""
+    """The cells of a worker's row, by column. Facts of a node are in the row of its first worker."""
     return {
         "worker": str(worker["rank"]),
         "host": f"{worker['host']} {worker.get('address') or ''}".strip(),

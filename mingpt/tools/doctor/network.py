@@ -34,7 +34,7 @@ STORE_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x6D696E67)
 STORE_PONG = struct.pack("<I", 0x6D696E67)
 AGENT_PING = b'{"op": "ping"}\n'
 NO_ANSWER, REFUSED = f"no answer within {CONNECT_S:g} s", "connection refused"
-# What to do about a connection that fails for this reason.
+# {reason why a connection fails: what to do about it}
 ADVICE = {
     REFUSED: "the host is up and nothing listens on that port: start the agent there first, look at its port "
     "and at the address that it listens on",
@@ -78,7 +78,7 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
             try:
                 probe.bind(address)
             except OSError:
-                continue  # of another host
+                continue  # the address is another host's
             return str(address[0])
     return "127.0.0.1"
 
@@ -88,7 +88,7 @@ def listen(address: str) -> int:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, 0), family=family, backlog=ACCEPT_BACKLOG)
     port = int(server.getsockname()[1])
-    server.detach()  # it is not closed when this function ends
+    server.detach()  # so that the socket stays open when this function ends
     return port
 
 
@@ -138,7 +138,7 @@ def check_endpoint(where: str) -> tuple[bool, list[str]]:
 
 
 def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
-    """Whether agents or workers can meet there, and what this host sees of it."""
+    """Whether agents or workers can meet there, and a line on what this host sees."""
     target = ""
     with contextlib.suppress(OSError):  # an IPv6 address; or connecting says why
         target = f"{host} is {', '.join(socket.gethostbyname_ex(host)[2])}; "
@@ -166,7 +166,7 @@ def ask(connection: socket.socket, question: bytes) -> bytes:
 
 
 def identify(answer: bytes) -> str | None:
-    """Who answers a ping; an agent does by its name, and does not refuse it, as by {"error": ...}."""
+    """The program that answered a ping, or None. An agent answers with its id, not with {"error": ...}."""
     if answer == STORE_PONG:
         return "a store of torch"
     try:
@@ -186,7 +186,7 @@ class Exchange:
         self.store.set(f"doctor/{name}/{self.rank}", json.dumps(value))
 
     def get(self, name: str, rank: int, timeout_s: float) -> Any:
-        """Another's value; None if it does not come. What is there is found however short the limit is."""
+        """Another rank's value; None if it does not come. A value that is there is found within any limit."""
         from torch.distributed import DistError
 
         key = f"doctor/{name}/{rank}"
@@ -237,7 +237,7 @@ def all_reduce_rate(exchange: Exchange, gpu: int | None) -> float:
 
     device = "cpu" if gpu is None else f"cuda:{gpu}"
     if gpu is not None:
-        torch.cuda.set_device(gpu)  # of this thread
+        torch.cuda.set_device(gpu)  # the device is set per thread
     distributed.init_process_group(
         "gloo" if gpu is None else "nccl",
         store=distributed.PrefixStore("group", exchange.store),

@@ -23,7 +23,7 @@ from mingpt.model import choose_compile
 from mingpt.tools.plan.costs import bytes_sent, estimate, held
 from mingpt.tools.plan.workload import Workload, measure_data
 
-# Changes to the trainer section, from the simplest to the one that needs least.
+# Changes to the trainer section, from the simplest strategy to the one that needs least memory.
 STRATEGIES: list[dict[str, Any]] = [
     {"parallel": "ddp"},
     {"parallel": "ddp", "shard_optimizer": True},
@@ -42,7 +42,7 @@ COLUMNS = {
 
 
 def strategies(work: Workload) -> list[tuple[str, Workload]]:
-    """(settings as a command line spells them, the job with them)."""
+    """(settings as they are on a command line, the job with these settings), strategy by strategy."""
     plain = {"parallel": "ddp", "shard_optimizer": False, "fsdp_param_dtype": None}
     return [
         (
@@ -55,7 +55,7 @@ def strategies(work: Workload) -> list[tuple[str, Workload]]:
 
 
 def advise(work: Workload, limit_bytes: int) -> str:
-    """One sentence: the first strategy that fits, or the micro-batch with which the last one does."""
+    """One sentence: the first strategy that fits, or the micro-batch size with which the last one does."""
     for label, one in strategies(work):
         words = " ".join(f"trainer.{word}" for word in label.split())
         if estimate(one).peak_bytes <= limit_bytes:
@@ -71,7 +71,7 @@ def advise(work: Workload, limit_bytes: int) -> str:
 
 
 def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
-    """The lines. `limit_source` says what the limit is of."""
+    """The lines to print. `limit_source` names what has the limit."""
     planned = [(label, one, estimate(one)) for label, one in strategies(work)]
     rows = [["", *COLUMNS, "total", "sent exact", "sent fast", "fits"]]
     for label, one, memory in planned:
@@ -98,7 +98,7 @@ def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
 
 
 def describe(work: Workload) -> list[str]:
-    """Model, state, step and data."""
+    """Lines on the model, its state, a step and the data."""
     config = work.config
     snapshots = config.snapshot.keep_last + config.snapshot.keep_best
     workers = "1 worker" if work.workers == 1 else f"{work.workers:,} workers"
@@ -124,12 +124,12 @@ def describe(work: Workload) -> list[str]:
 
 
 def spelled(size: float) -> str:
-    """In the unit that suits the size."""
+    """The size in the unit that suits it."""
     return ByteSize(size).human_readable(decimal=True, separator=" ")
 
 
 def align(rows: list[list[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first to the left."""
+    """The rows as lines with columns as wide as their widest cell; the first column is left-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -141,7 +141,7 @@ def align(rows: list[list[str]]) -> list[str]:
 
 
 def size(text: str) -> int:
-    """Bytes of "80GB", "79.6 GiB" or a plain number. Raises ValueError, or ArgumentTypeError."""
+    """The bytes that "80GB", "79.6 GiB" or a plain number means. Raises ValueError, or ArgumentTypeError."""
     found: int = TypeAdapter(ByteSize).validate_python(text)
     if found < 1e6:
         raise ArgumentTypeError(f"{text} means {found} bytes: write the unit, as in 80GB")
@@ -149,7 +149,7 @@ def size(text: str) -> int:
 
 
 def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[int, str, bool]:
-    """Bytes for a worker, in words where from, and whether it is a CPU's. Raises UserError."""
+    """(bytes for a worker, words on their source, whether it runs on a CPU). Raises UserError."""
     if gpu_memory is not None:
         return gpu_memory, "a GPU has", False
     if config.trainer.device == "cuda":
@@ -159,7 +159,7 @@ def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[
 
 
 def planned_dtype(config: Config, on_cpu: bool) -> str:
-    """What trainer.dtype=auto becomes: bfloat16 on a GPU, and on a CPU that has it."""
+    """The type that trainer.dtype means; auto means bfloat16 on a GPU, and on a CPU that supports it."""
     if not on_cpu and config.trainer.dtype == "auto":
         return "bfloat16"
     return str(resolve_dtype(config.trainer.dtype, torch.device("cpu"))).removeprefix("torch.")

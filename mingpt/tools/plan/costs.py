@@ -1,10 +1,11 @@
-"""What a worker needs by strategy: memory, and bytes sent in a step.
+"""The costs of a worker by strategy: memory, and bytes sent in a step.
 
-Memory is what a worker holds throughout, and what each phase of a step adds, in bytes. The terms of a micro-
-batch are the tensors of mingpt/model, one by one; a test counts those that are alive. N is the tokens of a
-micro-batch, C = n_embd, V = vocab_size, e the bytes of an element in the type of the products. The residual
-stream is float32. B is the parameters in float32, W the workers. Figures are those of the first worker, which
-has the staging buffer from which snapshots are written. Terms below 1 % are left out.
+Memory is the bytes that a worker holds throughout, and those that each phase of a step adds. The terms of a
+micro-batch are the tensors of mingpt/model, one by one; a test counts the tensors that are alive. N is the
+tokens of a micro-batch, C = n_embd, V = vocab_size, e the bytes of an element in the type of the products.
+The residual stream is float32. B is the bytes of the parameters in float32, W the number of workers. Figures
+are for the first worker, which has the staging buffer from which snapshots are written. Terms below 1 % are
+left out.
 """
 
 import math
@@ -16,18 +17,18 @@ from mingpt.parallel.ddp import BUCKET_BYTES
 from mingpt.tools.plan.workload import BFLOAT_BYTES, FLOAT_BYTES, Workload
 from mingpt.training.evaluate import MIN_BATCH_TOKENS
 
-# Measured by plan_memory.py of commit 496a4e0: Python, torch, data, report; then, beside a model that is not
-# tiny, buffers of kernels and messages.
+# Measured by plan_memory.py of commit 496a4e0. PROCESS_BYTES: Python, torch, data, report. BUFFER_BYTES:
+# buffers of kernels and messages, with a model that is not tiny.
 PROCESS_BYTES = {"ddp": 345_000_000, "fsdp": 380_000_000}
 BUFFER_BYTES = {"ddp": 150_000_000, "fsdp": 40_000_000}
 CUDA_CONTEXT_BYTES = 1_000_000_000  # not measured here
 
 
 def kept(work: Workload) -> int:
-    """By all blocks and what surrounds them, at the end of the forward pass."""
+    """The bytes that all blocks, and the layers around them, keep at the end of the forward pass."""
     model, e = work.config.model, work.element_bytes
     stream = work.tokens_per_micro_batch * model.n_embd  # N C
-    # A mask; the input of ln_f, its result, which is the input of the head; what the loss keeps.
+    # A mask; the input of ln_f; its result, which is the input of the head; the bytes that the loss keeps.
     around = (e * stream if model.dropout else 0) + (FLOAT_BYTES + e) * stream + loss_kept(work)
     if work.config.trainer.recompute == "block":
         return model.n_layer * FLOAT_BYTES * stream + around  # each block's input
@@ -35,11 +36,11 @@ def kept(work: Workload) -> int:
 
 
 def block(work: Workload) -> int:
-    """By one block."""
+    """The bytes that one block keeps."""
     model, e = work.config.model, work.element_bytes
     stream = work.tokens_per_micro_batch * model.n_embd
-    # The input of c_attn, that of the attention's c_proj, of c_fc and, 4 C wide, of the MLP's c_proj; the
-    # activation's own input.
+    # The inputs of c_attn, of the attention's c_proj, of c_fc, and of the MLP's c_proj, which is 4 C wide;
+    # the input of the activation.
     products = (1 + 1 + 1 + 4 + 4) * e * stream
     norms = 2 * FLOAT_BYTES * stream if model.arch == "gpt2" else 0  # LayerNorm keeps its input
     masks = 2 * e * stream if model.dropout else 0
@@ -47,7 +48,7 @@ def block(work: Workload) -> int:
 
 
 def attention(work: Workload) -> int:
-    """Between c_attn and c_proj."""
+    """The bytes that a block keeps between c_attn and c_proj."""
     model, e = work.config.model, work.element_bytes
     tokens, length = work.tokens_per_micro_batch, work.config.data.block_size
     stream = tokens * model.n_embd
@@ -60,7 +61,7 @@ def attention(work: Workload) -> int:
         seen = sum((end - first) * end for first, end in zip([0, *ends], ends, strict=False))
         return result + heads * seen * e * (2 if model.dropout else 1)
     if model.arch == "modern":
-        result += e * stream  # in another layout
+        result += e * stream  # a copy in another layout
         if work.on_cpu and e != FLOAT_BYTES:
             result += 2 * FLOAT_BYTES * stream  # the norm computes in float32
     return result + FLOAT_BYTES * heads * length  # and a sum for each row
@@ -71,7 +72,7 @@ def is_chunked(work: Workload) -> bool:
 
 
 def loss_kept(work: Workload) -> int:
-    """For the backward pass: log-softmax, or gradients that are computed with the loss in chunks."""
+    """Bytes kept for the backward pass: log-softmax or, with the loss in chunks, precomputed gradients."""
     width = work.config.model.n_embd
     if not is_chunked(work):
         return FLOAT_BYTES * work.tokens_per_micro_batch * work.vocab_size
@@ -80,7 +81,7 @@ def loss_kept(work: Workload) -> int:
 
 
 def loss_work(work: Workload) -> int:
-    """Beside what is kept: gradients of the logits, or a chunk of scores and what is computed from them."""
+    """Bytes beside those kept: gradients of the logits, or a chunk of scores and what is computed from it."""
     cast = 0 if work.element_bytes == FLOAT_BYTES else work.element_bytes
     if not is_chunked(work):
         return work.tokens_per_micro_batch * work.vocab_size * (2 * FLOAT_BYTES + cast)
@@ -89,7 +90,10 @@ def loss_work(work: Workload) -> int:
 
 
 def backward_work(work: Workload) -> int:
-    """Of one block: gradients of the widest activations and of the residual stream; what is recomputed."""
+    """Bytes of one block's backward pass: gradients of the widest activations and of the residual stream.
+
+    With recompute=block, also the block's recomputed activations.
+    """
     stream = work.tokens_per_micro_batch * work.config.model.n_embd
     again = 0
     if work.config.trainer.recompute == "block":
@@ -98,19 +102,19 @@ def backward_work(work: Workload) -> int:
 
 
 def cast_bytes(work: Workload) -> int:
-    """Of an element of the copy of a weight that autocast makes in the type of the products."""
+    """Bytes per element of the copy of a weight that autocast makes in the type of the products."""
     is_cast = work.element_bytes != FLOAT_BYTES and not work.config.trainer.fsdp_param_dtype
     return work.element_bytes if is_cast else 0
 
 
 def casts(work: Workload) -> int:
-    """Copies of weights that are kept until the backward pass; those of blocks are not if it recomputes."""
+    """Bytes of weight copies kept until the backward pass; with recompute=block, blocks keep none."""
     head = work.vocab_size * work.config.model.n_embd
     return cast_bytes(work) * (head if work.config.trainer.recompute == "block" else work.matrices)
 
 
 def evaluation_work(work: Workload) -> int:
-    """Of a batch of validation without a backward pass."""
+    """Bytes of a validation batch, which has no backward pass."""
     block_size = work.config.data.block_size
     windows = max(work.config.trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
     tokens = windows * block_size
@@ -121,13 +125,13 @@ def evaluation_work(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by name: `held` from the first step to the last, and each phase's own."""
+    """Bytes by name: `held` from the first step to the last, and the bytes that each phase adds."""
 
     held: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
 
     def terms(self) -> dict[str, int]:
-        """Those at the peak."""
+        """The terms at the peak: those held and those of the largest phase."""
         largest = max(self.phases, key=lambda name: sum(self.phases[name].values()))
         return {**self.held, **self.phases[largest]}
 
@@ -137,7 +141,7 @@ class Memory:
 
 
 def estimate(work: Workload) -> Memory:
-    """That of the job's own strategy."""
+    """The memory of a worker under the job's own strategy."""
     own = {"process": process(work)} | held(work)
     if not work.on_cpu:
         own["snapshots"] = 0
@@ -148,7 +152,7 @@ def estimate(work: Workload) -> Memory:
 
 
 def process(work: Workload) -> int:
-    """Beside everything that follows from the model."""
+    """The bytes that do not follow from the model."""
     if not work.on_cpu:
         return CUDA_CONTEXT_BYTES
     parallel = work.config.trainer.parallel
@@ -161,11 +165,11 @@ def are_updates_sharded(work: Workload) -> bool:
 
 
 def held(work: Workload) -> dict[str, int]:
-    """Bytes of a worker that follow from the state, in the memory of the device but for `snapshots`.
+    """The bytes of a worker that follow from the state, in the device's memory except for `snapshots`.
 
-    Weights are B, the optimizer's state 2 B under adamw and B for matrices under muon; shared evenly where
-    they are sharded. Snapshots need a copy of the worker's part, and two in files in memory: the first worker
-    of a node maps the others, so they are its own.
+    Weights take B bytes. The optimizer's state takes 2 B under adamw, and B for matrices under muon. Sharded
+    tensors are shared evenly. Snapshots need a copy of the worker's part, and two more in files in memory:
+    the first worker of a node maps the others' files, so these copies are its own.
     """
     trainer = work.config.trainer
     weights = FLOAT_BYTES * work.parameters // (work.workers if trainer.parallel == "fsdp" else 1)
@@ -175,14 +179,14 @@ def held(work: Workload) -> dict[str, int]:
 
 
 def gradient(work: Workload) -> int:
-    """That of the parameters that the worker updates, summed over all workers."""
+    """The bytes of the gradient, summed over all workers, of the parameters that the worker updates."""
     return FLOAT_BYTES * work.parameters // (work.workers if are_updates_sharded(work) else 1)
 
 
 def update_work(work: Workload) -> int:
-    """Muon's matrices in bfloat16: momentum, iteration and updates of the worker's share of them.
+    """Bytes of Muon's matrices in bfloat16: momentum, iteration and updates of the worker's share of them.
 
-    Where workers hold matrices whole, the updates of all others too.
+    If workers hold whole matrices, also the updates of all other workers.
     """
     own = math.ceil(work.muon_elements / work.workers)
     others = 0 if are_updates_sharded(work) else work.muon_elements - own
@@ -190,7 +194,7 @@ def update_work(work: Workload) -> int:
 
 
 def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
-    """Each worker computes whole gradients."""
+    """The phases of a step in which each worker computes whole gradients."""
     whole = FLOAT_BYTES * work.parameters
     sums = work.partial_sums()
     head = FLOAT_BYTES * work.vocab_size * work.config.model.n_embd
@@ -209,22 +213,22 @@ def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
 
 
 def freed(work: Workload) -> int:
-    """What glibc keeps between blocks of other sizes: about a gradient and half of the activations.
+    """The bytes that glibc keeps between blocks of other sizes: about a gradient and half of the activations.
 
-    Peaks at 10.65 M and 85 M parameters were 0.86 to 1.04 of the estimate with it.
+    With this term, peaks at 10.65 M and 85 M parameters were 0.86 to 1.04 of the estimate.
     """
     return FLOAT_BYTES * work.parameters + (kept(work) + casts(work)) // 2 if work.on_cpu else 0
 
 
 def in_flight(work: Workload) -> int:
-    """Of a bucket what is sent, received and gathered."""
+    """The bytes of a bucket that are sent, received and gathered."""
     largest = FLOAT_BYTES * max(map(math.prod, work.shapes.values()))
     bucket = min(FLOAT_BYTES * work.parameters, BUCKET_BYTES + largest)
     return 3 * bucket if work.workers > 1 else 0
 
 
 def gathered(work: Workload) -> int:
-    """Weights that a worker has whole at a time under fsdp: the root's, and those of two blocks."""
+    """Bytes of weights that a worker has whole at a time under fsdp: the root's, and those of two blocks."""
     trainer = work.config.trainer
     if trainer.parallel != "fsdp" or work.workers == 1:
         return 0
@@ -233,12 +237,12 @@ def gathered(work: Workload) -> int:
 
 
 def gathered_bytes(work: Workload) -> int:
-    """Of an element of gathered weights."""
+    """Bytes per element of gathered weights."""
     return BFLOAT_BYTES if work.config.trainer.fsdp_param_dtype else FLOAT_BYTES
 
 
 def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
-    """Blocks one after the other: a block's gradient, what is sent of it, and what is received."""
+    """The phases of a step under fsdp, block by block: a block's gradient, its parts sent and received."""
     sums, own = work.partial_sums() * gradient(work), gradient(work)
     copies = 3 if work.workers > 1 else 1
     root = FLOAT_BYTES * work.root_parameters
@@ -260,10 +264,10 @@ def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
 
 
 def bytes_sent(work: Workload) -> int:
-    """Of the worker that has most partial sums to send, else a mean over the workers.
+    """Bytes sent by the worker with most partial sums to send, else a mean over the workers.
 
-    A collective of n bytes of which each worker keeps 1 / W costs n (W - 1) / W.
-    Gradients, weights and Muon's updates; not the few bytes of losses and norms.
+    A collective of n bytes of which each worker keeps 1 / W costs n (W - 1) / W. Gradients, weights and
+    Muon's updates count; the few bytes of losses and norms do not.
     """
     if work.workers == 1:
         return 0
@@ -272,9 +276,10 @@ def bytes_sent(work: Workload) -> int:
 
 
 def ddp_bytes(work: Workload) -> int:
-    """Partial sums to the workers that add them, and sums, or updated weights, from these: a ring's bytes.
+    """Bytes of partial sums to the workers that add them, and of sums, or updated weights, from these.
 
-    A worker whose micro-batches are no whole subtree sends several partial sums.
+    These are the bytes of a ring. A worker whose micro-batches are no whole subtree sends several partial
+    sums.
     """
     whole = FLOAT_BYTES * work.parameters
     if work.config.trainer.reduction == "fast":
@@ -284,16 +289,17 @@ def ddp_bytes(work: Workload) -> int:
 
 
 def fsdp_bytes(work: Workload) -> int:
-    """In each round weights before the forward pass, blocks again before the backward, then gradients."""
+    """Bytes of weights before each round's forward pass, blocks again before the backward, and gradients."""
     again = work.parameters - work.root_parameters if work.config.trainer.fsdp_reshard else 0
     weights = gathered_bytes(work) * (work.parameters + again)
     return work.rounds * (weights + FLOAT_BYTES * work.parameters)
 
 
 def muon_bytes(work: Workload) -> int:
-    """Updates in bfloat16, from the worker that computes them to all.
+    """Bytes of updates in bfloat16, from the worker that computes them to all.
 
-    Where rows are sharded, each worker sends its rows of the momentum there, and gets those of the update.
+    If rows are sharded, each worker sends its rows of the momentum to that worker, and gets its rows of the
+    update.
     """
     whole = BFLOAT_BYTES * work.muon_elements
     return 2 * whole // work.workers if are_updates_sharded(work) else whole

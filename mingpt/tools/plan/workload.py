@@ -1,4 +1,4 @@
-"""What is planned: a configuration with the sizes that follow from it, without allocating a tensor.
+"""The job that is planned: a configuration with the sizes that follow from it, without allocating a tensor.
 
 The vocabulary and the number of training tokens are found without reading more of the data than they need.
 """
@@ -32,8 +32,8 @@ class Workload:
     vocab_size: int
     workers: int
     on_cpu: bool
-    dtype: str  # of the products: "float32" or "bfloat16"
-    train_tokens: int | None = None  # None where the data is not known
+    dtype: str  # type of the products: "float32" or "bfloat16"
+    train_tokens: int | None = None  # None if the data is not known
 
     def with_trainer(self, **settings: Any) -> "Workload":
         """The same job with other settings of the trainer section."""
@@ -42,7 +42,7 @@ class Workload:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, by name."""
+        """The shapes of the parameters, by name."""
         config = self.config
         return parameter_shapes(config.model, vocab_size=self.vocab_size, block_size=config.data.block_size)
 
@@ -52,19 +52,19 @@ class Workload:
 
     @functools.cached_property
     def block_parameters(self) -> int:
-        """Of one block."""
+        """The number of parameters of one block."""
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name.startswith("h.0."))
 
     @property
     def root_parameters(self) -> int:
-        """Embeddings, last norm, head; under fsdp all of them, where a model is gathered whole."""
+        """The number of parameters of embeddings, last norm and head; under fsdp all, if gathered whole."""
         if self.config.trainer.parallel == "fsdp" and fits_one_bucket(FLOAT_BYTES * self.parameters):
             return self.parameters
         return self.parameters - self.config.model.n_layer * self.block_parameters
 
     @functools.cached_property
     def matrices(self) -> int:
-        """Elements of the weights that take part in products, the head among them."""
+        """The number of weights that take part in matrix products, the head's included."""
         embedding = {"wte.weight", "wpe.weight"} if "lm_head.weight" in self.shapes else {"wpe.weight"}
         return sum(
             math.prod(shape)
@@ -82,18 +82,18 @@ class Workload:
 
     @functools.cached_property
     def muon_elements(self) -> int:
-        """Of the matrices that Muon updates."""
+        """The number of elements of the matrices that Muon updates."""
         states = self.optimizer_shapes.items()
         return sum(math.prod(shape) for name, shape in states if name.endswith("momentum_buffer"))
 
     @property
     def state_bytes(self) -> int:
-        """Weights and optimizer, which is also what a snapshot holds."""
+        """The bytes of weights and optimizer state, which a snapshot holds."""
         return FLOAT_BYTES * (self.parameters + self.optimizer_elements)
 
     @property
     def element_bytes(self) -> int:
-        """Of an activation in the type of the products."""
+        """The bytes of an element of an activation in the type of the products."""
         return BFLOAT_BYTES if self.dtype == "bfloat16" else FLOAT_BYTES
 
     @property
@@ -102,21 +102,21 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, of all workers."""
+        """The number of micro-batches of a step, over all workers."""
         return self.config.trainer.batch_size // self.config.trainer.micro_batch_size
 
     @property
     def rounds(self) -> int:
-        """Micro-batches of the worker that has most."""
+        """The number of micro-batches of the worker that has most."""
         return -(-self.micro_batches // self.workers)
 
     def neighbours(self, rank: int) -> range:
-        """The micro-batches of a rank where each has neighbouring ones: under ddp."""
+        """The micro-batches of a rank under ddp, which gives each rank neighbouring ones."""
         count = self.micro_batches
         return range(rank * count // self.workers, (rank + 1) * count // self.workers)
 
     def parts_sent(self) -> int:
-        """The most partial sums of a gradient that one rank sends to the others: under ddp."""
+        """The most partial sums of a gradient that one rank sends to the others under ddp."""
         return max(len(cover(self.neighbours(rank), self.micro_batches)) for rank in range(self.workers))
 
     def partial_sums(self) -> int:
@@ -131,9 +131,9 @@ class Workload:
 
 
 def measure_data(config: Config) -> tuple[int, int | None]:
-    """The size of the vocabulary, and the training tokens; None where they are not known.
+    """The size of the vocabulary, and the number of training tokens, None if it is not known.
 
-    As training/run_data.py would choose the tokenizer. Raises UserError if the vocabulary cannot be known.
+    The tokenizer is chosen as in training/run_data.py. Raises UserError if the vocabulary cannot be known.
     With data.vocab_size given, data that cannot be read is no error.
     """
     given = config.data.vocab_size
@@ -146,7 +146,7 @@ def measure_data(config: Config) -> tuple[int, int | None]:
 
 
 def read_size(config: Config) -> tuple[int, int | None]:
-    """Of shards, headers and sizes of files are read; a text is read, and encoded."""
+    """The same, from the data: reads headers and sizes of shards, or reads and encodes a text."""
     data: Data
     if is_shards(config.data.path):
         data = open_shards(config.data.path, config.data.val_fraction)
@@ -159,9 +159,9 @@ def read_size(config: Config) -> tuple[int, int | None]:
 
 
 def named_tokenizer(config: Config, data: Data) -> Tokenizer | None:
-    """That of data.tokenizer, or the tokenizer.json in the folder of the data.
+    """The tokenizer that data.tokenizer names, or the tokenizer.json in the folder of the data.
 
-    Raises UserError, also where it is that of other weights, which are not read here.
+    Raises UserError, also if the tokenizer is that of other weights, which are not read here.
     """
     name = config.data.tokenizer
     if name in TOKENIZERS:

@@ -1,10 +1,10 @@
-"""From the files that the command names to the tokens that the shards hold.
+"""The way from the files that the command names to the tokens that the shards hold.
 
 Files come in a fixed order; a text file is one document, so is each line of .jsonl or row of .parquet. The
-training part comes first, then the validation part: the documents of the tail by count of bytes; of a single
-document the tail of its characters. Texts come in batches, the same ones each time the files are read, so
+training part comes first, then the validation part, which is the tail: its documents by count of bytes, or of
+a single document its last characters. Texts come in batches, the same ones each time the files are read, so
 that work can go on at a batch's number. A text file larger than PIECE_BYTES is encoded in pieces that end
-before a line end. End-of-text stands behind each document.
+before a line end. End-of-text follows each document.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from mingpt.base.urls import redact
 from mingpt.data.source import COMPRESSED, KINDS, readable
 from mingpt.data.tokenizers import Tokenizer
 
-PIECE_BYTES = 1 << 17  # of a long text; the package encodes pieces in parallel
+PIECE_BYTES = 1 << 17  # size of a long text's pieces, which the package encodes in parallel
 BATCH_BYTES = 1 << 21  # encoded at once; the package needs about 100 bytes for a token meanwhile
 READ_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
 ROWS_AT_ONCE = 64
 KEY = "text"
-# Unicode's White_Space. GPT-2's pattern begins a word wherever some of it follows another character.
+# Unicode's White_Space. GPT-2's pattern begins a word wherever whitespace follows another character.
 BLANKS = (
     " \t\n\v\f\r\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029"
     "\u202f\u205f\u3000"
@@ -48,7 +48,7 @@ class InputFile:
 
     @property
     def shown(self) -> str:
-        """Its name without credentials."""
+        """The file's name without credentials."""
         return redact(self.path)
 
 
@@ -77,7 +77,7 @@ def expand(name: str) -> list[str]:
 
 
 def make_input(path: str) -> InputFile:
-    """Raises UserError for a file that is not there, or a folder."""
+    """The input file of a path. Raises UserError if there is no such file, or if it is a folder."""
     with readable(path):
         files, inner = fsspec.core.url_to_fs(path)
         about = files.info(inner)
@@ -100,7 +100,7 @@ def open_input(file: InputFile) -> Iterator[io.BufferedReader]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of a document's text, or all of it."""
+    """A piece of a document's text, or all of the text."""
 
     text: str
     ends_document: bool
@@ -108,7 +108,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """Of UTF-8."""
+        """The number of bytes of the text in UTF-8."""
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
 
@@ -187,7 +187,7 @@ def read_parquet(file: InputFile) -> Iterator[Piece]:
 
 @dataclass
 class InputStats:
-    """What the documents are in all."""
+    """Totals over the documents."""
 
     documents: int = 0
     bytes: int = 0  # of UTF-8
@@ -251,7 +251,7 @@ def token_type(tokenizer: Tokenizer) -> np.dtype:
 
 def encode(tokenizer: Tokenizer, batch: Batch) -> np.ndarray:
     """(tokens,) of all texts, with end-of-text, where there is one, behind each document. For any thread."""
-    if len(batch) == 1:  # which may be a very long line
+    if len(batch) == 1:  # its one piece may be a very long line
         arrays = [tokenizer.encode(batch[0].text)]
     else:
         arrays = tokenizer.encode_batch([piece.text for piece in batch])

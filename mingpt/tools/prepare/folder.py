@@ -54,7 +54,7 @@ def digest_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """What goes wrong in writing becomes a UserError that says how to go on."""
+    """Turn an error in writing into a UserError that tells how to go on."""
     try:
         yield
     except OSError as error:
@@ -105,7 +105,7 @@ class Shard(FileMeta):
 
 
 class Record(pydantic.BaseModel):
-    """What a command has done so far in its folder."""
+    """The record of what a command has done so far in its folder."""
 
     command: dict[str, Any]
     stats: InputStats | None = None
@@ -114,12 +114,12 @@ class Record(pydantic.BaseModel):
     is_complete: bool = False
 
     def save(self, folder: Path) -> None:
-        """Raises UserError."""
+        """Write the record. Raises UserError."""
         write_file(folder / RECORD, self.model_dump())
 
 
 def open_record(folder: Path, command: dict[str, Any]) -> Record:
-    """That of the same command before, or a new one. Raises UserError if other content is there."""
+    """The record that the same command left before, or a new record. Raises UserError for other content."""
     path = folder / RECORD
     try:
         record = check_json(read_json(path), Record)

@@ -52,7 +52,7 @@ POLL_S = 0.1  # a signal that another thread takes does not wake the main one
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
-ENCODING_THREADS = 2  # one takes the tokens out of the package while the other encodes on all cores
+ENCODING_THREADS = 2  # one copies tokens out of the package while the other encodes on all cores
 MAX_PENDING = 3  # batches
 BPE_TOKENS = 4096
 # GPT-2's pattern with words of at most 256 characters: the time of a merge grows with the longest word.
@@ -70,7 +70,7 @@ def pause_s() -> float:
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """A count of bytes of text."""
+    """A progress bar that counts bytes of text."""
     return tqdm(
         total=total,
         desc=what,
@@ -139,7 +139,7 @@ def sample(pieces: Iterable[Piece], shown: "tqdm[Never]") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for. Raises UserError for values that are not allowed."""
+    """The options of the command line. Raises UserError for values that are not allowed."""
 
     tokenizer: str = "char"  # char, bpe, gpt2, or a tokenizer.json by path or URL
     vocab_size: int | None = None  # of bpe; None: BPE_TOKENS
@@ -259,7 +259,7 @@ def write_shards(
     """Encode and write the shards that are missing; returns the content of meta.json. Raises UserError."""
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
-    unpredicted_bytes: int | None = None  # of validation: its first token's
+    unpredicted_bytes: int | None = None  # bytes of the validation part's first token
     loses_text = False
     with (
         progress("encoding", stats.bytes) as shown,

@@ -1,4 +1,4 @@
-"""Real torchrun agents, each with an address of its own on this machine; their workers do nothing."""
+"""Real torchrun agents, each with its own address on this machine; their workers do nothing."""
 
 import os
 import random
@@ -25,7 +25,7 @@ while not (folder / "stop").exists():
 
 
 class Agents:
-    """Agents 1, 2, ... of one job, in a folder of their own."""
+    """Agents 1, 2, ... of one job, in a folder of its own."""
 
     def __init__(self, folder: Path, hosts: bool, nnodes: str) -> None:
         self.folder, self.nnodes = folder, nnodes
@@ -57,7 +57,7 @@ class Agents:
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def await_round(self, number: int, *agents: int) -> None:
-        """Until round `number` of the job runs with exactly these agents, ranked by their addresses."""
+        """Wait until round `number` of the job runs with exactly these agents, ranked by their addresses."""
 
         def members() -> list[int]:
             return sorted(int(line[0]) for line in self.started() if line[6] == str(number))
@@ -78,7 +78,7 @@ class Agents:
         assert len({line[5] for line in self.started()}) == 1  # one job
 
     def end_workers(self, *numbers: int) -> None:
-        """As a collective that fails ends them."""
+        """End the workers of these agents, as a collective that fails would."""
         for number in numbers:
             for pid in children(self.jobs[number].pid):
                 os.kill(pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_any_agent_may_be_killed_and_replaced_or_told_to_leave(
     agents = new_agents(hosts)
     agents.start(1, 2, 3)
     agents.await_round(1, 1, 2, 3)
-    for victim in (1, 2, 3):  # the first leads the round, and holds the board that the others ask first
+    for victim in (1, 2, 3):  # agent 1 leads the round, and has the board that the others ask first
         others = {1, 2, 3} - {victim}
         agents.jobs[victim].kill()
         agents.end_workers(*others)

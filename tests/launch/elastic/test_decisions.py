@@ -1,4 +1,4 @@
-"""Who is in the group and who has to restart, on plain entries."""
+"""Who is in the group and who has to restart, decided on plain entries."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from mingpt.launch.elastic.decisions import (
 
 
 def entry(name: str, reach: str = "abcdef", **fields: object) -> Entry:
-    """Agent `name` ("a" to "f"), by default one that reaches all the others."""
+    """The entry of agent `name` ("a" to "f"), which by default reaches all the others."""
     number = ord(name) - ord("a") + 1
     values = {"host": f"node{number}", "address": f"10.0.0.{number}", "port": 29400, "reach": tuple(reach)}
     return Entry(id=name, **(values | fields))  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def running(name: str, round: str, members: str, number: int = 1, reach: str = "
 
 
 def test_an_agent_is_alive_only_once_its_counter_changes() -> None:
-    seen = Pulse(7, since=0.0)  # a file that an earlier job left looks like this
+    seen = Pulse(7, since=0.0)  # like a file that an earlier job left
     seen.observe(7, now=1.0)
     assert not seen.is_alive(1.0, 4.0)
     seen.observe(8, now=2.0)
@@ -61,10 +61,10 @@ def test_ranks_follow_addresses_as_numbers_then_names() -> None:
     ("reach", "group"),
     [
         ({"a": "bc", "b": "ac", "c": "ab"}, "abc"),
-        ({"a": "", "b": "c", "c": "b"}, "bc"),  # a, which would lead, is cut off
-        ({"a": "bc", "b": "c", "c": "b"}, "bc"),  # a hears nobody: its own view does not count alone
+        ({"a": "", "b": "c", "c": "b"}, "bc"),  # a, the first leader, is cut off
+        ({"a": "bc", "b": "c", "c": "b"}, "bc"),  # nobody reaches a: its own view does not suffice
         ({"a": "", "b": "ac", "c": "ab"}, "bc"),
-        ({"a": "b", "b": "ac", "c": "b"}, "ab"),  # a and c do not see each other: a tie, the larger key goes
+        ({"a": "b", "b": "ac", "c": "b"}, "ab"),  # a and c do not reach each other: the larger key goes
         ({"a": "", "b": "", "c": ""}, "a"),
         ({"a": "bcd", "b": "acd", "c": "ab", "d": "ab"}, "abc"),
         ({"a": "d", "b": "cd", "c": "bd", "d": "abc"}, "bcd"),
@@ -74,7 +74,7 @@ def test_ranks_follow_addresses_as_numbers_then_names() -> None:
 def test_the_group_is_of_agents_that_all_reach_each_other(reach: dict[str, str], group: str) -> None:
     entries = [entry(name, reached) for name, reached in reach.items()]
     assert names(best_group(entries, 9)) == group
-    assert names(best_group(reversed(entries), 9)) == group  # all agents find the same
+    assert names(best_group(reversed(entries), 9)) == group  # all agents find the same group
 
 
 def test_too_many_agents_leave_the_newcomer_as_a_spare() -> None:
@@ -100,7 +100,7 @@ def test_a_later_round_starts_once_each_former_member_is_here_or_gone() -> None:
     assert not complete(group, 0.0) and not complete(group, 1.4) and complete(group, 1.5)
     assert complete(group, 0.0, gone="c")
     assert not complete(group[:1], 100, gone="bc")
-    late = [group[0], entry("d")]  # a knows the last round, d is new
+    late = [group[0], entry("d")]  # a knows the last round, d is a new agent
     assert complete(late, 0.0, gone="bc") and not complete(late, 0.0, gone="b")
 
 
@@ -118,7 +118,7 @@ def restart(
 def test_a_round_of_which_all_are_here_goes_on() -> None:
     a, b = running("a", "r", "ab"), running("b", "r", "ab")
     assert restart(a, [a, b], 3) is None
-    assert restart(a, [a], 3) is None  # its workers notice a dead peer by themselves
+    assert restart(a, [a], 3) is None  # workers notice a dead peer by themselves
     assert restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
 
 
@@ -127,7 +127,7 @@ def test_a_round_of_which_all_are_here_goes_on() -> None:
     [
         (entry("b", round="r", number=2), 0.0),
         (running("b", "r3", "bc", number=3), 0.0),
-        (entry("b", round="r1", number=1), LAG_HOLD_S),  # it is seen in its old round
+        (entry("b", round="r1", number=1), LAG_HOLD_S),  # b is still seen in its old round
         (running("b", "r1", "ab", number=1), LAG_HOLD_S),
         (entry("b"), LAG_HOLD_S),
     ],
@@ -139,7 +139,7 @@ def test_a_member_that_left_or_went_on_alone_ends_the_round(member: Entry, hold_
 
 
 def members(text: str) -> list[Entry]:
-    """A round's members: "b" is node b's agent, "b2" a later agent of the same node."""
+    """The entries of a round's members: "b" is node b's agent, "b2" a later agent of the same node."""
     return [replace(entry(name[0]), id=name) for name in text.split()]
 
 
@@ -155,7 +155,7 @@ def test_a_node_that_joins_and_is_lost_again_and_again_is_held_off_longer_each_t
     assert holds == [JOIN_HOLD_S, 10.0, 60.0, 300.0, 300.0]
     assert backoff.hold_s(entry("c")) == JOIN_HOLD_S
     backoff.start_round(members("a b7"), now + 400)
-    backoff.start_round(members("a"), now + 400 + SOON_S)  # it had lasted: all is forgotten
+    backoff.start_round(members("a"), now + 400 + SOON_S)  # b7 had stayed: earlier losses are forgotten
     assert backoff.hold_s(b) == JOIN_HOLD_S
 
 
@@ -175,7 +175,7 @@ def test_a_newcomer_that_all_members_reach_is_taken_in() -> None:
         found = restart(me, [a, b, entry("c")], 3)
         assert found is not None and found.hold_s == JOIN_HOLD_S and "node3 (10.0.0.3) joins" in found.reason
     assert restart(a, [a, entry("c", "a")], 3) is not None  # b is dead
-    assert restart(a, [a, b, entry("c")], 2) is None  # no room
+    assert restart(a, [a, b, entry("c")], 2) is None  # there is no room
     assert restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
 
 
@@ -201,8 +201,8 @@ def test_of_two_rounds_the_larger_goes_on_and_of_one_size_exactly_one() -> None:
 def test_a_barrier_is_over_once_a_member_has_gone_or_left() -> None:
     a, b = running("a", "r", "ab", number=2), running("b", "r", "ab", number=2)
     assert not has_lost_member(a, [a, b], set())
-    assert not has_lost_member(a, [a, entry("b", round="r0", number=1)], set())  # seen late
-    assert not has_lost_member(a, [a, b, entry("c", number=5)], {"c"})  # none of its members
+    assert not has_lost_member(a, [a, entry("b", round="r0", number=1)], set())  # an old view of b
+    assert not has_lost_member(a, [a, b, entry("c", number=5)], {"c"})  # c is no member
     assert has_lost_member(a, [a], {"b"})
     assert has_lost_member(a, [a, entry("b", round="r", number=2)], set())
     assert has_lost_member(a, [a, running("b", "r3", "bc", number=3)], set())

@@ -1,4 +1,4 @@
-"""How an agent proposes a round: in this process, to a peer that a test plays."""
+"""How an agent in this process proposes a round to a peer that a test plays."""
 
 import atexit
 import os
@@ -42,7 +42,7 @@ def new_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 class Peer:
-    """An agent that answers proposals as `accepts` says, and counts them."""
+    """An agent that answers proposals as `accepts` tells, and counts them."""
 
     def __init__(self, folder: Path, accepts: Callable[[], bool]) -> None:
         self.node, self.proposals = Node("peer", PEER, 1), 0
@@ -66,7 +66,7 @@ def test_a_proposal_that_is_refused_is_tried_again_at_leisure_and_said_once(
     thread.start()
     wait_until(lambda: peer.proposals > 0)
     before = peer.proposals
-    time.sleep(1.5)  # that time itself
+    time.sleep(1.5)  # meanwhile the agent proposes again
     assert 3 <= peer.proposals - before <= 15
     accepts.set()
     thread.join(10)
@@ -102,7 +102,7 @@ def test_the_barrier_at_the_end_holds_until_a_peer_has_come_or_left(
     store = handler.next_rendezvous().store
     waiting = threading.Thread(target=barrier, args=(store, 2, "end"), daemon=True)
     waiting.start()
-    waiting.join(1.5)  # several pings
+    waiting.join(1.5)  # time for several pings
     assert waiting.is_alive()
     act(peer.node)
     waiting.join(10)
@@ -138,7 +138,7 @@ def test_torchrun_ranks_the_workers_of_unequal_nodes_without_asking_anybody(
 def test_an_agent_that_comes_after_the_end_of_its_job_frees_the_memory_of_its_node(
     new_handler: Callable[..., ElasticRendezvous], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not what another agent on the same machine has there."""
+    """The memory of another agent on the same machine stays."""
     monkeypatch.setattr(Node, "view", lambda self: SimpleNamespace(finished=True))
     slots = []
     for run_id, owner in (("ended", this_process()), ("other", this_process(os.getppid()))):

@@ -1,4 +1,4 @@
-"""The options of launch/elastic.sh, and the torchrun command that it makes of them."""
+"""The options of launch/elastic.sh, and the torchrun command that it makes from them."""
 
 import subprocess
 from pathlib import Path

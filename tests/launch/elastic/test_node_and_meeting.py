@@ -1,4 +1,4 @@
-"""What one agent takes for alive and promises to whom; when it proposes which group."""
+"""Which agents an agent takes for alive, whom it promises what, and when it proposes which group."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def other(name: str, **fields: Any) -> Entry:
 
 
 class FakeBoard:
-    """Answers with what `entries` returns for the number of the exchange."""
+    """A board that answers an exchange with what `entries` returns for the number of the exchange."""
 
     def __init__(self, name: str, entries: Callable[[int], list[Entry]]) -> None:
         self.name, self._entries, self.exchanges = name, entries, 0
@@ -137,7 +137,7 @@ def test_an_agent_promises_itself_to_one_leader_at_a_time(monkeypatch: pytest.Mo
     assert node.enter(proposal("a", "r2"))
     entered = node.entered
     assert entered is not None and entered.id == "r2"
-    assert not node.promise(proposal("a", "r4"))  # it runs
+    assert not node.promise(proposal("a", "r4"))  # the agent runs
     node.wait_for_round()
     assert node.entered is None and node.promise(proposal("b", "r5"))
 
@@ -147,7 +147,7 @@ def test_a_promise_lapses(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node("host", HERE, 1)
     node.wait_for_round()
     assert node.promise(proposal("a", "r1"))
-    time.sleep(0.1)  # that time itself
+    time.sleep(0.1)  # until the promise expires
     assert not node.enter(proposal("a", "r1"))
     assert node.promise(proposal("b", "r2")) and node.enter(proposal("b", "r2"))
 
@@ -168,7 +168,7 @@ def ids(group: list[Entry] | None) -> str | None:
 
 def test_only_the_leader_proposes_and_in_the_first_round_once_nobody_has_come_for_a_while() -> None:
     a, b = entry("a"), entry("b")
-    assert ids(Meeting(1, 2, began=0).group_to_propose(view(a, b), 0.0)) == "ab"  # all are here
+    assert ids(Meeting(1, 2, began=0).group_to_propose(view(a, b), 0.0)) == "ab"  # all agents are here
     assert Meeting(1, 2, began=0).group_to_propose(view(b, a), 0.0) is None
     meeting = Meeting(1, 3, began=0)
     assert meeting.group_to_propose(view(a), 0.0) is None
@@ -182,7 +182,7 @@ def test_an_agent_that_sees_no_board_decides_nothing() -> None:
     a, meeting = entry("a"), Meeting(1, 3, began=0)
     meeting.group_to_propose(view(a), 0.0)
     assert meeting.group_to_propose(view(a, is_fresh=False), 10.0) is None
-    assert meeting.group_to_propose(view(a), 11.0) is None  # thawed: it begins to count anew
+    assert meeting.group_to_propose(view(a), 11.0) is None  # the count begins anew
     assert ids(meeting.group_to_propose(view(a), 16.0)) == "a"
 
 
@@ -201,7 +201,7 @@ def test_an_agent_that_is_left_out_waits_while_the_others_run() -> None:
     meeting = Meeting(1, 3, began=0)
     for now in range(100):
         assert meeting.group_to_propose(view(a, *running), float(now)) is None
-    assert ids(meeting.group_to_propose(view(a, gone="bc"), 100.0)) == "a"  # they have died
+    assert ids(meeting.group_to_propose(view(a, gone="bc"), 100.0)) == "a"  # b and c have died
 
 
 def test_a_person_is_told_once_when_it_changes_and_now_and_then() -> None:

@@ -1,4 +1,4 @@
-"""Requests have time limits and servers survive nonsense; boards hold what was posted last."""
+"""Requests have time limits, servers survive invalid requests, and boards hold the latest posts."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def entry(name: str, counter: int = 1) -> Entry:
 
 @pytest.fixture
 def port() -> int:
-    """Of a server that holds a board."""
+    """The port of a server that holds a board."""
     server = Server(HERE, 0, {"post": BoardMemory().post, "ping": lambda message: {"id": "me"}})
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server.port
@@ -52,7 +52,7 @@ def test_a_server_answers_and_survives_nonsense(port: int) -> None:
             connection.sendall(nonsense)
             assert "error" in json.loads(connection.makefile().readline())
     with socket.create_connection((HERE, port), 2):
-        pass  # hangs up
+        pass  # the client hangs up
     assert request(HERE, port, {"op": "ping"}, 2) == {"id": "me"}
 
 
@@ -105,7 +105,7 @@ def test_a_folder_board_holds_a_file_for_each_agent_and_no_more(tmp_path: Path) 
     assert sorted(os.listdir(folder)) == ["a.json", "b.json"]
     (folder / "c.json").write_text('{"id": "c", "later": true}')
     (folder / "d.json").write_bytes(b"\x80\x04")
-    (folder / "e.json").mkdir()  # reading it fails, as a stale handle of NFS does
+    (folder / "e.json").mkdir()  # reading it fails, as with a stale NFS handle
     assert len(board.exchange(entry("b", 2))) == 2
 
 
@@ -150,6 +150,6 @@ def test_boards_forget_killed_agents_and_keep_the_news_that_a_job_is_finished(
         board.exchange(finished)
         board.exchange(entry("killed"))
         board.exchange(entry("b", 1))
-        time.sleep(0.3)  # that time itself
+        time.sleep(0.3)  # until the entry expires
         board.exchange(entry("b", 2))
         assert sorted(found.id for found in board.exchange(entry("b", 3))) == ["a", "b"]
