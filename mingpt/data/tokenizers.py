@@ -85,10 +85,12 @@ class Tokenizer(ABC):
         """The content of a tokenizer.json for Hugging Face's tokenizers; None where it cannot be said so."""
         return None
 
-    def matching_tokens(self, other: "Tokenizer") -> dict[int, int]:
-        """{token here: the same token in `other`}, for embedding rows taken over from another run."""
-        same = self.fingerprint() == other.fingerprint()
-        return {token: token for token in range(len(self))} if same else {}
+    def tokens_by_meaning(self) -> dict[Any, int]:
+        """{what a token stands for: the token}, the same in other tokenizers of its kind.
+
+        Embedding rows taken over from another run follow it. Here tokens mean the same in this one alone.
+        """
+        return {(self.fingerprint(), token): token for token in range(len(self))}
 
     def fingerprint(self) -> str:
         """The same string for tokenizers that encode alike."""
@@ -189,11 +191,8 @@ class CharTokenizer(Tokenizer):
             return None
         return tokenizer if tokenizer.to_tokenizer_json() == content else None
 
-    def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
-        if not isinstance(other, CharTokenizer):
-            return super().matching_tokens(other)
-        theirs = {character: token for token, character in enumerate(other.characters)}
-        return {token: theirs[char] for token, char in enumerate(self.characters) if char in theirs}
+    def tokens_by_meaning(self) -> dict[Any, int]:
+        return {character: token for token, character in enumerate(self.characters)}
 
 
 TOKENIZERS["char"] = CharTokenizer

@@ -60,14 +60,12 @@ class History(pydantic.BaseModel):
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
     """Of the newest snapshot on disk that a run has completed, as far as its run.json tells; 0 for none."""
-    history = load_history(run_dir, run_id)
-    return history.get("durable_step", 0) if history else 0
+    return (load_history(run_dir, run_id) or {}).get("durable_step", 0)
 
 
 def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
     """Where workers have computed differently, as far as run.json tells, and who of them may be wrong."""
-    history = load_history(run_dir, run_id)
-    return history.get("suspects", []) if history else []
+    return (load_history(run_dir, run_id) or {}).get("suspects", [])
 
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
@@ -166,9 +164,8 @@ class RunHistory:
             pass  # a new run
         except (OSError, BadJson) as error:
             log.warning(
-                "%s cannot be used (%s): it is set aside as damaged-run.json if possible",
-                self.path,
-                reason_of(error),
+                f"{self.path} cannot be used ({reason_of(error)}): it is set aside as damaged-run.json if "
+                "possible"
             )
             with contextlib.suppress(OSError):  # a new one replaces it, or says that it cannot be written
                 self.path.replace(self.path.with_name("damaged-run.json"))

@@ -111,7 +111,7 @@ class Follower(Sink):
         """Say once what is wrong."""
         if not self.is_reported:
             self.is_reported = True
-            log.warning("%s %s", self.destination.label, what)
+            log.warning(f"{self.destination.label} {what}")
 
 
 class TensorBoard(Destination):

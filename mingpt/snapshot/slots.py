@@ -177,7 +177,7 @@ def remove_folder(folder: Path, why: str | None = None) -> None:
     They may be gone, or unreachable.
     """
     if why:
-        log.warning("removing %s from memory: %s", folder, why)
+        log.warning(f"removing {folder} from memory: {why}")
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # the memory cannot be used; whoever has the folder says so
         owner_file(folder).unlink(missing_ok=True)

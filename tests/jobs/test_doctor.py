@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL, Start
-from support.jobs import free_port
+from support.jobs import Job, free_port
 from support.nodes import why_no_cluster
 
-from mingpt.tools.jobs import Job, clean_environment, torchrun
+from mingpt.tools.jobs import clean_environment, torchrun
 
 
 def start_agents(start: Start, folder: Path, text: Path, *changes: dict[str, str]) -> list[Job]:
