@@ -22,9 +22,9 @@ from typing import Any
 # `python benchmarks/x.py` finds only its own folder.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.jobs import free_port, read_metric
+from support.jobs import Job, free_port, read_metric, tensor_hash
 
-from mingpt.tools.jobs import ROOT, Job, clean_environment, tensor_hash, torchrun
+from mingpt.tools.jobs import ROOT, clean_environment, torchrun
 
 Settings = Mapping[str, Any]
 # A run whose steps take a few milliseconds.

@@ -14,9 +14,7 @@ import time
 from pathlib import Path
 
 from common import argument_parser, row, start_plain, work_folder
-from support.jobs import last_step
-
-from mingpt.tools.jobs import read_history
+from support.jobs import last_step, read_history
 
 KILL_AT_STEP = 170
 KEPT = ("log.txt", "run.json", "metrics.jsonl", "loss.png", "timeline.png")

@@ -41,10 +41,10 @@ from common import (
     train_undisturbed,
     work_folder,
 )
-from support.jobs import last_step
+from support.jobs import Job, last_step, read_history
 
 from mingpt.base import events
-from mingpt.tools.jobs import Job, is_alive, read_history, torchrun
+from mingpt.tools.jobs import is_alive, torchrun
 
 STEPS, TIMEOUT_S, START_S, STUCK_S, BUSY = 150, 10, 8.0, 1.5, 4
 SETTINGS = SMALL | {

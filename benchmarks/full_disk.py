@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from common import SMALL, Tally, argument_parser, row, start, start_plain, work_folder
-from support.jobs import last_step, read_metric
+from support.jobs import Job, last_step, read_history, read_metric, tensor_hash
 
-from mingpt.tools.jobs import ROOT, Job, read_history, tensor_hash
+from mingpt.tools.jobs import ROOT
 
 STEPS, KILL_AT = 30, 12
 SETTINGS = SMALL | {

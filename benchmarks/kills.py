@@ -37,9 +37,7 @@ from common import (
     train_undisturbed,
     work_folder,
 )
-from support.jobs import last_step
-
-from mingpt.tools.jobs import Job, read_history
+from support.jobs import Job, last_step, read_history
 
 SETTINGS = SMALL | {
     "trainer.max_steps": 400, "trainer.eval_every": 100, "trainer.log_every": 10, "snapshot.every": 20,

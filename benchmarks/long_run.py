@@ -29,9 +29,9 @@ from common import (
     wait_for_success,
     work_folder,
 )
-from support.jobs import last_step
+from support.jobs import Job, last_step, read_history
 
-from mingpt.tools.jobs import ROOT, Job, read_history
+from mingpt.tools.jobs import ROOT
 
 EARLY, SEGMENT, BASE = 1000, 1000, 2000  # steps
 LIMIT_MB, LIMIT_RATIO = 10.0, 1.03

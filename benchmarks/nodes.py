@@ -39,8 +39,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common import SMALL, Tally, argument_parser, row, work_folder
+from support.jobs import read_history
 
-from mingpt.tools.jobs import ROOT, read_history
+from mingpt.tools.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
 from support.nodes import Cluster, Node, why_no_cluster

@@ -40,9 +40,9 @@ from common import (
     train_undisturbed,
     work_folder,
 )
-from support.jobs import free_port, last_step
+from support.jobs import Job, descendants, free_port, last_step, read_history
 
-from mingpt.tools.jobs import ROOT, Job, clean_environment, descendants, read_history
+from mingpt.tools.jobs import ROOT, clean_environment
 
 SETTINGS = SMALL | {
     "trainer.max_steps": 60, "trainer.eval_every": 60, "trainer.timeout_s": 30, "snapshot.every": 10,

@@ -34,9 +34,10 @@ from common import (
     train_undisturbed,
     work_folder,
 )
+from support.jobs import Job
 
 from mingpt.base import events
-from mingpt.tools.jobs import ROOT, Job, torchrun
+from mingpt.tools.jobs import ROOT, torchrun
 
 SETTINGS = SMALL | {
     "trainer.max_steps": 100, "trainer.replay_every": 20, "trainer.eval_every": 50, "snapshot.every": 10,

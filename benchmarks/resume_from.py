@@ -15,8 +15,9 @@ from pathlib import Path
 
 from common import argument_parser, arguments_of, row, short_hash, train, wait_for_success
 from one_hash import SETTINGS, STRATEGIES
+from support.jobs import Job, read_history
 
-from mingpt.tools.jobs import Job, read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 STEPS = 12
 MORE = {"trainer.max_steps": STEPS, "snapshot.every": STEPS // 2, "snapshot.keep_last": 10}

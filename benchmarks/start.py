@@ -40,9 +40,9 @@ from common import (
     wait_for_success,
     work_folder,
 )
-from support.jobs import last_step
+from support.jobs import Job, last_step, read_history
 
-from mingpt.tools.jobs import ROOT, Job, read_history, torchrun
+from mingpt.tools.jobs import ROOT, torchrun
 
 POLL_S = 0.002
 SETTINGS = {

@@ -10,8 +10,8 @@
 Runs of two workers under torchrun, without evaluations and snapshots, on two cores that nobody else uses. A
 step's time is the median over the records of metrics.jsonl after the first quarter. Prints a row per round,
 as JSON, then the median of the paired ratios with their range: ours over the other checkout's; exact over
-fast reduction; `efficiency`, the tokens/s of W workers over W times those of one, or over those of two jobs of
-one worker and half the batch each, at once; nanoGPT's over ours.
+fast reduction; `efficiency`, the tokens/s of W workers over W times those of one, or over those of two jobs
+of one worker and half the batch each, at once; nanoGPT's over ours.
 
 nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
 settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its

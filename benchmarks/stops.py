@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from common import SMALL, Tally, argument_parser, arguments_of, row, short_hash, work_folder
+from support.jobs import Job, read_history
 
 from mingpt.base import events
-from mingpt.tools.jobs import ROOT, Job, is_alive, read_history, torchrun
+from mingpt.tools.jobs import ROOT, is_alive, torchrun
 
 STEPS = 150
 SETTINGS = SMALL | {

@@ -35,11 +35,12 @@ from common import (
     work_folder,
 )
 from steps_against import BIG, SIZES
+from support.jobs import Job
 
 from mingpt.base import events
 from mingpt.config import Config
 from mingpt.config.cli import parse
-from mingpt.tools.jobs import Job, torchrun
+from mingpt.tools.jobs import torchrun
 
 if TYPE_CHECKING:
     from mingpt.distributed import Launch

@@ -15,9 +15,7 @@ import time
 from pathlib import Path
 
 from common import Settings, argument_parser, arguments_of, row, wait_for_success, work_folder
-from support.jobs import read_metric
-
-from mingpt.tools.jobs import Job
+from support.jobs import Job, read_metric
 
 POLL_S = 0.005
 RECIPE = {

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import last_step, read_metric
+from support.jobs import Job, last_step, read_metric, tensor_hash
 from support.nodes import Cluster, why_no_cluster
 from support.switch import wait_until as wait_until
 
-from mingpt.tools.jobs import Job, is_alive, tensor_hash, torchrun
+from mingpt.tools.jobs import is_alive, torchrun
 
 Start = Callable[..., Job]
 Finish = Callable[..., Job]

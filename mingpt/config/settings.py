@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -382,15 +382,17 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """{dotted key: value} of the settings that can change the result, of a nested configuration."""
+    given = flatten(dict(config))
+    known = settings().items()
+    return {key: given.get(key, setting.default) for key, setting in known if setting.affects_result}
+
+
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The settings that affect the result and differ, as "key: old -> new", of two nested configurations."""
-    was, now = flatten(old), flatten(new)
-    found = []
-    for key, setting in settings().items():
-        before, after = was.get(key, setting.default), now.get(key, setting.default)
-        if setting.affects_result and before != after:
-            found.append(f"{key}: {before} -> {after}")
-    return found
+    was, now = result_settings(old), result_settings(new)
+    return [f"{key}: {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]
 
 
 def to_dict(config: Config) -> dict[str, Any]:

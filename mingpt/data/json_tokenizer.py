@@ -242,16 +242,12 @@ class JsonTokenizer(Tokenizer):
         named = (self._ids[name] for name in END_OF_TEXT if name in self._ids)
         return next((token for token in named if self._is_special.get(token)), None)
 
-    def tokens_by_name(self) -> dict[tuple[str, bool], int]:
-        """The tokens, as {(string, whether the token is special): token}."""
-        return {(name, self._is_special.get(token, False)): token for name, token in self._ids.items()}
-
-    def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
-        """Match tokens by their strings, special to special; none if only one tokenizer is byte-level."""
-        if not isinstance(other, JsonTokenizer) or self.is_byte_level != other.is_byte_level:
-            return super().matching_tokens(other)
-        theirs = other.tokens_by_name()
-        return {token: theirs[name] for name, token in self.tokens_by_name().items() if name in theirs}
+    def tokens_by_meaning(self) -> dict[Any, int]:
+        """{(string, whether the token is special, whether the tokenizer is byte-level): token}."""
+        return {
+            (name, self._is_special.get(token, False), self.is_byte_level): token
+            for name, token in self._ids.items()
+        }
 
 
 def load_with_package(content: bytes) -> "PackageTokenizer":

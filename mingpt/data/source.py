@@ -78,7 +78,7 @@ def write_cache(url: str, content: bytes) -> None:
         # Durable, since without data.sha256 nothing tells whether it is complete.
         write_atomic(cached, content, cached.with_name(f"{cached.name}.{os.getpid()}"), sync="file")
     except (OSError, RuntimeError) as error:
-        log.warning("%s is not cached (%s): the next start downloads it again", url, error)
+        log.warning(f"{url} is not cached ({error}): the next start downloads it again")
 
 
 def cache_path(url: str) -> Path:

@@ -85,10 +85,12 @@ class Tokenizer(ABC):
         """The content of a tokenizer.json for Hugging Face's tokenizers; None if there is no such form."""
         return None
 
-    def matching_tokens(self, other: "Tokenizer") -> dict[int, int]:
-        """The tokens that both have, as {token here: token in `other`}; to take over rows of an embedding."""
-        same = self.fingerprint() == other.fingerprint()
-        return {token: token for token in range(len(self))} if same else {}
+    def tokens_by_meaning(self) -> dict[Any, int]:
+        """{a token's meaning: token}. Tokenizers share the rows of embeddings whose tokens have one meaning.
+
+        By default a token means the same only in tokenizers with the same fingerprint.
+        """
+        return {(self.fingerprint(), token): token for token in range(len(self))}
 
     def fingerprint(self) -> str:
         """A SHA-256 in hex, the same for tokenizers of the same kind and content."""
@@ -189,11 +191,8 @@ class CharTokenizer(Tokenizer):
             return None
         return tokenizer if tokenizer.to_tokenizer_json() == content else None
 
-    def matching_tokens(self, other: Tokenizer) -> dict[int, int]:
-        if not isinstance(other, CharTokenizer):
-            return super().matching_tokens(other)
-        theirs = {character: token for token, character in enumerate(other.characters)}
-        return {token: theirs[char] for token, char in enumerate(self.characters) if char in theirs}
+    def tokens_by_meaning(self) -> dict[Any, int]:
+        return {character: token for token, character in enumerate(self.characters)}
 
 
 TOKENIZERS["char"] = CharTokenizer

@@ -23,8 +23,8 @@ from torch.utils.data import Dataset, DistributedSampler
 from mingpt.base.errors import UserError
 from mingpt.base.files import read_json
 from mingpt.config import DataConfig
-from mingpt.data.shards import ShardData, TokenShards
-from mingpt.data.source import hint_to_prepare
+from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
+from mingpt.data.source import hint_to_prepare, read_bytes
 from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 
 PREFETCH_BATCHES = 64  # gathered, and moved to the device, together
@@ -289,6 +289,13 @@ class TextData:
 
 
 Data = TextData | ShardData
+
+
+def open_data(config: DataConfig) -> Data:
+    """The text or the token shards, as this machine has them. Raises UserError."""
+    if is_shards(config.path):
+        return open_shards(config.path, config.val_fraction)
+    return TextData(read_bytes(config), config)
 
 
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:

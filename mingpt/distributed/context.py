@@ -103,7 +103,7 @@ class DistributedContext:
         import torch
 
         if recorded != self.threads:
-            log.info("using %d CPU threads per worker, as this run began, not %d", recorded, self.threads)
+            log.info(f"using {recorded} CPU threads per worker, as this run began, not {self.threads}")
             self.threads = recorded
             torch.set_num_threads(recorded)
 
@@ -209,12 +209,10 @@ class DistributedContext:
         """Gather (n,) of each rank as (workers, n), the same on all ranks."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
-        import torch
+        from torch import distributed
 
         # all_gather_into_tensor is the name before torch 2.13.
-        gather = (
-            getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-        )
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         gathered = tensor.new_empty(self.world_size, len(tensor))
         gather(gathered.flatten(), tensor)
         return gathered

@@ -90,9 +90,7 @@ class StopSignal:
             if self.stop_file:
                 self.stop_file.unlink(missing_ok=True)
         except OSError as error:
-            log.warning(
-                "%s cannot be removed (%s) and will stop the next run", self.stop_file, error.strerror
-            )
+            log.warning(f"{self.stop_file} cannot be removed ({error.strerror}) and will stop the next run")
 
     def exit_before_training(self, reason: str) -> NoReturn:
         """Exit for a request that all ranks know, when there is nothing to save."""

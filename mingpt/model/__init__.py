@@ -5,7 +5,6 @@ ranks.
 """
 
 from mingpt.model.compile import (
-    CompileChoice,
     can_compile_block,
     choose_compile,
     compile_blocks,
@@ -16,21 +15,18 @@ from mingpt.model.gpt import (
     GPT,
     LossModule,
     draw_weight,
-    flops_per_token,
     generate_batch,
     parameter_shapes,
 )
 
 __all__ = [
     "GPT",
-    "CompileChoice",
     "LossModule",
     "can_compile_block",
     "choose_compile",
     "compile_blocks",
     "compile_model",
     "draw_weight",
-    "flops_per_token",
     "generate_batch",
     "import_compiler",
     "parameter_shapes",

@@ -133,7 +133,7 @@ def compile_model(
                 raise ArithmeticError("the same input has other gradients when it comes again")
             return forward, mode != "default"
         except Exception as error:  # any stage of the compiler may fail; training does without it
-            log.warning("%s failed (%s); going on without it", name, reason_of(error))
+            log.warning(f"{name} failed ({reason_of(error)}); going on without it")
     return None, False
 
 
@@ -152,7 +152,7 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
             y = torch.compile(block.compute, dynamic=False)(x, 0, model.positions)
         y.sum().backward()
     except Exception as error:  # any stage of the compiler may fail; training does without it
-        log.warning("torch.compile failed (%s); going on without it", reason_of(error))
+        log.warning(f"torch.compile failed ({reason_of(error)}); going on without it")
         return False
     return True
 

@@ -4,14 +4,11 @@ An optimizer updates the rows of each parameter that a worker holds. Its state i
 snapshot stores it. Of the model only names and shapes are used.
 """
 
-from mingpt.optim.muon import Exchange, Muon
-from mingpt.optim.optimizer import SCHEDULES, AdamW, Optimizer, learning_rate, state_shapes
+from mingpt.optim.muon import Exchange
+from mingpt.optim.optimizer import Optimizer, learning_rate, state_shapes
 
 __all__ = [
-    "SCHEDULES",
-    "AdamW",
     "Exchange",
-    "Muon",
     "Optimizer",
     "learning_rate",
     "state_shapes",

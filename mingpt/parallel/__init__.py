@@ -11,7 +11,6 @@ from mingpt.parallel.strategy import STRATEGIES, Strategy, StrategySetup, digest
 
 __all__ = [
     "STRATEGIES",
-    "DDPReduction",
     "ExactReduction",
     "Strategy",
     "StrategySetup",

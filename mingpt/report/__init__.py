@@ -8,7 +8,6 @@ Metrics are functions of a step's statistics; sinks are places that the metrics'
 from mingpt.report.files import read_records
 from mingpt.report.history import (
     GenerationStart,
-    RunHistory,
     load_history,
     mark_ended,
     read_durable_step,
@@ -16,17 +15,12 @@ from mingpt.report.history import (
     read_suspects,
 )
 from mingpt.report.log import open_log
-from mingpt.report.metrics import METRICS, RunInfo, Sink, StepStats
-from mingpt.report.run_logger import SINKS, RunLogger, StepTimer, is_reported
+from mingpt.report.metrics import StepStats
+from mingpt.report.run_logger import RunLogger, StepTimer, is_reported
 
 __all__ = [
-    "METRICS",
-    "SINKS",
     "GenerationStart",
-    "RunHistory",
-    "RunInfo",
     "RunLogger",
-    "Sink",
     "StepStats",
     "StepTimer",
     "is_reported",

@@ -38,7 +38,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                     raise TypeError
             except (ValueError, TypeError, KeyError):
                 record = None
-                log.warning("a line of %s that is not a record is ignored: %.60r", path, line)
+                log.warning(f"a line of {path} that is not a record is ignored: {line!r:.60}")
             yield line, record
 
 
@@ -52,15 +52,13 @@ class WriteStatus:
         was_failing, self.is_failing = self.is_failing, True
         if not was_failing:
             log.warning(
-                "%s cannot be written (%s): training goes on, and it is tried again",
-                self.path,
-                reason_of(error),
+                f"{self.path} cannot be written ({reason_of(error)}): training goes on, and it is tried again"
             )
 
     def worked(self) -> None:
         was_failing, self.is_failing = self.is_failing, False
         if was_failing:
-            log.warning("%s is written again", self.path)
+            log.warning(f"{self.path} is written again")
 
 
 MayWrite = Callable[[], bool]  # called before a file is touched: the folder may be another job's by now

@@ -60,14 +60,12 @@ class History(pydantic.BaseModel):
 
 def read_durable_step(run_dir: Path, run_id: str) -> int:
     """The step of the newest snapshot on disk that run.json records; 0 if it records none."""
-    history = load_history(run_dir, run_id)
-    return history.get("durable_step", 0) if history else 0
+    return (load_history(run_dir, run_id) or {}).get("durable_step", 0)
 
 
 def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
     """The entries of run.json on workers that computed differently: at which step, and who may be wrong."""
-    history = load_history(run_dir, run_id)
-    return history.get("suspects", []) if history else []
+    return (load_history(run_dir, run_id) or {}).get("suspects", [])
 
 
 def read_job_start(run_dir: Path, run_id: str) -> int | None:
@@ -166,9 +164,8 @@ class RunHistory:
             pass  # a new run
         except (OSError, BadJson) as error:
             log.warning(
-                "%s cannot be used (%s): it is set aside as damaged-run.json if possible",
-                self.path,
-                reason_of(error),
+                f"{self.path} cannot be used ({reason_of(error)}): it is set aside as damaged-run.json if "
+                "possible"
             )
             with contextlib.suppress(OSError):  # else the new file replaces it
                 self.path.replace(self.path.with_name("damaged-run.json"))

@@ -83,11 +83,9 @@ class RisingLoss(Sink):
         self.replay(step, values)
         if "val/loss" in values and self.above == PATIENCE:
             log.info(
-                "the validation loss was lowest at step %d (%.4f) and has been higher %d times since: the "
-                "model learns the training text by heart; more text or model.dropout helps",
-                self.lowest_step,
-                self.lowest,
-                PATIENCE,
+                f"the validation loss was lowest at step {self.lowest_step} ({self.lowest:.4f}) and has been "
+                f"higher {PATIENCE} times since: the model learns the training text by heart; more text or "
+                "model.dropout helps"
             )
 
 
@@ -105,7 +103,7 @@ class ConsoleSink(Sink):
     def log(self, step: int, values: Values) -> None:
         if "val/loss" in values:
             names = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("val/")]
-            log.info("step %d/%d  %s", step, self.max_steps, "  ".join(names))
+            log.info(f"step {step}/{self.max_steps}  {'  '.join(names)}")
         if "train/loss" not in values:
             return
         formats = {"train/loss": "loss {:.4f}", "lr": "lr {:.2e}", "tokens_per_s": "{:,.0f} tokens/s"}
@@ -116,7 +114,7 @@ class ConsoleSink(Sink):
             self.bar.set_postfix_str(text, refresh=False)
         else:
             left_s = (self.max_steps - step) * values.get("step_s", 0.0)
-            log.info("step %d/%d  %s  %.0f s left", step, self.max_steps, text, left_s)
+            log.info(f"step {step}/{self.max_steps}  {text}  {left_s:.0f} s left")
 
     def on_step(self, step: int) -> None:
         if self.bar is not None:

@@ -1,19 +1,25 @@
-"""Plots of a run, drawn in the background: loss.png (training and validation loss) and timeline.png."""
+"""Plots of a run: loss.png (training and validation loss) and timeline.png (what it did when, host by host).
+
+The timeline is drawn from run.json alone. While a run trains, both are drawn in the background.
+"""
 
 import functools
 import io
+import re
+import textwrap
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import Any
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
-from mingpt.base.files import BadJson, reason_of, write_atomic
+from mingpt.base.files import BadJson, check_json, read_json, reason_of, write_atomic
 from mingpt.report.files import SmallFile
+from mingpt.report.history import PHASES, Generation, History, plural
 from mingpt.report.metrics import RunInfo, Sink, Values
-from mingpt.report.timeline import draw_timeline
 
 STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"color": "tab:blue", "alpha": 0.6, "linewidth": 1.0},
@@ -21,6 +27,19 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 Curve = tuple["array[float]", "array[float]"]  # steps, losses
 UNSCALED = 0.1  # share of the steps, the first ones, whose fast falling losses do not set the y-axis's range
+# The phases of a bar, in their order. A run.json older than these measurements has only the last one.
+COLORS = {
+    "start": "#a8b3bf",
+    "steps done twice": "#e07b73",
+    "training": "#5aa469",
+    "evaluation": "#f2b33d",
+    "waiting for snapshots": "#7d68b3",
+    "not told apart": "#8fb4d9",
+}
+ORDERLY, FAULT = "#2b5c8f", "#b3261e"
+UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+MAX_NAMES = 30  # host names on the axis
+Edges = list[list[float]]  # (generations, phases + 1): where phases begin and end on the axis, in seconds
 
 
 class LossPlot(Sink):
@@ -115,6 +134,122 @@ def draw_loss(figure: Any, run: RunInfo, curves: dict[str, Curve]) -> None:
     axes.set_title(f"{run.run_dir.resolve().name}: {model['arch']}, {size}", parse_math=False)
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
+
+
+def split(generation: Generation, done: int) -> list[float]:
+    """The seconds of each phase in COLORS, after generations that have done `done` steps."""
+    seconds = generation.seconds or max(0.0, generation.seen - generation.began)
+    if not generation.phases:
+        return [0.0, 0.0, 0.0, 0.0, 0.0, seconds]
+    start_s, evaluation_s, wait_s = (generation.phases.get(phase, 0.0) for phase in PHASES)
+    steps_s = max(0.0, seconds - evaluation_s - wait_s)
+    steps_twice = max(0, min(done, generation.to_step) - generation.from_step)
+    twice_s = min(steps_s, steps_twice * generation.step_s)
+    return [start_s, twice_s, steps_s - twice_s, evaluation_s, wait_s, 0.0]
+
+
+def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float, float, float]]]:
+    """The edges of the phases on an axis of seconds, and the pauses cut out of it as (left, width, seconds).
+
+    A pause in which nothing ran is cut out if it is longer than an average generation.
+    """
+    busy_s = sum(max(0.0, one.seen - one.began) for one in generations)
+    starts = [one.began - one.phases.get("start_s", 0.0) for one in generations]
+    ends = [starts[0], *(one.seen for one in generations[:-1])]
+    pauses = [max(0.0, start - end) for start, end in zip(starts, ends, strict=True)]
+    are_cut = [pause_s > busy_s / len(generations) for pause_s in pauses]
+    width = busy_s * min(0.03, 0.2 / max(1, sum(are_cut)))
+    done, right, edges, cuts = 0, 0.0, Edges(), []
+    for one, pause_s, is_cut in zip(generations, pauses, are_cut, strict=True):
+        if is_cut:
+            cuts.append((right, width, pause_s))
+        left = right + (width if is_cut else pause_s)
+        edges.append(list(accumulate([left, *split(one, done)])))
+        right, done = edges[-1][-1], max(done, one.to_step)
+    return edges, cuts
+
+
+def shorten(end: str) -> str:
+    """A few words of how a generation ended."""
+    words = re.split(r" \(|;|:", end.removeprefix("the workers were ").removeprefix("the "))[0]
+    words = re.sub(r"workers \d+(, \d+){3,}", lambda ranks: f"{ranks[0].count(',') + 1} workers", words)
+    return textwrap.shorten(words, 34, placeholder=" ...")
+
+
+def unit_of(seconds: float) -> str:
+    """The largest unit of which `seconds` holds at least three."""
+    return next((name for name, unit_s in UNITS.items() if seconds >= 3 * unit_s), "seconds")
+
+
+def draw_timeline(figure: Any, run_dir: Path) -> None:
+    """Draw a run on an empty figure of matplotlib's. Raises OSError or BadJson if run.json is unusable."""
+    from matplotlib.ticker import MaxNLocator
+
+    history = check_json(read_json(run_dir / "run.json"), History)
+    edges, cuts = lay_out(history.generations)
+    hosts = list(dict.fromkeys(host for one in history.generations for host in one.hosts)) or ["workers"]
+    figure.set_size_inches(11, 2.8 + 0.35 * min(len(hosts), MAX_NAMES))
+    axes, end = figure.subplots(), edges[-1][-1] or 1.0
+    unit = unit_of(end)
+    draw_bars(axes, history.generations, edges, hosts)
+    draw_ends(axes, history.generations, edges)
+    style = {"transform": axes.get_xaxis_transform(), "zorder": 3}
+    hatched = {"facecolor": "white", "edgecolor": "gray", "hatch": "//", **style}
+    axes.broken_barh([cut[:2] for cut in cuts], (0, 1), label="cut out" if cuts else None, **hatched)
+    upright = {"rotation": 90, "size": 8, "ha": "center", "va": "center", "backgroundcolor": "white", **style}
+    for left, width, pause_s in cuts:
+        pause = f"{pause_s / UNITS[unit_of(pause_s)]:.0f} {unit_of(pause_s)}"
+        axes.text(left + width / 2, 0.5, pause if width > 0.01 * end else "", **upright)
+    ticks = MaxNLocator(10).tick_values(0, end / UNITS[unit])
+    axes.set_xticks([tick * UNITS[unit] for tick in ticks], [f"{tick:g}" for tick in ticks])
+    lanes = range(0, len(hosts), 1 + (len(hosts) - 1) // MAX_NAMES)
+    axes.set_yticks(lanes, [hosts[lane] for lane in lanes], parse_math=False)
+    axes.set(xlim=(0, end), ylim=(len(hosts) - 0.5, -0.5))
+    axes.set_xlabel(f"{unit}; the phases of a bar are totals, in this order")
+    told = f"{plural(len(edges), 'generation')}, {history.steps_lost} steps done twice, {history.status}"
+    name = run_dir.resolve().name
+    figure.suptitle(f"{name}: goodput {history.goodput:.1%}, {told}", parse_math=False)
+    handles, labels = axes.get_legend_handles_labels()
+    legend = dict(zip(labels, handles, strict=True))  # each phase once
+    figure.legend(
+        legend.values(), legend.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+    )
+
+
+def draw_bars(axes: Any, generations: Sequence[Generation], edges: Edges, hosts: Sequence[str]) -> None:
+    """Draw a bar for each generation and host, and a mark where a host came or went between generations."""
+    came, went = [], []
+    for lane, host in enumerate(hosts):
+        is_there = [host in (one.hosts or hosts[:1]) for one in generations]
+        bars = list(compress(edges, is_there))
+        for number, (phase, color) in enumerate(COLORS.items()):
+            spans = [(edge[number], edge[number + 1] - edge[number]) for edge in bars]
+            if any(seconds for _, seconds in spans):
+                axes.broken_barh(spans, (lane - 0.38, 0.76), color=color, linewidth=0, label=phase)
+        for number, (before, now) in enumerate(pairwise(is_there)):
+            if now and not before:
+                came.append((edges[number + 1][0], lane))
+            if before and not now:
+                went.append((edges[number][-1], lane))
+    for places, color, marker, label in ((came, ORDERLY, ">", "node came"), (went, FAULT, "X", "node went")):
+        if places:
+            size = min(40.0, 2000 / len(places))
+            axes.scatter(*zip(*places, strict=True), size, color, marker=marker, zorder=4, label=label)
+
+
+def draw_ends(axes: Any, generations: Sequence[Generation], edges: Edges) -> None:
+    """Mark how generations ended; names as many ends as there is room for, the last ones first."""
+    ends = [(edge[-1], one.end) for one, edge in zip(generations, edges, strict=True) if one.end != "running"]
+    colors = [ORDERLY if re.match("finished|stopped|.* joined$", how) else FAULT for _, how in ends]
+    # If there are many ends, their marks are above the lanes, else they cross all lanes.
+    lowest = 1.0 if len(ends) > 60 else 0.0
+    style = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+    axes.vlines([x for x, _ in ends], lowest, 1.03, colors, linewidth=1, **style)
+    free_x, words_style = float("inf"), style | {"rotation_mode": "anchor", "parse_math": False}
+    for (x, how), color in reversed(list(zip(ends, colors, strict=True))):
+        if x <= free_x:
+            axes.text(x, 1.04, shorten(how), rotation=35, size=8, color=color, **words_style)
+            free_x = x - 0.035 * edges[-1][-1]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -123,7 +123,7 @@ class RunLogger:
                     for sink in self.sinks:
                         sink.replay(record["step"], values)
         except OSError as error:
-            log.warning("%s cannot be read: %s", path, reason_of(error))
+            log.warning(f"{path} cannot be read: {reason_of(error)}")
 
     def remember(self, record: dict[str, Any]) -> None:
         kinds = {"val/loss": "val", "skipped/first_window": "skipped"}
@@ -150,43 +150,33 @@ class RunLogger:
             log.log(logging.WARNING if self.is_main else logging.INFO, "%s", self.previous_end)
         if self.start.is_restart:
             return
-        config, environment, threads = self.config, self.environment, self.environment.threads
+        config, trainer, environment = self.config, self.config.trainer, self.environment
+        workers, threads = plural(self.start.workers, "worker"), environment.threads
         log.info(
-            "%s with %s parameters, %s; %s%s on %s, %s each",
-            config.model.arch,
-            f"{self.parameters:,}",
-            environment.dtype,
-            plural(self.start.workers, "worker"),
-            describe_strategy(config.trainer),
-            environment.device,
-            plural(threads, "CPU thread"),
+            f"{config.model.arch} with {self.parameters:,} parameters, {environment.dtype}; "
+            f"{workers}{describe_strategy(trainer)} on {environment.device}, "
+            f"{plural(threads, 'CPU thread')} each"
         )
         log.info(
-            "%s: %s for training, %s for validation, vocabulary of %d; %s tokens per step, "
-            "%.1f steps per epoch, %d steps",
-            config.data.path,
-            describe_part(self.corpus.train),
-            describe_part(self.corpus.val),
-            self.corpus.vocab_size,
-            f"{config.trainer.batch_size * config.data.block_size:,}",
-            windows_per_epoch / config.trainer.batch_size,
-            config.trainer.max_steps,
+            f"{config.data.path}: {describe_part(self.corpus.train)} for training, "
+            f"{describe_part(self.corpus.val)} for validation, vocabulary of {self.corpus.vocab_size}; "
+            f"{trainer.batch_size * config.data.block_size:,} tokens per step, "
+            f"{windows_per_epoch / trainer.batch_size:.1f} steps per epoch, {trainer.max_steps} steps"
         )
-        log.info("%s", compile_choice)
+        log.info(compile_choice)
         idle = usable_cores() - threads
         if self.start.workers == 1 and environment.device.startswith("cpu") and idle > 0:
             log.info(
-                "idle: %s; start more workers, which does not change the result, "
-                "or raise trainer.threads, which does",
-                plural(idle, "CPU core"),
+                f"idle: {plural(idle, 'CPU core')}; start more workers, which does not change the result, "
+                "or raise trainer.threads, which does"
             )
         shares = [f"{len(numbers)} on worker {rank}" for rank, numbers in enumerate(assignment)]
         windows = plural(config.trainer.micro_batch_size, "window")
-        log.info("micro-batches of %s in a step: %s", windows, ", ".join(shares))
+        log.info(f"micro-batches of {windows} in a step: {', '.join(shares)}")
         origin = f"resumed from step {step}" if step else "a fresh run"
-        log.info("snapshots every %d steps to %s; %s", config.snapshot.every, snapshots, origin)
+        log.info(f"snapshots every {config.snapshot.every} steps to {snapshots}; {origin}")
         for change in self.start.changes:
-            log.info("changed on purpose: %s", change)
+            log.info(f"changed on purpose: {change}")
 
     def on_step(self, step: int) -> None:
         for sink in self.sinks:
@@ -216,7 +206,7 @@ class RunLogger:
         if sample:
             for sink in self.sinks:
                 sink.log_text(step, "sample", sample)
-            log.info("%s", "\n".join("    " + line for line in sample.splitlines()))
+            log.info("\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:
         """Make all records so far durable, if possible. Called from the thread that writes snapshots."""
@@ -234,8 +224,8 @@ class RunLogger:
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
-        log.info("%s at step %d: %s", how, step, self.history.summary())
-        log.info("snapshot in %s, metrics, loss.png and timeline.png in %s", snapshots, self.config.run_dir)
+        log.info(f"{how} at step {step}: {self.history.summary()}")
+        log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.config.run_dir}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
         """Record the end, and close the sinks. Metrics that cannot be written now are lost."""

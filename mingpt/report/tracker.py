@@ -111,7 +111,7 @@ class Follower(Sink):
         """Log what is wrong, once."""
         if not self.is_reported:
             self.is_reported = True
-            log.warning("%s %s", self.destination.label, what)
+            log.warning(f"{self.destination.label} {what}")
 
 
 class TensorBoard(Destination):

@@ -50,7 +50,7 @@ def discard(file: Any, path: str) -> None:
         else:
             file.close()
     except DriverError as error:
-        log.warning("the upload of %s could not be aborted (%s)", path, reason_of(error))
+        log.warning(f"the upload of {path} could not be aborted ({reason_of(error)})")
 
 
 def write_chunks(
@@ -142,7 +142,7 @@ class FileStore:
         def on_failure(error: Exception) -> None:
             if isinstance(error, ClaimLost):
                 raise error
-            log.info("writing %s/%s failed (%s) and is retried", self.url, name, reason_of(error))
+            log.info(f"writing {self.url}/{name} failed ({reason_of(error)}) and is retried")
 
         pauses_s = () if iter(chunks) is chunks else self.retries_s
         return retry(lambda: self.upload_once(name, chunks, size), pauses_s, on_failure)
@@ -187,9 +187,9 @@ class FileStore:
             for upload in listed.get("Uploads", []):
                 key, upload_id = upload["Key"], upload["UploadId"]
                 self.files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
-                log.info("an upload of %s/%s that was not completed is aborted", bucket, key)
+                log.info(f"an upload of {bucket}/{key} that was not completed is aborted")
         except DriverError as error:
-            log.info("unfinished uploads to %s* cannot be looked for (%s)", path, reason_of(error))
+            log.info(f"unfinished uploads to {path}* cannot be looked for ({reason_of(error)})")
 
     def fsync_folder(self) -> None:
         """Make renames and removals durable."""

@@ -59,7 +59,7 @@ def open_snapshot(
             try:
                 return store.read(step, check, weights_only)
             except (CorruptSnapshot, UnreadableSnapshot) as error:
-                log.warning("snapshot of step %d in %s skipped: %s", step, place, error)
+                log.warning(f"snapshot of step {step} in {place} skipped: {error}")
                 problems.append(f"step {step}: {error}")
     if best:
         raise UserError(
@@ -83,7 +83,7 @@ def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
         try:
             loss = validation_loss(store.read_manifest(step))
         except (CorruptSnapshot, UnreadableSnapshot) as error:
-            log.warning("snapshot of step %d in %s skipped: %s", step, store.url, error)
+            log.warning(f"snapshot of step {step} in {store.url} skipped: {error}")
             continue
         if loss is not None:
             losses[step] = loss

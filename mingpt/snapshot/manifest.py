@@ -43,27 +43,30 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-class DataFields(pydantic.BaseModel):
-    """The text, or the token shards, that were trained on."""
+class Part(pydantic.BaseModel):
+    """Types are strict: neither `true` nor "1" is 1. Other fields may be there."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
+
+
+class DataFields(Part):
+    """The text, or the token shards, that were trained on."""
+
     path: str
     sha256: Sha256
     files: dict[str, Name] = {}
 
 
-class TokenizerFields(pydantic.BaseModel):
+class TokenizerFields(Part):
     """The tokenizer: characters in `vocabulary`, a tokenizer.json among the tensors, or none."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="allow")
     kind: Name
     vocab_size: int = pydantic.Field(ge=1, lt=2**63)
 
 
-class SoftwareFields(pydantic.BaseModel):
+class SoftwareFields(Part):
     """The facts besides the configuration that the bits depend on."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="allow")
     __pydantic_extra__: dict[str, Scalar]
     torch: Name
     device: Name
@@ -97,10 +100,9 @@ class ShardFields(pydantic.BaseModel):
         return self
 
 
-class Fields(pydantic.BaseModel):
-    """The fields of schema 1 with types and ranges; there may be others. Neither `true` nor "1" is 1."""
+class Fields(Part):
+    """The fields of schema 1, with types and ranges."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="allow")
     step: Count
     windows: Count
     config: dict[str, Any]

@@ -227,10 +227,8 @@ class MemorySaver:
         self.remove_copies()
         if self.sharding.rank == 0:
             log.warning(
-                "no copies of snapshots in memory on the next node: %s cannot be used (%s); after the loss "
-                "of a node the run resumes from disk",
-                self.snapshots.root.parent,
-                problem,
+                f"no copies of snapshots in memory on the next node: {self.snapshots.root.parent} cannot be "
+                f"used ({problem}); after the loss of a node the run resumes from disk"
             )
 
     def part_specs(self, rank: int) -> dict[str, TensorSpec]:
@@ -343,9 +341,8 @@ class MemorySaver:
         self.disabled = True
         if self.sharding.rank == 0:
             log.warning(
-                "no snapshots in memory: %s cannot be used (%s); after a kill the run resumes from disk",
-                self.snapshots.root.parent,
-                problem,
+                f"no snapshots in memory: {self.snapshots.root.parent} cannot be used ({problem}); after a "
+                "kill the run resumes from disk"
             )
         self.own.remove()
         self.remove_copies()

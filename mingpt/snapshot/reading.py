@@ -43,7 +43,7 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
         failure = failure_of(error, what)
         if failure is error or isinstance(failure, CorruptSnapshot):
             raise error  # it would fail again
-        log.info("%s cannot be read (%s); trying again", what, reason_of(error))
+        log.info(f"{what} cannot be read ({reason_of(error)}); trying again")
 
     try:
         return retry(work, retries_s, on_failure)

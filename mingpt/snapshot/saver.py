@@ -111,9 +111,7 @@ class Transfer:
             if is_no_room or isinstance(failure, (ClaimLost, SaveAborted)):
                 raise failure
             if self.group.rank == self.writers[0]:
-                log.info(
-                    "writing step %d to %s failed (%s) and is retried", step, store.url, reason_of(failure)
-                )
+                log.info(f"writing step {step} to {store.url} failed ({reason_of(failure)}) and is retried")
 
         pauses_s = () if store.is_local else store.retries_s
         return retry(lambda: self.write_files_once(store), pauses_s, on_failure)
@@ -245,13 +243,13 @@ class SnapshotSaver:
             self.error = error
             # The main thread loses the same peer, or the same claim, and reports it.
             if not isinstance(error, (SaveAborted, ClaimLost)):
-                log.warning("snapshot of step %d could not be written: %s", step, reason_of(error))
+                log.warning(f"snapshot of step {step} could not be written: {reason_of(error)}")
             return
         try:
             if self.is_main:
                 self.prune()
         except Exception as error:  # the new snapshot is valid all the same
-            log.warning("old snapshots could not be removed: %s", reason_of(error))
+            log.warning(f"old snapshots could not be removed: {reason_of(error)}")
 
     @property
     def is_main(self) -> bool:
@@ -276,7 +274,7 @@ class SnapshotSaver:
                 if removed is None:
                     raise
                 log.warning(
-                    "snapshot of step %d is removed: there was no room for that of step %d", removed, step
+                    f"snapshot of step {removed} is removed: there was no room for that of step {step}"
                 )
 
     def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
@@ -321,7 +319,7 @@ class SnapshotSaver:
         try:
             self.store.read(step)
         except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:
-            log.warning("snapshot of step %d is not valid: %s", step, error)
+            log.warning(f"snapshot of step {step} is not valid: {error}")
             return False
         return True
 

@@ -173,7 +173,7 @@ def read_owner(folder: Path) -> Process | None:
 def remove_folder(folder: Path, why: str | None = None) -> None:
     """Remove a folder and its owner file, which may be gone or unreachable. `why` is logged, if given."""
     if why:
-        log.warning("removing %s from memory: %s", folder, why)
+        log.warning(f"removing {folder} from memory: {why}")
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # the memory cannot be used; the folder's owner reports it
         owner_file(folder).unlink(missing_ok=True)

@@ -177,7 +177,7 @@ class SnapshotStore(FileStore):
             self.make_ready()
         except DriverError as error:
             if isinstance(error, OSError) and error.errno in NO_ROOM:
-                log.warning("there is no room for snapshots in %s (%s)", self.url, error.strerror)
+                log.warning(f"there is no room for snapshots in {self.url} ({error.strerror})")
                 return
             raise UserError(
                 f"the snapshot folder {self.url} cannot be written to: {reason_of(error)}"
@@ -223,7 +223,7 @@ class SnapshotStore(FileStore):
         try:
             self.remove_file(unfinished_name(step))
         except DriverError as error:  # the snapshot is valid
-            log.info("%s is left in %s (%s)", unfinished_name(step), self.url, reason_of(error))
+            log.info(f"{unfinished_name(step)} is left in {self.url} ({reason_of(error)})")
 
     def remove(self, step: int) -> None:
         """Delete a snapshot, manifest first, or the files of an unfinished save."""
@@ -247,7 +247,7 @@ class SnapshotStore(FileStore):
             pass  # the job that has taken over decides about the files
         except DriverError as error:
             why = reason_of(error)
-            log.info("files of step %d are left in %s until the next start (%s)", step, self.url, why)
+            log.info(f"files of step {step} are left in {self.url} until the next start ({why})")
 
     def file(self, name: str, what: str) -> SourceFile:
         """The file `name` for reading; messages call it `what`."""
@@ -310,7 +310,7 @@ class SnapshotStore(FileStore):
                 self.files.mv(self.path(name), self.path(target + name))
         self.fsync_folder()
         log.warning(
-            "snapshot of step %d set aside as %s*: %s", step, self.path(f"{target}step_{step:08d}."), reason
+            f"snapshot of step {step} set aside as {self.path(f'{target}step_{step:08d}.')}*: {reason}"
         )
 
     def find_newest(self, check: Check = accept_all) -> tuple[Snapshot | None, dict[int, str]]:

@@ -21,7 +21,7 @@ from mingpt.base.command import CommandParser
 from mingpt.base.errors import UserError
 from mingpt.base.files import fsync_path, reason_of
 from mingpt.base.urls import redact, redact_all
-from mingpt.config import Config, flatten, settings
+from mingpt.config import Config, flatten, result_settings
 from mingpt.data import Tokenizer
 from mingpt.model.hf import CLASSES, CONFIGS, hf_fields, import_transformers, to_hf
 from mingpt.snapshot import Snapshot, open_snapshot
@@ -119,6 +119,7 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
         "snapshot, SHA-256": quoted(manifest["sha256"]),
         "software": quoted(", ".join(f"{key} {one}" for key, one in manifest["software"].items())),
     }
+    trained = yaml.safe_dump(redact_all(result_settings(manifest["config"])), sort_keys=False)
     code = WITHOUT_TOKENIZER if prompt is None else WITH_TOKENIZER
     return CARD.format(
         model=" ".join(f"{key}={given[key]}" for key in MODEL_SETTINGS),
@@ -127,14 +128,8 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
         arch=given["model.arch"],
         rows="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         code=code.format(prompt=prompt, tokens=EXAMPLE_TOKENS),
-        settings=yaml.safe_dump(result_settings(given), sort_keys=False).replace("```", "'''"),
+        settings=trained.replace("```", "'''"),
     )
-
-
-def result_settings(given: Mapping[str, Any]) -> Any:
-    """{key: value} of the settings that can change the result, with URLs without credentials."""
-    known = settings().items()
-    return redact_all({key: given[key] for key, setting in known if setting.affects_result and key in given})
 
 
 def quoted(text: str) -> str:

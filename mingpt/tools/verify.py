@@ -9,27 +9,26 @@ to show that verify notices. Ten kills take one to three minutes on two CPU core
 """
 
 import json
-import os
 import random
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mingpt.base.command import CommandParser, write_lines
+from mingpt.base.errors import CorruptSnapshot
 from mingpt.config import Config
 from mingpt.config.cli import build
-from mingpt.report.history import plural
+from mingpt.report.history import load_history, plural
+from mingpt.snapshot import SnapshotStore
+from mingpt.tools.compare import compare, render_differences
 from mingpt.tools.fault_injection import STEPS, Kill, marker
-from mingpt.tools.jobs import ROOT, Job, children, is_alive, read_history, tensor_hash, torchrun
-
-if TYPE_CHECKING:
-    from mingpt.data import CharDataset
+from mingpt.tools.jobs import ROOT, children, clean_environment, is_alive, torchrun
 
 PHASES = ("start-up", "forward", "reduction", "evaluation", "save")
 SETTINGS = {
@@ -45,16 +44,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},
     "fsdp": {"trainer.parallel": "fsdp"},
 }
-TIMINGS = ("step_s", "data_s", "tokens_per_s")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a run."""
-
-    tensors: str  # SHA-256 of the last snapshot's tensor file
-    audit: str
-    records: list[dict[str, float]]  # without timings
 
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
@@ -89,12 +78,14 @@ def train(
     while True:
         own = STRATEGIES[strategy] | {"run_dir": folder / "run"}
         given = [f"{key}={value}" for key, value in (settings | own).items()]
-        changes = [
-            number
-            for number in range(done, len(kills))
-            if (kills[number].workers, kills[number].strategy) != (workers, strategy)
-        ]
-        change = changes[0] if changes else None
+        change = next(
+            (
+                number
+                for number in range(done, len(kills))
+                if (kills[number].workers, kills[number].strategy) != (workers, strategy)
+            ),
+            None,
+        )
         command = [
             *torchrun(workers, len(kills) + 1),
             "-m",
@@ -102,22 +93,31 @@ def train(
             str(folder),
             *given,
         ]
-        job = Job(command, folder / "job")
-        while job.is_running() and not (change is not None and marker(folder, change).exists()):
+        with open(folder / "job.err", "ab") as err:
+            job = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=clean_environment(),
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                start_new_session=True,
+            )
+        while job.poll() is None and not (change is not None and marker(folder, change).exists()):
             told = tell_kills(folder, kills, told)
             time.sleep(0.02)
         told = tell_kills(folder, kills, told)
-        if job.is_running() and change is not None:  # the kill after which another number of workers goes on
+        if job.poll() is None and change is not None:  # the kill after which other workers go on
             orphans = children(job.pid)
-            os.kill(job.pid, signal.SIGKILL)
+            job.kill()
             job.wait()
             while any(is_alive(pid) for pid in orphans):  # workers notice that their agent is gone
                 time.sleep(0.02)
             done, workers, strategy = change + 1, kills[change].workers, kills[change].strategy
-        elif job.process.returncode == 0:
+        elif job.returncode == 0:
             return
         else:
-            raise RuntimeError(f"torchrun ended with code {job.process.returncode}:\n{job.err()[-3000:]}")
+            said = (folder / "job.err").read_text()[-3000:]
+            raise RuntimeError(f"torchrun ended with code {job.returncode}:\n{said}")
 
 
 def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
@@ -129,79 +129,62 @@ def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
     return told
 
 
-def read_outcome(folder: Path, config: Config) -> Outcome:
-    run_dir, step = folder / "run", config.trainer.max_steps
-    manifest = json.loads((run_dir / "snapshots" / f"step_{step:08d}.json").read_text())
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [
-        {key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines
-    ]
-    return Outcome(tensor_hash(run_dir, step), manifest["audit"], records)
-
-
 def describe_generations(folder: Path) -> Iterator[str]:
     """A line on each generation that came as far as training."""
-    for number, entry in enumerate(read_history(folder / "run")["generations"]):
+    history = load_history(folder / "run") or {"generations": []}
+    for number, entry in enumerate(history["generations"]):
         steps = f"steps {entry['from_step']} to {entry['to_step']}"
         yield f"  generation {number}: {plural(entry['workers'], 'worker')}, {steps}, {entry['end']}"
 
 
 def find_problems(
-    seed: int,
-    kills: list[Kill],
-    workers: list[int],
-    work: Path,
-    reference: Outcome,
-    config: Config,
-    sabotage: str = "",
+    seed: int, kills: list[Kill], workers: int, work: Path, config: Config, sabotage: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Train disturbed; returns the problems, if there are any, and lines on what happened."""
+    """Train disturbed, beside the undisturbed run; returns the problems, and lines on what happened."""
     folder = work / f"seed-{seed}"
     try:
-        train(folder, workers[0], kills, SETTINGS | {"data.path": config.data.path}, sabotage)
+        train(folder, workers, kills, SETTINGS | {"data.path": config.data.path}, sabotage)
         summary = list(describe_generations(folder))
         if sabotage == "byte":
             path = folder / "run" / "snapshots" / f"step_{STEPS:08d}.safetensors"
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)
-        outcome = read_outcome(folder, config)
-    except (RuntimeError, OSError) as error:
+        found = compare(str(work / "undisturbed" / "run"), str(folder / "run"))
+        last = last_manifest(folder)
+    except (RuntimeError, OSError, CorruptSnapshot) as error:
         return [str(error)], []
-    problems = []
+    problems = list(render_differences(found))
     missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]
     if missed:
         problems.append(f"kills {missed} hit no living worker")
-    if outcome.tensors != reference.tensors:
-        hashes = f"{reference.tensors[:16]} undisturbed, {outcome.tensors[:16]} disturbed"
-        problems.append(f"the final tensors differ: {hashes}")
-    if outcome.records != reference.records:
-        problems.append("the recorded losses differ")
-    if outcome.audit != expected_audit(config):
+    if found.unmatched:
+        problems.append("one run lacks records that the other has")
+    if last["audit"] != expected_audit(config):
         problems.append("the workers were fed other tokens than configuration and text determine")
     shutil.rmtree(folder)
-    return problems, [*summary, f"  disturbed    {outcome.tensors}"]
+    return problems, [*summary, f"  disturbed    {last['sha256']}"]
+
+
+def last_manifest(folder: Path) -> dict[str, Any]:
+    """Of the run in this folder. Raises CorruptSnapshot if it is not complete."""
+    return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
 
 def expected_audit(config: Config) -> str:
-    """The audit chain that configuration and text give; also checks that an epoch reads each window once."""
+    """The audit chain that the configuration and the text give."""
     from mingpt.data import make_corpus, read_bytes
-    from mingpt.training.audit import each_window_once, recompute
+    from mingpt.training.audit import recompute
 
-    dataset: CharDataset = make_corpus(read_bytes(config.data), config.data).train
-    epochs = 1 + STEPS * config.trainer.batch_size * dataset.block_size // len(dataset.tokens)
-    if not each_window_once(config, dataset, epochs):
-        raise RuntimeError("an epoch does not read every window once")
-    return recompute(config, dataset, config.trainer.max_steps)
+    return recompute(config, make_corpus(read_bytes(config.data), config.data).train, STEPS)
 
 
-def train_undisturbed(work: Path) -> tuple[Config, Outcome]:
+def train_undisturbed(work: Path) -> Config:
     """Train with one worker on the first characters of the embedded text, for a few epochs."""
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
-    config = build(SETTINGS | {"data.path": str(text)})
     train(work / "undisturbed", 1, [], SETTINGS | {"data.path": str(text)})
-    return config, read_outcome(work / "undisturbed", config)
+    return build(SETTINGS | {"data.path": str(text)})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -220,13 +203,11 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--kills must be at least 1 and --workers numbers from 1 to 8, such as 1,2,4")
     with tempfile.TemporaryDirectory() as name:
         work, began = Path(name), time.monotonic()
-        config, reference = train_undisturbed(work)
+        config = train_undisturbed(work)
         write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])
         kills = make_schedule(options.seed, options.kills, counts)
-        problems, summary = find_problems(
-            options.seed, kills, counts, work, reference, config, options.sabotage
-        )
-    write_lines([*summary, f"  undisturbed  {reference.tensors}"])
+        problems, summary = find_problems(options.seed, kills, counts[0], work, config, options.sabotage)
+        write_lines([*summary, f"  undisturbed  {last_manifest(work / 'undisturbed')['sha256']}"])
     took = f"({time.monotonic() - began:.0f} s)"
     write_lines([f"seed {options.seed} broke it: {'; '.join(problems)}" if problems else f"identical {took}"])
     return 1 if problems else 0

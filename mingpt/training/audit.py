@@ -96,15 +96,3 @@ def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
         digests = [digest(*dataset.__getitems__(micro_batch.tolist())) for micro_batch in starts]
         chain = extend(chain, b"".join(digests))
     return chain
-
-
-def each_window_once(config: Config, dataset: CharDataset, epochs: int) -> bool:
-    """Whether each of the first epochs reads windows that lie end to end and are all different."""
-    sampler = make_sampler(config, dataset)
-    count, size = sampler.windows_per_epoch, dataset.block_size
-    for epoch in range(epochs):
-        starts = sorted(sampler.window_starts(epoch * count, count).tolist())
-        first = starts[0]
-        if starts != list(range(first, first + count * size, size)) or not 0 <= first < sampler.offsets:
-            return False
-    return True

@@ -181,7 +181,6 @@ def compare_environment(then: dict[str, Any], environment: Environment) -> None:
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]
     if changed:
         log.info(
-            "the bits may differ from those of an undisturbed run, because the snapshot was written "
-            "with other software or hardware (%s)",
-            "; ".join(changed),
+            "the bits may differ from those of an undisturbed run, because the snapshot was written with "
+            f"other software or hardware ({'; '.join(changed)})"
         )

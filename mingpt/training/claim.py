@@ -260,20 +260,16 @@ class Claim:
         while not self.released.wait(RENEW_S):
             self.renew()
 
-    def renew(self) -> None:
-        """Renew the claim: it shows that the job is alive. Needs no room on the disk."""
+    def renew(self, started: bool = False) -> None:
+        """Renew the claim: it shows that the job is alive. Needs no room on the disk.
+
+        `started` notes for later generations that the job has passed the checks of its start. The rendezvous
+        store tells them, too.
+        """
         with self.lock, self.failure_logged("renewed"):
             if self.holder is not None and self.holds():
-                self.rewrite(replace(self.holder, nonce=uuid.uuid4().hex))
-
-    def mark_started(self) -> None:
-        """Note for later generations that the job has passed the checks of its start.
-
-        The rendezvous store tells them, too.
-        """
-        with self.lock, self.failure_logged("marked"):
-            if self.holder is not None and self.holds():
-                self.holder = replace(self.holder, started=True)
+                started = started or self.holder.started
+                self.holder = replace(self.holder, started=started, nonce=uuid.uuid4().hex)
                 self.rewrite(self.holder)
 
     def rewrite(self, holder: Holder) -> None:
@@ -300,7 +296,7 @@ class Claim:
         try:
             yield
         except DriverError as error:
-            log.info("the claim to %s could not be %s: %s", self.what, what, error)
+            log.info(f"the claim to {self.what} could not be {what}: {error}")
 
 
 @dataclass(frozen=True)
@@ -330,7 +326,7 @@ class Claims:
 
     def mark_started(self) -> None:
         for claim in self.held:
-            claim.mark_started()
+            claim.renew(started=True)
 
 
 def claim_places(config: Config, context: DistributedContext, folder: RunFolder) -> Claims:

@@ -135,5 +135,5 @@ def is_missing(config: Config, context: DistributedContext, start: StartPoint) -
         try:
             is_on_record = any(record["step"] == step and "val/loss" in record for record in records)
         except OSError as error:
-            log.warning("metrics.jsonl cannot be read (%s): evaluating again", reason_of(error))
+            log.warning(f"metrics.jsonl cannot be read ({reason_of(error)}): evaluating again")
     return not context.broadcast_object(is_on_record, 0)

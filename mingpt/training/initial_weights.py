@@ -93,7 +93,7 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
     config = config_from_hf(theirs)
     rates = {name: getattr(theirs, name, 0) for name in DROPOUTS}
     if len(set(rates.values())) > 1:
-        log.info("the dropout rates of %s differ (%s): none is used, model.dropout is", where, rates)
+        log.info(f"the dropout rates of {where} differ ({rates}): none is used, model.dropout is")
     check_files(folder)
     model, found = getattr(transformers, CLASSES[config.arch]).from_pretrained(
         folder,
@@ -164,7 +164,7 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
         return parse_tokenizer_json((folder / TOKENIZER).read_bytes())
     if any((folder / name).exists() for name in VOCABULARIES):
         return load_named_tokenizer(str(folder), "snapshot.init_from")
-    log.info("%s has no tokenizer", folder)
+    log.info(f"{folder} has no tokenizer")
     return None
 
 
@@ -193,7 +193,7 @@ def match_weights(
             random = draw(name, shapes[name])
             tensors[name] = match_rows(name, random, tensors[name], tokenizer, initial.tokenizer)
     tensors = fit_weights(tensors, shapes, origin)
-    log.info("weights taken from %s", initial.where)
+    log.info(f"weights taken from {initial.where}")
     return tensors
 
 
@@ -204,9 +204,10 @@ def match_rows(
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:
         return there
-    matching = tokenizer.matching_tokens(other) if tokenizer and other else {}
-    tokens = [token for token, row in matching.items() if row < len(there)]
-    rows = here.clone()
-    rows[tokens] = there[[matching[token] for token in tokens]].to(rows.dtype)
-    log.info("%s: %d of %d rows taken over, the others are random", name, len(tokens), len(rows))
+    ours = tokenizer.tokens_by_meaning() if tokenizer else {}
+    theirs = other.tokens_by_meaning() if other else {}
+    same = [meaning for meaning in ours if theirs.get(meaning, len(there)) < len(there)]
+    tokens, rows = [ours[meaning] for meaning in same], here.clone()
+    rows[tokens] = there[[theirs[meaning] for meaning in same]].to(rows.dtype)
+    log.info(f"{name}: {len(tokens)} of {len(rows)} rows taken over, the others are random")
     return rows

@@ -10,7 +10,6 @@ from mingpt.base.errors import UserError
 from mingpt.config import Config, DataConfig
 from mingpt.data import (
     TOKENIZERS,
-    CharTokenizer,
     Corpus,
     Data,
     ShardData,
@@ -79,7 +78,7 @@ def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], w
             errors.append(error)
             continue
         if errors and context.rank == 0:
-            log.warning("%s; %s is read by worker %d", errors[0], what, source)
+            log.warning(f"{errors[0]}; {what} is read by worker {source}")
         return content
     raise errors[0]
 
@@ -108,9 +107,8 @@ def load_corpus(
         log.info("no tokenizer: no bits per byte, and no samples of text")
         if isinstance(data, ShardData) and (data.folder / "meta.pkl").exists():
             log.warning(
-                "%s/meta.pkl is not read, since it is a pickle: name the tokenizer by data.tokenizer, or its "
-                "size by data.vocab_size",
-                data.folder,
+                f"{data.folder}/meta.pkl is not read, since it is a pickle: name the tokenizer by "
+                "data.tokenizer, or its size by data.vocab_size"
             )
     corpus = context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
     is_unknown = tokenizer is not None and tokenizer.token_bytes() is None and corpus.val_bytes is None
@@ -139,7 +137,7 @@ def snapshot_tokenizer(
         named = read_named(config, context, data)
     except UserError as error:
         if context.rank == 0:
-            log.warning("%s; the snapshot's tokenizer is used", error)
+            log.warning(f"{error}; the snapshot's tokenizer is used")
         return carried
     if carried is None or named.fingerprint() != carried.fingerprint():
         raise UserError(
@@ -192,12 +190,8 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
             raise UserError(f"there is no tokenizer.json beside {place} on {platform.node()}")
         return read_named_tokenizer(str(path))
 
-    def parse() -> Tokenizer:
-        characters = CharTokenizer.from_tokenizer_json(content)
-        return characters or parse_named_tokenizer(content, str(path or place), "data.tokenizer")
-
-    content = read_on_first_node(context, read, "the tokenizer")
-    return context.run_with_heartbeat(parse)
+    content, name = read_on_first_node(context, read, "the tokenizer"), str(path or place)
+    return context.run_with_heartbeat(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
 
 
 def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:

@@ -132,7 +132,7 @@ def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]
         raise NodeRefused(f"{why}; the job goes on without {host}")
     hosts = ", ".join(dict.fromkeys(host for host, _ in failed.values()))
     sentence = f"the job goes on without {hosts}: {next(iter(failed.values()))[1]}"
-    log.info("%s", sentence)
+    log.info(sentence)
     raise PeersMissing(sentence)
 
 
@@ -174,7 +174,7 @@ def write_probe(path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        log.info("%s cannot be created (%s): taken for the folder that rank 0 sees", path, error.strerror)
+        log.info(f"{path} cannot be created ({error.strerror}): taken for the folder that rank 0 sees")
         return False
     return True
 
@@ -243,7 +243,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
         for name, content in contents.items():
             write_atomic(folder.path / name, content, sync="file")
     except OSError as error:
-        log.warning("%s cannot be written (%s): its records have a gap", folder.path, error.strerror)
+        log.warning(f"{folder.path} cannot be written ({error.strerror}): its records have a gap")
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:

@@ -221,12 +221,9 @@ class Saving:
         if waited_s > LONG_WAIT_S and not self.is_slow_disk_reported and self.context.rank == 0:
             self.is_slow_disk_reported = True
             log.warning(
-                "training waited %.1f s until the snapshot of step %d was written: raise snapshot.every "
-                "(now %d) or write to a faster disk than %s",
-                waited_s,
-                self.last_save_step,
-                self.config.snapshot.every,
-                self.store.url,
+                f"training waited {waited_s:.1f} s until the snapshot of step {self.last_save_step} was "
+                f"written: raise snapshot.every (now {self.config.snapshot.every}) or write to a faster disk "
+                f"than {self.store.url}"
             )
 
     def finish(self, run_logger: RunLogger | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import DriverError, reason_of
-from mingpt.config import Config, flatten, settings
+from mingpt.config import Config, result_settings
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
 from mingpt.snapshot import Check, Entries, MemorySnapshots, Snapshot, SnapshotStore
@@ -117,9 +117,9 @@ def report_skipped(latest: LatestSnapshot, url: str, config: Config) -> None:
     corrupt = latest.corrupt if config.trainer.eval_only else {}  # a run that trains sets them aside
     unreadable = {step: reason for view in latest.views for step, reason in view.unreadable.items()}
     for step, reason in sorted((corrupt | unreadable).items(), reverse=True):
-        log.warning("snapshot of step %d in %s skipped: %s", step, url, reason)
+        log.warning(f"snapshot of step {step} in {url} skipped: {reason}")
     for reason in sorted({view.folder_error for view in latest.views if view.folder_error}):
-        log.warning("%s", reason)
+        log.warning(reason)
 
 
 def prepare_store(
@@ -216,10 +216,9 @@ def describe(snapshot: Snapshot, reader: int, number: int) -> Offer:
 
 def key_of(manifest: Mapping[str, Any]) -> str:
     """A hash of the fields that all parts of one save have in common."""
-    given = flatten(manifest["config"])
     fields = {name: manifest.get(name) for name in AGREEING}
     fields |= {
-        "config": {key: given.get(key) for key, setting in settings().items() if setting.affects_result},
+        "config": result_settings(manifest["config"]),
         "data": manifest["data"]["sha256"],
         "shard": {key: value for key, value in (manifest.get("shard") or {}).items() if key != "rank"},
     }

@@ -127,10 +127,8 @@ def report_warmup(config: Config, found: FoundSnapshot) -> None:
     warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
     if warmup_steps > max_steps > found.step and not (found.is_restart or config.trainer.eval_only):
         log.info(
-            "the warm-up is longer than the run (optimizer.warmup_steps=%d, trainer.max_steps=%d): the peak "
-            "learning rate is never reached",
-            warmup_steps,
-            max_steps,
+            f"the warm-up is longer than the run (optimizer.warmup_steps={warmup_steps}, "
+            f"trainer.max_steps={max_steps}): the peak learning rate is never reached"
         )
 
 
@@ -140,7 +138,7 @@ def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
     Logs, too, which workers missed the last rendezvous. A run that only evaluates writes nothing.
     """
     if context.rendezvous and context.rendezvous.missing_workers:
-        log.warning("%s", context.rendezvous.missing_workers)
+        log.warning(context.rendezvous.missing_workers)
     if context.repeated_failure:
         if folder.is_kept:
             mark_ended(folder.path, "failed", f"failed: {context.repeated_failure}")
@@ -186,7 +184,7 @@ def find_snapshot(
     )
     if context.rank == 0 and len(suspects) > len(found.manifest.get("discarded_after", [])):
         workers, after = " or ".join(suspects[-1]["workers"]), suspects[-1]["after"]
-        log.warning("%s computed wrongly: nothing that was saved after step %d is used", workers, after)
+        log.warning(f"{workers} computed wrongly: nothing that was saved after step {after} is used")
     if not config.trainer.eval_only:
         prepare_store(store, memory, context, latest, is_restart, folder)
         share_history(context, folder, found.step)

@@ -199,16 +199,15 @@ class Trainer:
             losses = self.evaluator.evaluate(state.step)
             assert losses is not None, "a request to stop ends an evaluation alone at once"
             named = [f"{name} {value:.4f}" for name, value in losses.items()]
-            log.info("step %d  %s", state.step, "  ".join(named))
+            log.info(f"step {state.step}  {'  '.join(named)}")
             return False
         if self.nothing_left:
             self.context.stop_signal.remove_stop_file()
             if self.saving.durable_step >= state.step:
                 self.saving.remove_memory_snapshots()
             log.info(
-                "the run already stands at step %d and trainer.max_steps is %d: nothing is left to do",
-                state.step,
-                config.max_steps,
+                f"the run already stands at step {state.step} and trainer.max_steps is {config.max_steps}: "
+                "nothing is left to do"
             )
             return False
         failure = self.run_logger.repeated_failure() if self.run_logger else None
@@ -275,7 +274,7 @@ class Trainer:
         if is_skipped and in_a_row + 1 < MAX_SKIPPED:
             state.skipped = total + 1, in_a_row + 1
             if self.run_logger:
-                log.warning("step %d: the %s is not finite; its update is left out", state.step + 1, what)
+                log.warning(f"step {state.step + 1}: the {what} is not finite; its update is left out")
                 self.run_logger.log_skipped(state.step + 1, windows_seen, last_window, total + 1)
             return
         self.saving.saver.wait()  # all ranks take part in writing a sharded state

@@ -36,10 +36,6 @@ def test_a_character_that_the_vocabulary_lacks_is_named(character: str) -> None:
         CharTokenizer.train(TEXT).encode("la" + character)
 
 
-def test_tokens_are_matched_with_those_of_another_vocabulary() -> None:
-    assert CharTokenizer("abd").matching_tokens(CharTokenizer("bcd")) == {1: 0, 2: 2}
-
-
 def test_a_sample_begins_with_a_line_break_if_there_is_one() -> None:
     assert CharTokenizer("\nab").default_prompt() == [0]
     assert CharTokenizer("ab").default_prompt() == [0]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.forks import fork_ranks, results_of
 
-from mingpt.distributed import DistributedContext, is_lost_peer, shared_memory
-from mingpt.distributed.exit import is_timeout
+from mingpt.distributed import DistributedContext, shared_memory
+from mingpt.distributed.exit import is_lost_peer, is_timeout
 from mingpt.distributed.shared_memory import SharedMemory, listen, meet
 
 TIMEOUT_S = 10.0

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Start, command, contents, error_of
+from support.jobs import Job
 
-from mingpt.tools.jobs import Job, torchrun
+from mingpt.tools.jobs import torchrun
 
 MISSING = f"data.path nowhere.txt does not exist (relative paths start at {ROOT})"
 

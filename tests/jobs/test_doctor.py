@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL, Start
-from support.jobs import free_port
+from support.jobs import Job, free_port
 from support.nodes import why_no_cluster
 
-from mingpt.tools.jobs import Job, clean_environment, torchrun
+from mingpt.tools.jobs import clean_environment, torchrun
 
 
 def start_agents(start: Start, folder: Path, text: Path, *changes: dict[str, str]) -> list[Job]:
@@ -70,7 +70,7 @@ def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
 def test_a_worker_that_does_not_come_and_a_store_that_is_not_there_are_named(
     rank: int, sentences: list[str], start: Start, tmp_path: Path, text: Path
 ) -> None:
-    """Of two workers only one comes; without rank 0 there is no store."""
+    """Only one of two workers comes; without rank 0 there is no store."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None

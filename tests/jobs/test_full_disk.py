@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import Start, changed_program, command, final_hash, snapshot_steps
-from support.jobs import read_metric
-
-from mingpt.tools.jobs import read_history
+from support.jobs import read_history, read_metric
 
 # Writing a file of a snapshot of step 25 or 30 fails as long as the file `marker` exists.
 FAIL = """

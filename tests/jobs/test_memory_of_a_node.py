@@ -17,8 +17,9 @@ from conftest import (
     reached,
     snapshot_steps,
 )
+from support.jobs import read_history
 
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 SLOW_STEPS = """
 import time

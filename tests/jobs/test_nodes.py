@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from conftest import SMALL, Start, changed_program, command, reached
-from support.jobs import read_metric
+from support.jobs import read_history, read_metric, tensor_hash
 from support.nodes import Cluster
 from support.nodes_job import NodesJob, recorded_losses
-
-from mingpt.tools.jobs import read_history, tensor_hash
 
 pytestmark = pytest.mark.slow
 # From step 57 on, a bit of a gradient is wrong on this node.

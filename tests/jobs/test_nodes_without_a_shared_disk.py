@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Start, command, final_hash, reached, snapshot_steps
-from support.jobs import last_step, read_metric
+from support.jobs import Job, last_step, read_history, read_metric, tensor_hash
 
-from mingpt.tools.jobs import Job, read_history, tensor_hash, torchrun
+from mingpt.tools.jobs import torchrun
 
 SHARING_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 QUICK = "store_type=file,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"

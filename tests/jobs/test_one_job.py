@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Start, assert_same_run, command, error_of, reached, snapshot_steps
+from support.jobs import read_history
 
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 
 def doctor(*words: object) -> str:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from conftest import Finish, Start, changed_program, command, error_of, manifest, snapshot_steps
+from support.jobs import read_history
 
 from mingpt.snapshot.manifest import add_checksum
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 # For one worker bfloat16 is slow, as on another model of CPU.
 NO_BFLOAT16 = """

@@ -20,10 +20,10 @@ from conftest import (
     snapshot_steps,
     wait_until,
 )
-from support.jobs import free_port, read_metric
+from support.jobs import descendants, free_port, read_history, read_metric
 
 from mingpt.snapshot import SnapshotStore
-from mingpt.tools.jobs import descendants, read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 
 @pytest.mark.slow

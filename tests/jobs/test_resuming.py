@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from conftest import Finish, Start, assert_same_run, command, contents, final_hash, manifest
-from support.jobs import read_metric
+from support.jobs import read_history, read_metric
 
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from conftest import (
     reached,
     snapshot_steps,
 )
-from support.jobs import last_step, read_metric
+from support.jobs import last_step, read_history, read_metric
 from support.shards import write_llmc
 
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 FSDP: dict[str, Any] = {"trainer__parallel": "fsdp"}
 SHARDED_OPTIMIZER: dict[str, Any] = {"trainer__shard_optimizer": True}

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from conftest import Finish, Start, all_gone, changed_program, command, error_of, final_hash, snapshot_steps
+from support.jobs import Job, descendants, read_history
 
-from mingpt.tools.jobs import Job, descendants, read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 FAILS_TO_LOAD = """
 import os

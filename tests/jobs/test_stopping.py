@@ -22,10 +22,10 @@ from conftest import (
     snapshot_steps,
     wait_until,
 )
-from support.jobs import read_metric
+from support.jobs import Job, descendants, read_history, read_metric
 
 from mingpt.distributed.signals import REPEAT_S
-from mingpt.tools.jobs import Job, descendants, read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 
 @pytest.mark.slow

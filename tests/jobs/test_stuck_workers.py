@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import Start, all_gone, changed_program, command, final_hash, wait_until
+from support.jobs import read_history
 
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 # The C function pause() returns only after a signal; ctypes has released the GIL.
 STUCK = """

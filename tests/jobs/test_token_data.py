@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Start, command, error_of, manifest
-from support.jobs import read_metric
+from support.jobs import Job, read_history, read_metric
 from support.prepared import prepared
 from support.sampling import sample
 from support.shards import write_llmc, write_nanogpt
 from support.vocabularies import cl100k_like
 
 from mingpt.data import JsonTokenizer
-from mingpt.tools.jobs import Job, read_history, torchrun
+from mingpt.tools.jobs import torchrun
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import SMALL, final_hash, reached, snapshot_steps
-from support.jobs import last_step, read_metric
+from support.jobs import Job, last_step, read_history, read_metric
 from support.slurm import MISSING, SlurmCluster
-
-from mingpt.tools.jobs import Job, read_history
 
 pytestmark = [
     pytest.mark.slow,

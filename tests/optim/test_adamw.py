@@ -6,7 +6,8 @@ from support.exchanges import FakeWorkers, pieces, single_worker
 from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim import AdamW, Exchange
+from mingpt.optim import Exchange
+from mingpt.optim.optimizer import AdamW
 
 STEPS = 4
 SHAPES = [(rows, *columns) for rows in range(1, 71) for columns in ((), (1,), (3,), (16,), (48,))]

@@ -4,8 +4,7 @@ from support.exchanges import FakeWorkers, pieces, single_worker
 from torch import Tensor
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim import Exchange, Muon
-from mingpt.optim.muon import newton_schulz
+from mingpt.optim.muon import Exchange, Muon, newton_schulz
 
 SHAPES = {
     f"h.{number}": shape

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from mingpt.config import OptimizerConfig
-from mingpt.optim import SCHEDULES, learning_rate
+from mingpt.optim.optimizer import SCHEDULES, learning_rate
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.runs import make_run
 
-from mingpt.report import GenerationStart, RunHistory
+from mingpt.report.history import GenerationStart, RunHistory
 from mingpt.report.plot import LossPlot, figure_of
 
 

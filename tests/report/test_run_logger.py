@@ -16,8 +16,9 @@ from mingpt.config import to_dict
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
-from mingpt.report import SINKS, GenerationStart, RunInfo, RunLogger, Sink, is_reported
-from mingpt.report.metrics import training_values
+from mingpt.report.history import GenerationStart
+from mingpt.report.metrics import RunInfo, Sink, training_values
+from mingpt.report.run_logger import SINKS, RunLogger, is_reported
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
 ENVIRONMENT = Environment(

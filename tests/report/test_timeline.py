@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mingpt.report.history import Generation
-from mingpt.report.plot import figure_of, main
-from mingpt.report.timeline import lay_out, shorten
+from mingpt.report.plot import figure_of, lay_out, main, shorten
 
 PHASES = {"start_s": 5.0, "evaluation_s": 10.0, "snapshot_wait_s": 3.0}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.distributed.rendezvous import rank_of
-from mingpt.tools.jobs import ROOT, read_history, tensor_hash
+from mingpt.tools.jobs import ROOT
+from support.jobs import read_history, tensor_hash
 from support.nodes import Cluster, Node, NodeJob
 
 LAUNCHES = ("folder", "hosts", "stock")

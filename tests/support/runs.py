@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mingpt.report import RunInfo, StepStats
+from mingpt.report.metrics import RunInfo, StepStats
 
 STATS = StepStats(
     step=12,

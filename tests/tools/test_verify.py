@@ -1,19 +1,19 @@
 """`python -m mingpt verify` passes a run that was only killed, and notices one that was sabotaged."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from mingpt.config import Config
 from mingpt.tools.fault_injection import Kill
-from mingpt.tools.verify import PHASES, Outcome, find_problems, make_schedule, train_undisturbed
+from mingpt.tools.verify import PHASES, find_problems, make_schedule, train_undisturbed
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Outcome]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
     work = tmp_path_factory.mktemp("verify")
-    config, reference = train_undisturbed(work)
-    return work, config, reference
+    return work, train_undisturbed(work)
 
 
 @pytest.mark.xdist_group("verify")
@@ -21,22 +21,27 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, Ou
     ("sabotage", "sentence"),
     [
         ("", ""),
-        pytest.param("sum", "the final tensors differ", marks=pytest.mark.slow),
-        pytest.param("window", "were fed other tokens", marks=pytest.mark.slow),
-        pytest.param("byte", "the final tensors differ", marks=pytest.mark.slow),
+        pytest.param("sum", r"^grad_norm first differs at step 4[1-8]: ", marks=pytest.mark.slow),
+        pytest.param(
+            "window",
+            r"train/loss first differs at step 41: .*; the workers were fed other tokens",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "byte",
+            r"^step 48: 1 of \d+ tensors differ, the first one is model\.\S+ from its byte \d+ on; by ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_sabotaged_on_purpose_is_noticed(
-    sabotage: str, sentence: str, prepared: tuple[Path, Config, Outcome]
+    sabotage: str, sentence: str, prepared: tuple[Path, Config]
 ) -> None:
     """One worker is killed inside the reduction; the other run is identical all the same."""
-    work, config, reference = prepared
+    work, config = prepared
     kills = [Kill("reduction", 9, 0, 1)]
-    problems, _ = find_problems(1, kills, [1], work / (sabotage or "nothing"), reference, config, sabotage)
-    if sabotage:
-        assert sentence in "; ".join(problems)
-    else:
-        assert problems == []
+    problems, _ = find_problems(1, kills, 1, work, config, sabotage)
+    assert bool(problems) == bool(sabotage) and re.search(sentence, "; ".join(problems)), problems
 
 
 def test_a_schedule_depends_on_its_seed_alone_and_has_every_phase() -> None:

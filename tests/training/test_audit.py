@@ -1,11 +1,10 @@
 import numpy as np
-import pytest
 from conftest import SMALL
 from support.single_process import SingleProcess
 
 from mingpt.config.cli import build
 from mingpt.data import CharDataset, ElasticSampler
-from mingpt.training.audit import START, Audit, digest, each_window_once, recompute
+from mingpt.training.audit import START, Audit, digest, recompute
 
 CONFIG = build(SMALL)
 DATASET = CharDataset(np.random.default_rng(0).integers(0, 50, 3000).astype(np.uint8), 32)
@@ -40,15 +39,3 @@ def test_inputs_and_targets_are_both_part_of_the_digest() -> None:
     inputs, targets = DATASET.__getitems__([5])
     digests = {digest(inputs, targets), digest(inputs + 1, targets), digest(inputs, targets + 1)}
     assert len(digests) == 3
-
-
-def test_an_epoch_that_reads_a_window_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    window_starts = ElasticSampler.window_starts
-
-    def repeat_one(sampler: ElasticSampler, first: int, count: int) -> np.ndarray:
-        starts = window_starts(sampler, first, count)
-        starts[1] = starts[0]
-        return starts
-
-    monkeypatch.setattr(ElasticSampler, "window_starts", repeat_one)
-    assert not each_window_once(CONFIG, DATASET, 5)

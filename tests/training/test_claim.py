@@ -112,7 +112,7 @@ def test_a_later_generation_of_a_job_takes_over_and_the_earlier_one_notices(
     with pytest.raises(UserError):
         claim(url).acquire(holder_of(agents[0]))
     assert not later.was_started
-    later.mark_started()
+    later.renew(started=True)
     third = claim(url)
     third.acquire(holder_of(agents[1]))
     assert third.was_started, "an earlier generation had begun"

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
+from support.jobs import read_history
 from support.ranks import run_ranks
 
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot.manifest import is_suspect
-from mingpt.tools.jobs import read_history, torchrun
+from mingpt.tools.jobs import torchrun
 from mingpt.training.replay import Replay
 
 # From step 7 on, one bit of a gradient is wrong on rank 1.

@@ -6,7 +6,6 @@ with `error` is a reason in words, None if all is well. There is one sentence pe
 what to change.
 """
 
-import hashlib
 import ipaddress
 import os
 import platform
@@ -19,8 +18,8 @@ from typing import Any
 from mingpt.base.errors import UserError
 from mingpt.base.files import DriverError, reason_of
 from mingpt.base.system import start
-from mingpt.config import Config, flatten, settings, to_dict
-from mingpt.data import is_shards, local_path, open_shards, read_bytes
+from mingpt.config import Config, result_settings, to_dict
+from mingpt.data import local_path
 from mingpt.distributed import Launch
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.plan.command import spelled
@@ -46,6 +45,16 @@ COMPARED = {
     "command line",
     "clock_s": "the clock of {name} differs from the others' by {lead_s:+.1f} s: have NTP set it (chronyc "
     "makestep), since claims and logs are read by their time",
+}
+# The columns of the table: {title: (fact, its format)}.
+COLUMNS = {
+    "device": ("device", "{}"),
+    "torch": ("torch", "{}"),
+    "clock": ("clock_s", "{:+.3f} s"),
+    "data": ("data", "{:.8}"),
+    "snapshots": ("folders", "{:.40}"),
+    "all-reduce": ("all_reduce_mb_s", "{:.0f} MB/s"),
+    "memory for snapshots": ("memory", "{}"),
 }
 # {fact on what a worker could not do: sentence on it}
 BROKEN = {
@@ -106,9 +115,8 @@ def find_own(launch: Launch, config: Config) -> Facts:
 
     from mingpt.distributed.device import device_name, find_device
 
-    flat = flatten(to_dict(config))
     found: Facts = {"torch": torch.__version__, "threads": launch.threads(config.trainer)}
-    found["config"] = {key: flat[key] for key, setting in settings().items() if setting.affects_result}
+    found["config"] = result_settings(to_dict(config))
     try:
         device = find_device(config.trainer.device, launch)
         found |= {"device_type": device.type, "device": device_name(device)}
@@ -119,14 +127,13 @@ def find_own(launch: Launch, config: Config) -> Facts:
 
 def find_data(config: Config) -> Facts:
     """The fingerprint of the text or of the token shards, if their path is on this node."""
+    from mingpt.data.windows import open_data
+
     found: Facts = {"data_path": config.data.path}
     if "://" in config.data.path:
         return found
     try:
-        if is_shards(config.data.path):
-            found["data"] = open_shards(config.data.path, config.data.val_fraction).fingerprint
-        else:
-            found["data"] = hashlib.sha256(read_bytes(config.data)).hexdigest()
+        found["data"] = open_data(config.data).fingerprint
     except UserError as error:
         found["data_error"] = str(error)
     return found
@@ -314,19 +321,8 @@ def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> lis
 
 def make_row(worker: Facts) -> dict[str, str]:
     """The cells of a worker's row, by column. Facts of a node are in the row of its first worker."""
-    return {
-        "worker": str(worker["rank"]),
-        "host": f"{worker['host']} {worker.get('address') or ''}".strip(),
-        "device": cell("{}", worker.get("device")),
-        "torch": cell("{}", worker.get("torch")),
-        "clock": cell("{:+.3f} s", worker.get("clock_s")),
-        "data": cell("{:.8}", worker.get("data")),
-        "snapshots": cell("{:.40}", worker.get("folders")),
-        "all-reduce": cell("{:.0f} MB/s", worker.get("all_reduce_mb_s")),
-        "memory for snapshots": cell("{}", worker.get("memory")),
-    }
-
-
-def cell(text: str, value: Any) -> str:
-    """A fact as it is shown; "-" where it is not known."""
-    return "-" if value is None else text.format(value)
+    cells = {"worker": str(worker["rank"])}
+    cells["host"] = f"{worker['host']} {worker.get('address') or ''}".strip()
+    for column, (fact, form) in COLUMNS.items():
+        cells[column] = "-" if worker.get(fact) is None else form.format(worker[fact])
+    return cells

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mingpt.base.errors import UserError
 from mingpt.base.files import BadJson, parse_json
 from mingpt.base.system import ipv4_addresses, run_within
+from mingpt.launch.elastic.boards import parse_endpoints
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -125,16 +126,12 @@ def find_unreachable(targets: Mapping[int, tuple[str, int]]) -> dict[int, str]:
 
 def check_endpoint(where: str) -> tuple[bool, list[str]]:
     """Whether agents can meet at one of HOST:PORT[,HOST:PORT...], and a line on each. Raises UserError."""
-    is_good, lines = False, []
-    for one in where.split(","):
-        host, _, port = one.strip().rpartition(":")
-        host = host.strip("[]")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {one!r}")
-        works, line = describe_endpoint(host, int(port))
-        is_good = is_good or works
-        lines.append(f"{one}: {line}")
-    return is_good, lines
+    endpoints = parse_endpoints(where)
+    if not endpoints:
+        raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {where!r}")
+    found = [describe_endpoint(host, port) for host, port in endpoints]
+    lines = [f"{host}:{port}: {line}" for (host, port), (_, line) in zip(endpoints, found, strict=True)]
+    return any(works for works, _ in found), lines
 
 
 def describe_endpoint(host: str, port: int) -> tuple[bool, str]:

@@ -11,9 +11,8 @@ from typing import Any
 
 from mingpt.base.errors import UserError
 from mingpt.config import Config
-from mingpt.data import TOKENIZERS, Tokenizer, is_shards, open_shards, read_bytes, tokenize
-from mingpt.data.source import load_named_tokenizer
-from mingpt.data.windows import Data, TextData, train_tokenizer
+from mingpt.data import TOKENIZERS, Tokenizer, load_named_tokenizer
+from mingpt.data.windows import Data, TextData, open_data, tokenize, train_tokenizer
 from mingpt.model import parameter_shapes
 from mingpt.optim import state_shapes
 from mingpt.parallel.ddp import fits_one_bucket
@@ -133,46 +132,32 @@ class Workload:
 def measure_data(config: Config) -> tuple[int, int | None]:
     """The size of the vocabulary, and the number of training tokens, None if it is not known.
 
-    The tokenizer is chosen as in training/run_data.py. Raises UserError if the vocabulary cannot be known.
-    With data.vocab_size given, data that cannot be read is no error.
+    Reads headers and sizes of shards, or reads and encodes a text. Raises UserError if the vocabulary cannot
+    be known. With data.vocab_size given, data that cannot be read is no error.
     """
     given = config.data.vocab_size
     try:
-        return read_size(config)
+        data = open_data(config.data)
+        corpus = tokenize(data, config.data, find_tokenizer(config, data))
+        return corpus.vocab_size, len(corpus.train.tokens)
     except UserError as error:
         if given is not None:
             return given, None
         raise UserError(f"{error}; data.vocab_size=N plans without the data") from None
 
 
-def read_size(config: Config) -> tuple[int, int | None]:
-    """The same, from the data: reads headers and sizes of shards, or reads and encodes a text."""
-    data: Data
-    if is_shards(config.data.path):
-        data = open_shards(config.data.path, config.data.val_fraction)
-        tokenizer = named_tokenizer(config, data)
-    else:
-        data = TextData(read_bytes(config.data), config.data)
-        tokenizer = named_tokenizer(config, data) or train_tokenizer(data, config.data)
-    corpus = tokenize(data, config.data, tokenizer)
-    return corpus.vocab_size, len(corpus.train.tokens)
-
-
-def named_tokenizer(config: Config, data: Data) -> Tokenizer | None:
-    """The tokenizer that data.tokenizer names, or the tokenizer.json in the folder of the data.
+def find_tokenizer(config: Config, data: Data) -> Tokenizer | None:
+    """The tokenizer that training/run_data.py would choose; None if it would train one.
 
     Raises UserError, also if the tokenizer is that of other weights, which are not read here.
     """
-    name = config.data.tokenizer
-    if name in TOKENIZERS:
-        return None
+    name, beside = config.data.tokenizer, None
     if name == "auto":
         if config.snapshot.init_from and config.data.vocab_size is None:
             raise UserError(
                 "with snapshot.init_from the vocabulary is that of these weights, which a plan does not read"
             )
         beside = find_tokenizer_file(config.data, data)
-        if beside is None:
-            return None
-        name = str(beside)
-    return load_named_tokenizer(name)
+    if beside or name not in ("auto", *TOKENIZERS):
+        return load_named_tokenizer(str(beside or name))
+    return train_tokenizer(data, config.data) if isinstance(data, TextData) else None

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Start, wait_until
+from support.jobs import Job
 
-from mingpt.tools.jobs import Job, children
+from mingpt.tools.jobs import children
 
 WORKER = """
 import os, sys, time
