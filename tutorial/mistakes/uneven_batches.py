@@ -3,8 +3,8 @@
     python -m tutorial.mistakes.uneven_batches
 
 Rank 0 has nine of 17 batches. In the last it waits for rank 1, until gloo's timeout (30 minutes, here 5 s) or
-rank 1's exit. Right: `Join`. A rank without batches adds zeros to all-reduces, and gets the weights at the end,
-but not AdamW's averages. Or DistributedSampler, which pads or, with drop_last=True, leaves samples out.
+rank 1's exit. Right: `Join`. A rank without batches adds zeros to all-reduces. At the end it is sent the
+weights, but not AdamW's averages. Or DistributedSampler, which pads or leaves samples out (drop_last=True).
 """
 
 from datetime import timedelta
