@@ -20,12 +20,16 @@ EFFECTS: dict[str, Callable[[float, float], bool]] = {
     "collective_on_rank_0": lambda wrong, right: wrong == 2 and right == 0,
     "every_local_rank_0": lambda wrong, right: wrong == 0 and right > 40_000,
     "flipped_bit": lambda wrong, right: wrong >= 80 and right == 0,
+    "learning_rate_not_scaled": lambda wrong, right: wrong > 2.5 and right < 2.1,
     "loss_not_divided": lambda wrong, right: wrong == 20 and right == 0,
     "module_prefix": lambda wrong, right: wrong == 0 and right == 16,
     "no_set_epoch": lambda wrong, right: wrong == 400 and right <= 20,
     "only_snapshot": lambda wrong, right: wrong == 0 and right == 100,
     "padded_evaluation": lambda wrong, right: wrong > 0.005 and right < 0.00001,
+    "part_of_each_rank": lambda wrong, right: wrong == 0 and right == 4096,
+    "repeated_augmentation": lambda wrong, right: wrong == 16 and right == 128,
     "same_dropout_seed": lambda wrong, right: wrong > 1.4 and 0.9 < right < 1.1,
+    "uneven_batches": lambda wrong, right: wrong == 16 and right == 17,
     "unused_parameters": lambda wrong, right: wrong == 1 and right == 10,
 }
 QUICK = {"no_set_epoch", "additive_mask"}
