@@ -100,13 +100,13 @@ def open_newest(runs: Sequence[str]) -> list[Snapshot]:
     return []
 
 
-def read_metadata(run: str, snapshot: Snapshot | None) -> dict[str, Any]:
+def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
     """The settings, data, software and workers on which the bits of a run may depend.
 
     They are read from the snapshot's manifest, or from config.yaml if there is no snapshot, and from
     run.json. Empty if the run is a metrics.jsonl alone. Raises UserError for a damaged config.yaml.
     """
-    config, history = Path(run) / "config.yaml", load_history(Path(run))
+    config, history = run / "config.yaml", load_history(run)
     if snapshot:
         kept = {name: snapshot.manifest.get(name) for name in ("tokenizer", "software", "audit")}
         found = flatten(to_dict(snapshot.config) | kept) | {"data": snapshot.manifest["data"]["sha256"]}
@@ -197,7 +197,7 @@ def compare(*runs: str) -> Comparison:
     pairs = {key: (one[key], other[key]) for key in sorted(one.keys() & other.keys())}
     if not snapshots and not pairs:
         raise UserError(f"{' and '.join(runs)} have neither a record nor a snapshot of the same step")
-    ours, theirs = map(read_metadata, runs, snapshots or (None, None))
+    ours, theirs = map(read_metadata, paths, snapshots or (None, None))
     metadata = {key: (ours[key], theirs[key]) for key in ours if key in theirs and ours[key] != theirs[key]}
     first_values: dict[str, tuple[int, Pair]] = {}
     for (step, name), pair in pairs.items():
@@ -234,15 +234,14 @@ def render_differences(found: Comparison) -> Iterator[str]:
         yield f"{name} first differs at step {step}: {one} and {other}, {units}"
     unlike = [tensor.name for tensor in found.tensors if tensor.first_byte is None]
     differing = [tensor for tensor in found.tensors if tensor.first_byte is not None]
-    where = f"step {found.snapshot_step}"
     if unlike:
-        yield f"{where}: in one run alone, or of other types or shapes: {', '.join(unlike)}"
+        yield f"step {found.snapshot_step}: in one run alone or of another shape or type: {', '.join(unlike)}"
     if differing:
         first, most = differing[0], max(differing, key=lambda tensor: tensor.max_abs_diff)
         yield (
-            f"{where}: {len(differing)} of {found.tensor_count} tensors differ, the first one is "
-            f"{first.name} from its byte {first.first_byte} on; by {most.max_abs_diff:.3g} at most, in "
-            f"{most.name} at {list(most.argmax)}"
+            f"step {found.snapshot_step}: {len(differing)} of {found.tensor_count} tensors differ, the first "
+            f"one is {first.name} from its byte {first.first_byte} on; by {most.max_abs_diff:.3g} at most, "
+            f"in {most.name} at {list(most.argmax)}"
         )
 
 

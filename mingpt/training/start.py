@@ -171,7 +171,6 @@ def find_snapshot(
     if context.rank == 0:
         report_skipped(latest, store.url, config)
     changes = check_snapshot(latest.snapshot, config, latest.where, data, is_restart)
-    own_step = latest.views[context.rank].step
     found = FoundSnapshot(
         run_id,
         is_restart,
@@ -179,7 +178,7 @@ def find_snapshot(
         memory,
         latest.snapshot,
         latest.durable_step,
-        own_step,
+        latest.views[context.rank].step,
         changes,
         discarded_after,
     )

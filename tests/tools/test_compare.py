@@ -98,7 +98,7 @@ def test_the_cause_of_a_difference_is_named(
             {"optimizer.wte.step": torch.tensor(2.0)},
             "step from its byte 2 on; by 1 at most, in optimizer.wte.step at []",
         ),
-        ({"model.half": torch.ones(4), "new": WEIGHT}, "of other types or shapes: model.half, new\n"),
+        ({"model.half": torch.ones(4), "new": WEIGHT}, "or of another shape or type: model.half, new\n"),
     ],
 )
 def test_tensors_are_compared_byte_by_byte(
