@@ -1,6 +1,6 @@
-"""Where do two runs begin to differ, and why? python -m mingpt compare A B
+"""Where do two runs begin to differ, and why? python -m mingpt compare RUN RUN
 
-A and B are run folders or metrics.jsonl files. The snapshots of a run may also lie at its snapshot.path.
+A RUN is a run folder or a metrics.jsonl. The snapshots of a run may also lie at its snapshot.path.
 Prints the settings and other metadata that differ, with * if they can change the result; the first value of
 each metric that differs; the tensors that differ in the newest snapshots of the same step; and the cause.
 Exit code 0: values and tensors that both runs have are bit-identical; 1: they differ; 2: a run is missing, or
@@ -247,7 +247,7 @@ def render_differences(found: Comparison) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt compare", __doc__)
-    parser.add_argument("runs", nargs=2, metavar=("A", "B"), help="a run folder or a metrics.jsonl")
+    parser.add_argument("runs", nargs=2, metavar="RUN", help="a run folder or a metrics.jsonl")
     found = compare(*parser.parse_args(arguments).runs)
     write_lines(render(found))
     return 0 if found.is_same else 1

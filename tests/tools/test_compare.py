@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from mingpt.tools.compare import classify, main
 WEIGHT = TENSORS["model.wte"]
 LOSSES = [3.0, 2.5, 2.6, 2.0, 2.2, 1.5, 1.8, 1.4]
 SETTINGS = {"trainer__max_steps": 12, "trainer__eval_every": 6, "snapshot__every": 6}
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "one": {"trainer__workers": 1},
     "two": {"trainer__workers": 2},
     "fast": {"trainer__workers": 1, "trainer__reduction": "fast"},

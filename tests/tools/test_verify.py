@@ -10,7 +10,7 @@ from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.tools import verify
-from mingpt.tools.fault_injection import Kill
+from mingpt.tools.fault_injection import STEPS, Kill
 from mingpt.tools.verify import PHASES, find_problems, make_schedule, train_undisturbed
 from mingpt.training.audit import recompute
 
@@ -46,7 +46,7 @@ def test_the_same_tensors_pass_unless_the_workers_were_fed_other_tokens(
 ) -> None:
     config = build(verify.SETTINGS | {"data.path": str(text)})
     tokens = make_corpus(text.read_bytes(), config.data).train
-    manifest = make_manifest(verify.STEPS) | {"audit": recompute(config, tokens, verify.STEPS)}
+    manifest = make_manifest(STEPS) | {"audit": recompute(config, tokens, STEPS)}
     monkeypatch.setattr(verify, "train", lambda folder, *_: write(make_store(folder / "run"), manifest))
     verify.train(tmp_path / "undisturbed", 1, [], {})
     assert find_problems(1, [], 1, tmp_path, config)[0] == []
