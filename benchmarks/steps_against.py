@@ -171,7 +171,10 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> b
         with ThreadPoolExecutor(2) as pool:
             return statistics.fmean(pool.map(lambda _: bench.step_s(settings, 1), range(2)))
 
-    variants = {"two workers": functools.partial(bench.step_s, SIZES[size]), "two jobs": two_jobs_s}
+    variants: dict[str, Callable[[], float]] = {
+        "two workers": functools.partial(bench.step_s, SIZES[size]),
+        "two jobs": two_jobs_s,
+    }
     found = measure_in_turns(variants, arguments.rounds, size=size)
     row(size=size, **median_and_spread(paired(found, "two jobs", "two workers"), name="efficiency"))
     return True

@@ -10,9 +10,7 @@ from mingpt.report.history import (
     GenerationStart,
     load_history,
     mark_ended,
-    read_durable_step,
     read_job_start,
-    read_suspects,
 )
 from mingpt.report.log import open_log
 from mingpt.report.metrics import StepStats
@@ -27,8 +25,6 @@ __all__ = [
     "load_history",
     "mark_ended",
     "open_log",
-    "read_durable_step",
     "read_job_start",
     "read_records",
-    "read_suspects",
 ]

@@ -58,19 +58,8 @@ class History(pydantic.BaseModel):
     suspects: list[Suspects] = []
 
 
-def read_durable_step(run_dir: Path, run_id: str) -> int:
-    """The step of the newest snapshot on disk that run.json records; 0 if it records none."""
-    return (load_history(run_dir, run_id) or {}).get("durable_step", 0)
-
-
-def read_suspects(run_dir: Path, run_id: str) -> list[dict[str, Any]]:
-    """The entries of run.json on workers that computed differently: at which step, and who may be wrong."""
-    return (load_history(run_dir, run_id) or {}).get("suspects", [])
-
-
-def read_job_start(run_dir: Path, run_id: str) -> int | None:
-    """The step from which the last job of this run began, if run.json records it."""
-    history = load_history(run_dir, run_id) or {"generations": []}
+def read_job_start(history: dict[str, Any]) -> int | None:
+    """The step from which the last job of this run began, if the content of run.json records it."""
     starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
 

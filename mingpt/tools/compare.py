@@ -1,9 +1,10 @@
-"""Where do two runs begin to differ, and why? python -m mingpt compare A B
+"""Where do two runs begin to differ, and why? python -m mingpt compare RUN RUN
 
-A and B are run folders (their snapshots may lie elsewhere, as snapshot.path says) or metrics.jsonl files.
-Prints what differs on record, where * can change the result; the first value of each metric that differs;
-why; and the tensors that differ in the newest snapshots of the same step. Exit code 0: the same bits in all
-that both have; 1: they differ; 2: a run is missing, or the two have nothing in common.
+A RUN is a run folder or a metrics.jsonl. The snapshots of a run may also lie at its snapshot.path.
+Prints the settings and other metadata that differ, with * if they can change the result; the first value of
+each metric that differs; the tensors that differ in the newest snapshots of the same step; and the cause.
+Exit code 0: values and tensors that both runs have are bit-identical; 1: they differ; 2: a run is missing, or
+the runs have nothing in common.
 """
 
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from mingpt.base.command import CommandParser, write_lines
@@ -25,49 +27,49 @@ from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
-ROUNDING = ("trainer.dtype", "trainer.compile", "trainer.reduction", "trainer.fsdp_param_dtype")
-ORDER = ("seed", "audit")  # the audit is a digest of the tokens that workers were fed
-# They change the order of sums under trainer.reduction=fast, and no bit under exact.
-SHARING = ("workers", "trainer.parallel", "trainer.shard_optimizer")
-FIRST_RECORDS = 10  # later ones may differ much, however little the first ones do
-MAX_ROUNDING = 0.1  # of the noise from record to record
-MAX_VALUE = 1e30
+# Metadata that only change the rounding; the parallelism does so only under trainer.reduction=fast.
+NUMERICS = ("trainer.dtype", "trainer.compile", "trainer.reduction", "trainer.fsdp_param_dtype")
+PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
+SAMPLE_ORDER = ("seed", "audit")  # the audit is a digest of the tokens that the workers were fed
+FIRST_RECORDS = 10  # small differences grow, so only the first ones tell rounding from other causes
+MAX_ROUNDING = 0.1  # of the noise between neighbouring records
+MAX_VALUE = 1e30  # larger values are left out: their squares could overflow
 log = logging.getLogger(__name__)
 Pair = tuple[float, float]
-Changes = Mapping[str, tuple[Any, Any]]
+Metadata = Mapping[str, tuple[Any, Any]]  # the values of both runs, by key
 
 
 class TensorDifference(NamedTuple):
-    """`byte` is the first one that differs; None for tensors of other types or shapes, or in one run alone.
+    """A tensor that differs between two snapshots.
 
-    Numbers differ most, by `largest`, at `index`.
+    `first_byte` is None if the tensor is in one snapshot alone, or has other types or shapes in the two.
     """
 
     name: str
-    byte: int | None = None
-    largest: float = 0.0
-    index: Sequence[int] = ()
+    first_byte: int | None = None
+    max_abs_diff: float = 0.0
+    argmax: Sequence[int] = ()  # the index of the element that differs most
 
 
 class Comparison(NamedTuple):
-    """What differs of two runs."""
+    """The differences between two runs."""
 
-    changes: Changes  # of what is on record
-    values: int  # of metrics, that both have
-    unmatched: int  # that one alone has
-    first: Mapping[str, tuple[int, Pair]]  # by metric: the step and the values that differ first
+    metadata: Metadata  # settings, data, software and workers that differ
+    value_count: int  # values of metrics that both runs have
+    unmatched_count: int  # values that one run alone has
+    first_values: Mapping[str, tuple[int, Pair]]  # {metric: (step, values)} of the first difference
     cause: str
-    step: int | None  # of the snapshots, if both have one of the same step
-    tensor_count: int  # in either
+    snapshot_step: int | None  # None if the runs have no snapshots of the same step
+    tensor_count: int
     tensors: Sequence[TensorDifference]
 
     @property
     def is_same(self) -> bool:
-        return not (self.first or self.tensors)
+        return not (self.first_values or self.tensors)
 
 
 def read_values(path: Path) -> dict[tuple[int, str], float]:
-    """{(step, metric): value} of what depends on the bits. Raises OSError."""
+    """{(step, metric): value} of the metrics that depend on the bits of the run. Raises OSError."""
     return {
         (record["step"], name): value
         for record in read_records(path)
@@ -77,9 +79,9 @@ def read_values(path: Path) -> dict[tuple[int, str], float]:
 
 
 def open_newest(runs: Sequence[str]) -> list[Snapshot]:
-    """The newest snapshots of the same step, one of each run; none if there are none.
+    """Open the newest snapshots of the same step, one for each run. The list is empty if there are none.
 
-    A line tells of one that is damaged; it is used if it can be opened. Raises UnreadableSnapshot.
+    A damaged snapshot is logged in one line, and still used if it can be opened. Raises UnreadableSnapshot.
     """
     stores = [
         {step: store for store in map(SnapshotStore, possible_places(run)) for step in store.steps()}
@@ -98,25 +100,26 @@ def open_newest(runs: Sequence[str]) -> list[Snapshot]:
     return []
 
 
-def on_record(run: str, snapshot: Snapshot | None) -> dict[str, Any]:
-    """What the bits may depend on: settings, of the snapshot or else config.yaml, workers, data, software.
+def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
+    """The settings, data, software and workers on which the bits of a run may depend.
 
-    Empty for bare metrics. Raises UserError.
+    They are read from the snapshot's manifest, or from config.yaml if there is no snapshot, and from
+    run.json. Empty if the run is a metrics.jsonl alone. Raises UserError for a damaged config.yaml.
     """
-    config, history = Path(run) / "config.yaml", load_history(Path(run))
+    config, history = run / "config.yaml", load_history(run)
     if snapshot:
         kept = {name: snapshot.manifest.get(name) for name in ("tokenizer", "software", "audit")}
-        given = flatten(to_dict(snapshot.config) | kept) | {"data": snapshot.manifest["data"]["sha256"]}
+        found = flatten(to_dict(snapshot.config) | kept) | {"data": snapshot.manifest["data"]["sha256"]}
     elif config.is_file():
-        given = read_file(str(config))
+        found = read_file(str(config))
     else:
         return {}
     workers = [str(entry.get("workers")) for entry in history["generations"]] if history else []
-    return given | {"run_dir": None, "workers": ", then ".join(dict.fromkeys(workers))}
+    return found | {"run_dir": None, "workers": ", then ".join(dict.fromkeys(workers))}
 
 
 def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference]:
-    """Byte by byte, in the order of the files."""
+    """Yield the tensors whose bytes differ, in the order of the first snapshot's files."""
     for name in one.file_of | other.file_of:
         ours, theirs = (run.read(name) if name in run.file_of else None for run in (one, other))
         if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
@@ -125,15 +128,16 @@ def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference
         differs = ours.reshape(-1).view(torch.uint8) != theirs.reshape(-1).view(torch.uint8)
         if differs.any():
             gaps = (ours.double() - theirs.double()).abs()
-            index = [int(place) for place in torch.unravel_index(gaps.argmax(), gaps.shape)]
-            yield TensorDifference(name, int(differs.int().argmax()), float(gaps.max()), index)
+            argmax = [int(index) for index in torch.unravel_index(gaps.argmax(), gaps.shape)]
+            yield TensorDifference(name, int(differs.int().argmax()), float(gaps.max()), argmax)
 
 
-def likeness(curve: Sequence[Pair]) -> str | None:
-    """What two curves, values of the same steps, differ like; None where too few differ to tell.
+def classify(curve: Sequence[Pair]) -> str | None:
+    """The likely cause of the differences between two loss curves; None for fewer than three differences.
 
-    Rounding: at first by far less than one value does from the next, whose noise the second differences tell.
-    Other samples: by other noise, so that the mean is zero within three standard errors.
+    `curve` has the values of both runs at each step. Rounding: the first differences are far smaller than the
+    noise between neighbouring records, which is estimated from second differences. Another order of samples:
+    only the noise differs, so the mean difference is zero within three standard errors.
     """
     gaps = [other - one for one, other in curve if one != other]
     if len(gaps) < 3:
@@ -147,34 +151,39 @@ def likeness(curve: Sequence[Pair]) -> str | None:
     return "another order of samples" if is_centred else "another computation"
 
 
-def explain(changes: Changes, is_known: bool, is_fast: bool, seen: str | None) -> str:
-    """Why runs differ: by what differs on record, and where that does not tell, by what it looks like."""
-    rounding = [key for key in changes if key in ROUNDING or key.startswith("software.")]
-    rounding += [key for key in SHARING if key in changes and is_fast]
-    causes = [key for key in changes if affects_result(key) and key not in rounding]
-    other = [key for key in causes if key not in ORDER]
+def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | None) -> str:
+    """Why two runs differ: because of `metadata` that differ, or else what the loss curves suggest.
+
+    `is_known` says whether both runs have metadata, `is_fast` whether a run has trainer.reduction=fast.
+    """
+    rounding = [key for key in metadata if key in NUMERICS or key.startswith("software.")]
+    rounding += [key for key in PARALLELISM if key in metadata and is_fast]
+    causes = [key for key in metadata if affects_result(key) and key not in rounding]
+    other = [key for key in causes if key not in SAMPLE_ORDER]
     if causes:
         kind = "another computation" if other else "another order of samples"
         return f"{kind}: {', '.join(other or causes)}"
-    if rounding and seen in (None, "rounding"):
+    if rounding and likely in (None, "rounding"):
         return f"rounding: {', '.join(rounding)}"
-    looks = f"the losses differ like {seen}" if seen else "too few losses differ to tell what that is like"
+    looks = (
+        f"the losses differ like {likely}" if likely else "too few losses differ to say what they look like"
+    )
     if not is_known:
         return looks
     return (
-        f"{looks}, which {', '.join(rounding) or 'nothing on record'} does not explain: another program, or "
-        "a machine that computes wrongly, as trainer.replay_every would find"
+        f"{looks}; {', '.join(rounding) or 'the metadata'} cannot explain it: the program was changed, or a "
+        "machine computed wrongly, which trainer.replay_every checks"
     )
 
 
 def affects_result(key: str) -> bool:
-    """Whether this setting, or what else is on record, can change the result."""
+    """Whether this setting, or this other key of the metadata, can change the result."""
     setting = settings().get(key)
     return setting.affects_result if setting else key != "workers"
 
 
 def compare(*runs: str) -> Comparison:
-    """Of two. Raises UserError if one is missing or cannot be read, or if they have nothing in common."""
+    """Compare two runs. Raises UserError if one cannot be read, or if they have nothing in common."""
     paths = [Path(run) for run in runs]
     for path in paths:
         if not path.exists():
@@ -188,20 +197,20 @@ def compare(*runs: str) -> Comparison:
     pairs = {key: (one[key], other[key]) for key in sorted(one.keys() & other.keys())}
     if not snapshots and not pairs:
         raise UserError(f"{' and '.join(runs)} have neither a record nor a snapshot of the same step")
-    ours, theirs = map(on_record, runs, snapshots or (None, None))
-    changes = {key: (ours[key], theirs[key]) for key in ours if key in theirs and ours[key] != theirs[key]}
-    first = {}
+    ours, theirs = map(read_metadata, paths, snapshots or (None, None))
+    metadata = {key: (ours[key], theirs[key]) for key in ours if key in theirs and ours[key] != theirs[key]}
+    first_values: dict[str, tuple[int, Pair]] = {}
     for (step, name), pair in pairs.items():
         if pair[0] != pair[1]:
-            first.setdefault(name, (step, pair))
-    seen = likeness([pair for (_, name), pair in pairs.items() if name == "train/loss"])
+            first_values.setdefault(name, (step, pair))
+    likely = classify([pair for (_, name), pair in pairs.items() if name == "train/loss"])
     is_fast = "fast" in (ours.get("trainer.reduction"), theirs.get("trainer.reduction"))
     return Comparison(
-        changes,
+        metadata,
         len(pairs),
         len(one.keys() ^ other.keys()),
-        first,
-        explain(changes, bool(ours and theirs), is_fast, seen),
+        first_values,
+        explain(metadata, bool(ours and theirs), is_fast, likely),
         snapshots[0].manifest["step"] if snapshots else None,
         len({name for snapshot in snapshots for name in snapshot.file_of}),
         tensors,
@@ -209,36 +218,36 @@ def compare(*runs: str) -> Comparison:
 
 
 def render(found: Comparison) -> Iterator[str]:
-    """Lines for a person."""
-    for key, (one, other) in found.changes.items():
+    """Yield the lines that the command prints."""
+    for key, (one, other) in found.metadata.items():
         yield f"{'*' if affects_result(key) else ' '} {key}: {one} -> {other}"
     yield from render_differences(found)
-    same = f"the same bits: {found.values} values, {found.tensor_count} tensors"
+    same = f"the same bits: {found.value_count} values, {found.tensor_count} tensors"
     yield same if found.is_same else found.cause
 
 
 def render_differences(found: Comparison) -> Iterator[str]:
-    """Where values and tensors begin to differ."""
-    for name, (step, (one, other)) in found.first.items():
-        last_place = 2.0 ** (math.frexp(max(abs(one), abs(other)))[1] - 24)
+    """Yield lines that say where values and tensors begin to differ; none if they are bit-identical."""
+    for name, (step, (one, other)) in found.first_values.items():
+        last_place = np.spacing(np.float32(max(abs(one), abs(other))))
         units = f"{abs(one - other) / last_place:.3g} units in the last place of float32"
         yield f"{name} first differs at step {step}: {one} and {other}, {units}"
-    unlike = [tensor.name for tensor in found.tensors if tensor.byte is None]
-    differing = [tensor for tensor in found.tensors if tensor.byte is not None]
+    unlike = [tensor.name for tensor in found.tensors if tensor.first_byte is None]
+    differing = [tensor for tensor in found.tensors if tensor.first_byte is not None]
     if unlike:
-        yield f"step {found.step}: in one run alone, or of other types or shapes: {', '.join(unlike)}"
+        yield f"step {found.snapshot_step}: in one run alone or of another shape or type: {', '.join(unlike)}"
     if differing:
-        first, most = differing[0], max(differing, key=lambda tensor: tensor.largest)
+        first, most = differing[0], max(differing, key=lambda tensor: tensor.max_abs_diff)
         yield (
-            f"step {found.step}: {len(differing)} of {found.tensor_count} tensors differ, the first one is "
-            f"{first.name} from its byte {first.byte} on; by {most.largest:.3g} at most, in {most.name} at "
-            f"{list(most.index)}"
+            f"step {found.snapshot_step}: {len(differing)} of {found.tensor_count} tensors differ, the first "
+            f"one is {first.name} from its byte {first.first_byte} on; by {most.max_abs_diff:.3g} at most, "
+            f"in {most.name} at {list(most.argmax)}"
         )
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt compare", __doc__)
-    parser.add_argument("runs", nargs=2, metavar=("A", "B"), help="a run folder or a metrics.jsonl")
+    parser.add_argument("runs", nargs=2, metavar="RUN", help="a run folder or a metrics.jsonl")
     found = compare(*parser.parse_args(arguments).runs)
     write_lines(render(found))
     return 0 if found.is_same else 1

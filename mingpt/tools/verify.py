@@ -24,11 +24,13 @@ from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot
 from mingpt.config import Config
 from mingpt.config.cli import build
+from mingpt.data import make_corpus, read_bytes
 from mingpt.report.history import load_history, plural
 from mingpt.snapshot import SnapshotStore
 from mingpt.tools.compare import compare, render_differences
 from mingpt.tools.fault_injection import STEPS, Kill, marker
 from mingpt.tools.jobs import ROOT, children, clean_environment, is_alive, torchrun
+from mingpt.training.audit import recompute
 
 PHASES = ("start-up", "forward", "reduction", "evaluation", "save")
 SETTINGS = {
@@ -158,33 +160,27 @@ def find_problems(
     missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]
     if missed:
         problems.append(f"kills {missed} hit no living worker")
-    if found.unmatched:
+    if found.unmatched_count:
         problems.append("one run lacks records that the other has")
-    if last["audit"] != expected_audit(config):
+    tokens = make_corpus(read_bytes(config.data), config.data).train
+    if last["audit"] != recompute(config, tokens, STEPS):
         problems.append("the workers were fed other tokens than configuration and text determine")
     shutil.rmtree(folder)
     return problems, [*summary, f"  disturbed    {last['sha256']}"]
 
 
 def last_manifest(folder: Path) -> dict[str, Any]:
-    """Of the run in this folder. Raises CorruptSnapshot if it is not complete."""
+    """The manifest of the last step of the run in this folder. Raises CorruptSnapshot without one."""
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
-
-
-def expected_audit(config: Config) -> str:
-    """The audit chain that the configuration and the text give."""
-    from mingpt.data import make_corpus, read_bytes
-    from mingpt.training.audit import recompute
-
-    return recompute(config, make_corpus(read_bytes(config.data), config.data).train, STEPS)
 
 
 def train_undisturbed(work: Path) -> Config:
     """Train with one worker on the first characters of the embedded text, for a few epochs."""
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
-    train(work / "undisturbed", 1, [], SETTINGS | {"data.path": str(text)})
-    return build(SETTINGS | {"data.path": str(text)})
+    settings = SETTINGS | {"data.path": str(text)}
+    train(work / "undisturbed", 1, [], settings)
+    return build(settings)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
-from mingpt.report import mark_ended, open_log, read_durable_step, read_job_start, read_suspects
+from mingpt.report import load_history, mark_ended, open_log, read_job_start
 from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, read_config, this_process
 from mingpt.snapshot.manifest import is_suspect
 from mingpt.training.audit import START
@@ -158,19 +158,19 @@ def find_snapshot(
     memory = MemorySnapshots(
         config.snapshot.memory_path, run_id, folder.path, context.launch.node_rank, agent
     )
-    starts = context.all_gather_object(read_job_start(folder.path, run_id) if is_restart else None)
-    suspects = max(context.all_gather_object(read_suspects(folder.path, run_id)), key=len)
+    history = load_history(folder.path, run_id) or {"generations": []}
+    starts = context.all_gather_object(read_job_start(history) if is_restart else None)
+    suspects = max(context.all_gather_object(history.get("suspects", [])), key=len)
     discarded_after = [entry["after"] for entry in suspects]
     job_start = max((step for step in starts if step is not None), default=None)
     check = make_check(config, data, job_start, discarded_after)
     latest = find_latest(store, memory, context, is_restart, check)
     if latest.snapshot is None or latest.snapshot.manifest["step"] == 0:
-        durable_steps = context.all_gather_object(read_durable_step(folder.path, run_id))
+        durable_steps = context.all_gather_object(history.get("durable_step", 0))
         check_nothing_is_lost(latest, config, is_restart, max(durable_steps))
     if context.rank == 0:
         report_skipped(latest, store.url, config)
     changes = check_snapshot(latest.snapshot, config, latest.where, data, is_restart)
-    own_step = latest.views[context.rank].step
     found = FoundSnapshot(
         run_id,
         is_restart,
@@ -178,7 +178,7 @@ def find_snapshot(
         memory,
         latest.snapshot,
         latest.durable_step,
-        own_step,
+        latest.views[context.rank].step,
         changes,
         discarded_after,
     )

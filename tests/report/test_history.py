@@ -8,15 +8,8 @@ import pytest
 
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS
-from mingpt.report import (
-    GenerationStart,
-    RunHistory,
-    load_history,
-    mark_ended,
-    read_durable_step,
-    read_job_start,
-)
-from mingpt.report.history import plural
+from mingpt.report import GenerationStart, load_history, mark_ended, read_job_start
+from mingpt.report.history import RunHistory, plural
 
 RUN_ID = "abc123"
 FAILURE = {"why": "failed (ValueError: twice two)"}
@@ -203,16 +196,16 @@ def test_a_generation_whose_store_is_gone_is_told_by_the_hosts_that_are_missing(
 def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_until_another_job_begins(
     tmp_path: Path,
 ) -> None:
-    assert read_job_start(tmp_path, RUN_ID) is None
     history = open_history(tmp_path)
+    assert read_job_start(history.content) is None
     begin(history, 1, 10, None, False, [])
-    assert read_durable_step(tmp_path, RUN_ID) == 0
+    assert read(tmp_path)["durable_step"] == 0
     history.note_durable(20)
     history.file.retry()
-    assert read_durable_step(tmp_path, RUN_ID) == 20
-    assert read_durable_step(tmp_path, "another") == 0 and read_job_start(tmp_path, "another") is None
+    assert read(tmp_path)["durable_step"] == 20
+    assert load_history(tmp_path, "another") is None
     begin(open_history(tmp_path), 1, 15, None, True, [])
-    assert read_durable_step(tmp_path, RUN_ID) == 20, "its disk may be gone, and a restart is in memory"
-    assert read_job_start(tmp_path, RUN_ID) == 10
+    assert read(tmp_path)["durable_step"] == 20, "its disk may be gone, and a restart is in memory"
+    assert read_job_start(read(tmp_path)) == 10
     begin(open_history(tmp_path), 1, 5, None, False, [])
-    assert (read_durable_step(tmp_path, RUN_ID), read_job_start(tmp_path, RUN_ID)) == (0, 5)
+    assert (read(tmp_path)["durable_step"], read_job_start(read(tmp_path))) == (0, 5)
