@@ -13,7 +13,8 @@ from conftest import ROOT
 PROGRAM = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
-from mingpt.distributed import Launch, ProcessExit, StopSignal, signals
+from mingpt.distributed import Launch, ProcessExit, signals
+from mingpt.distributed.signals import StopSignal
 from mingpt.distributed.rendezvous import PeerEnd
 
 class Exit(ProcessExit):
