@@ -110,8 +110,7 @@ def main() -> None:
             meter.hold(gradients=[parameter.grad for parameter in gpt.parameters()])
             optimizer.step()
             optimizer.zero_grad()
-        if step % common.LOG_EVERY == 0:
-            common.report(f"step {step:3}", loss)
+        common.report_step(step, loss)
     meter.hold(weights=gpt.parameters(), optimizer_state=common.averages(optimizer))
     common.finish(meter, loss)
 

@@ -66,6 +66,12 @@ def report(name: str, loss: Tensor) -> None:
         print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
 
 
+def report_step(step: int, loss: Tensor) -> None:
+    """Report the loss of every tenth step."""
+    if step % LOG_EVERY == 0:
+        report(f"step {step:3}", loss)
+
+
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """The bytes of memory behind the tensors, each storage once; of a DTensor, this rank's part."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
