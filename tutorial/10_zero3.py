@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from mingpt.model import GPT
+from mingpt.model.gpt import MLP
 from tutorial import common
 
 
@@ -89,10 +90,11 @@ def main() -> None:
         shares = list(gpt.parameters())
     else:
         shares, rest = shard_by_hand(gpt)
-    for block in gpt.h:  # noted in the middle of each block
-        block.mlp.register_forward_pre_hook(
-            lambda *_: meter.hold(weights_at_most=[*gpt.parameters(), *shares])
-        )
+    for module in gpt.modules():
+        if isinstance(module, MLP):  # in the middle of a block
+            module.register_forward_pre_hook(
+                lambda *_: meter.hold(weights_at_most=[*gpt.parameters(), *shares])
+            )
     optimizer = torch.optim.AdamW(shares, lr=common.LEARNING_RATE)
     for step in range(1, common.STEPS + 1):
         with meter.step(step):
