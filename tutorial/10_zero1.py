@@ -17,22 +17,13 @@ from mingpt.model import GPT
 from tutorial import common
 
 
-def flatten(parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Put all weights into one tensor and all gradients into another; parameters become views of them."""
-    weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    gradients = torch.zeros_like(weights)
-    first = 0
-    for parameter in parameters:
-        last = first + parameter.numel()
-        parameter.data = weights[first:last].view_as(parameter)
-        parameter.grad = gradients[first:last].view_as(parameter)  # to which backward passes add
-        first = last
-    return weights, gradients
-
-
 def train_by_hand(dataset: TensorDataset, gpt: GPT, meter: common.Meter) -> Tensor:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    weights, gradients = flatten(list(gpt.parameters()))
+    weights = common.join_weights(list(gpt.parameters()))
+    gradients = torch.zeros_like(weights)
+    views = gradients.split([parameter.numel() for parameter in gpt.parameters()])
+    for parameter, view in zip(gpt.parameters(), views, strict=True):
+        parameter.grad = view.view_as(parameter)  # to which backward passes add
     share = nn.Parameter(weights.chunk(world_size)[rank])  # a view: its update is one of the weights
     share.grad = gradients.chunk(world_size)[rank]
     optimizer = torch.optim.AdamW([share], lr=common.LEARNING_RATE)

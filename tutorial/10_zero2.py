@@ -21,18 +21,9 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
-        views = self.weights.split([parameter.numel() for parameter in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.data = view.view_as(parameter)
+        self.weights = common.join_weights(parameters)
         self.share = nn.Parameter(self.weights.chunk(dist.get_world_size())[dist.get_rank()])  # a view
         self.missing = len(parameters)  # gradients
-
-    def collect(self) -> Tensor:
-        """All gradients, one behind the other."""
-        return torch.cat(
-            [parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None]
-        )
 
     def reduce_scatter(self, whole: Tensor) -> None:
         """Give each rank its share of the mean gradient. A collective."""
@@ -63,7 +54,7 @@ def main() -> None:
         bucket.missing -= 1
         if bucket.missing:
             return
-        whole = bucket.collect()
+        whole = common.join_gradients(bucket.parameters)
         meter.hold(gradients_at_most=[whole, *(tensor.grad for tensor in (*gpt.parameters(), *shares))])
         for parameter in bucket.parameters:
             parameter.grad = None

@@ -24,11 +24,9 @@ class Unit:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.whole = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        self.whole = common.join_weights(parameters)
         self.whole_bytes = self.whole.nbytes
-        views = self.whole.split([parameter.numel() for parameter in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.data = view.view_as(parameter)
+        for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self.on_grad_ready)
         self.share = nn.Parameter(self.whole.chunk(dist.get_world_size())[dist.get_rank()].clone())
         self.missing = len(parameters)  # gradients
@@ -43,13 +41,16 @@ class Unit:
         self.whole.untyped_storage().resize_(self.whole_bytes)
         dist.all_gather_into_tensor(self.whole, self.share.detach())
 
+    def after_forward(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.free()
+        output.register_hook(self.gather)  # called when the backward pass comes to this output
+
     def on_grad_ready(self, _: Tensor) -> None:
         """Once all gradients are there, keep this rank's share of their mean, and free the rest."""
         self.missing -= 1
         if self.missing:
             return
-        gradients = [parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None]
-        whole = torch.cat(gradients) / dist.get_world_size()
+        whole = common.join_gradients(self.parameters) / dist.get_world_size()
         for parameter in self.parameters:
             parameter.grad = None
         self.free()
@@ -66,13 +67,8 @@ def shard_by_hand(gpt: GPT) -> tuple[list[nn.Parameter], Unit]:
     for block in gpt.h:
         unit = Unit(list(block.parameters()))
         shares.append(unit.share)
-
-        def after(_: nn.Module, inputs: Any, output: Tensor, unit: Unit = unit) -> None:
-            unit.free()
-            output.register_hook(unit.gather)  # called when the backward pass comes to this output
-
         block.register_forward_pre_hook(unit.gather)
-        block.register_forward_hook(after)
+        block.register_forward_hook(unit.after_forward)
     return shares, rest
 
 

@@ -51,15 +51,15 @@ class Reducer:
 
     def on_grad_ready(self, bucket: int, _: Tensor) -> None:
         """The hook of every parameter: the backward pass calls it when the gradient is in .grad."""
-        self.missing[bucket] -= self.sync
-        if self.overlap:
-            self.send_full_buckets()
+        if self.sync:
+            self.missing[bucket] -= 1
+            if self.overlap:
+                self.send_full_buckets()
 
     def send_full_buckets(self) -> None:
         # By their numbers, not as they get full: all ranks must call the same collectives in the same order.
         while len(self.sent) < len(self.buckets) and self.missing[len(self.sent)] == 0:
-            bucket = [parameter.grad for parameter in self.buckets[len(self.sent)]]
-            flat = torch.cat([grad.flatten() for grad in bucket if grad is not None]) / dist.get_world_size()
+            flat = common.join_gradients(self.buckets[len(self.sent)]) / dist.get_world_size()
             work = dist.all_reduce(flat, async_op=True)  # returns at once; threads of gloo's do it
             begin = max(time.perf_counter(), self.link_free_at)  # the declared link sends one after the other
             self.link_free_at = begin + 2 * common.ring_bytes(flat) / self.link_bytes_per_s

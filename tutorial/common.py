@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,13 +30,20 @@ STEPS_PER_EPOCH = WINDOWS // BATCH_SIZE
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
-def make_dataset() -> tuple[TensorDataset, int]:
-    """Windows that lie end to end: inputs, and targets one to the right. And the size of the vocabulary."""
+def start() -> tuple[TensorDataset, GPT]:
+    """Make the process group, and then the windows and the model of step 1."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")  # on the CPU, where bytes can be counted everywhere
+    if BATCH_SIZE % dist.get_world_size():
+        raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {dist.get_world_size()} workers")
     text = Path("data/input.txt").read_text()
     tokenizer = CharTokenizer.train(text)
     tokens = torch.from_numpy(tokenizer.encode(text)).long()[: WINDOWS * BLOCK_SIZE + 1]
     inputs, targets = tokens[:-1].view(WINDOWS, BLOCK_SIZE), tokens[1:].view(WINDOWS, BLOCK_SIZE)
-    return TensorDataset(inputs, targets), len(tokenizer)
+    torch.manual_seed(SEED)
+    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
+    gpt = GPT(config, vocab_size=len(tokenizer), block_size=BLOCK_SIZE)
+    return TensorDataset(inputs, targets), gpt
 
 
 def windows_of(step: int) -> Tensor:
@@ -44,18 +51,6 @@ def windows_of(step: int) -> Tensor:
     epoch, batch = divmod(step - 1, STEPS_PER_EPOCH)
     order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
     return order.split(BATCH_SIZE)[batch][dist.get_rank() :: dist.get_world_size()]
-
-
-def start() -> tuple[TensorDataset, GPT]:
-    """Make the process group, and then the windows and the model of step 1."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")  # on the CPU, where bytes can be counted everywhere
-    if BATCH_SIZE % dist.get_world_size():
-        raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {dist.get_world_size()} workers")
-    dataset, vocab_size = make_dataset()
-    torch.manual_seed(SEED)
-    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
-    return dataset, GPT(config, vocab_size=vocab_size, block_size=BLOCK_SIZE)
 
 
 def report(name: str, loss: Tensor) -> None:
@@ -70,6 +65,20 @@ def report_step(step: int, loss: Tensor) -> None:
     """Report the loss of every tenth step."""
     if step % LOG_EVERY == 0:
         report(f"step {step:3}", loss)
+
+
+def join_weights(parameters: list[nn.Parameter]) -> Tensor:
+    """Put the weights into one tensor, one behind the other, and make each parameter a view of its part."""
+    whole = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    views = whole.split([parameter.numel() for parameter in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view.view_as(parameter)
+    return whole
+
+
+def join_gradients(parameters: list[nn.Parameter]) -> Tensor:
+    """Copy the gradients into one tensor, one behind the other."""
+    return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -127,13 +136,13 @@ class Meter:
     def __init__(self, gpt: GPT) -> None:
         self.gpt, self.is_counting, self.durations_ms = gpt, False, list[float]()
         self.held, self.saved, self.sent = dict[str, int](), dict[int, int](), SentBytes()
-        self.in_backward = False
+        gpt.register_forward_pre_hook(lambda *_: self.saved.clear())  # those of the micro-batch before
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         self.is_counting = number == STEPS
         if self.is_counting:
-            with self.sent, saved_tensors_hooks(self.count_saved, self.count_read):
+            with self.sent, saved_tensors_hooks(self.count_saved, lambda tensor: tensor):
                 yield
         else:
             began = time.perf_counter()
@@ -142,18 +151,10 @@ class Meter:
 
     def count_saved(self, tensor: Tensor) -> Tensor:
         """Called for each tensor that the backward pass will need. Weights are no activations."""
-        if self.in_backward:  # until now: this is the forward pass of another micro-batch
-            self.saved.clear()
-        self.in_backward = False
-        weights = [weight for weight in self.gpt.parameters() if not isinstance(weight, DTensor)]
+        weights = (weight for weight in self.gpt.parameters() if not isinstance(weight, DTensor))
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in {weight.untyped_storage().data_ptr() for weight in weights}:
             self.saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def count_read(self, tensor: Tensor) -> Tensor:
-        """Called when the backward pass needs the tensor."""
-        self.in_backward = True
         return tensor
 
     def hold(self, **tensors: Iterable[Tensor | None]) -> None:
