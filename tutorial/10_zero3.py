@@ -32,7 +32,7 @@ class Unit:
         self.missing = len(parameters)  # gradients
         self.free()
 
-    def free(self, *_: Any) -> None:
+    def free(self) -> None:
         """Give back the memory of the weights; parameters remain, and so does what autograd knows of them."""
         self.whole.untyped_storage().resize_(0)
 
