@@ -3,13 +3,16 @@
     torchrun --standalone --nproc_per_node=2 -m tutorial.10_zero2
 
 Gradients are exchanged in buckets, as in step 9. Once a bucket is exchanged, its whole gradients are freed.
+With --torch at the end, fully_shard of FSDP2 does it.
 """
 
+import argparse
 import functools
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tutorial import common
 
@@ -46,9 +49,17 @@ def make_buckets(parameters: list[nn.Parameter]) -> list[Bucket]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--torch", action="store_true")
+    by_torch = parser.parse_args().torch
     dataset, gpt = common.start()
-    meter, buckets = common.Meter(gpt), make_buckets(list(gpt.parameters()))
-    shares = [bucket.share for bucket in buckets]
+    meter, buckets = common.Meter(gpt), list[Bucket]()
+    if by_torch:
+        fully_shard(gpt, reshard_after_forward=False)  # in the backward pass weights are still whole
+        shares = list(gpt.parameters())
+    else:
+        buckets = make_buckets(list(gpt.parameters()))
+        shares = [bucket.share for bucket in buckets]
 
     def on_grad_ready(bucket: Bucket, _: Tensor) -> None:
         bucket.missing -= 1

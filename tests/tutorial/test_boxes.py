@@ -62,6 +62,7 @@ EXPECTED = {
     "10_zero1": ZERO_1,
     "10_zero1 --torch": ZERO_1 | {"sent in a step": WHOLE + HALF + MASK},
     "10_zero2": ALL | AT_MOST | {"gradients": HALF, "optimizer state": WHOLE},
+    "10_zero2 --torch": ALL | {"weights": HALF, "gradients": HALF, "optimizer state": WHOLE},
     "10_zero3": ZERO_3,
     "10_zero3 --torch": ZERO_3,
     "10_zero3 --checkpoint": ZERO_3 | {"saved activations": saved_activations(WINDOWS, WIDTH)},
@@ -116,7 +117,7 @@ def test_the_page_shows_the_bytes_that_the_programs_print(runs: dict[str, Run]) 
     for program, cells in table:
         found = runs[program.replace(".py", "").replace("`", "")].bytes_by_rank
         assert [as_int(cell) for cell in cells.split(" | ")] == [found[name][1] for name in names], program
-    assert len(table) == 7
+    assert len(table) == 8
 
 
 def test_code_and_commands_on_the_page_are_those_of_the_programs() -> None:
