@@ -1,87 +1,37 @@
-"""Step 2: two processes, started by mp.spawn, that train one model with DistributedDataParallel.
+"""Step 2, part 1: two processes, started by mp.spawn, add up what each of them has.
 
     python -m tutorial.2_spawn
 
-Each process reads half of every batch. Rank 0 prints the loss of the whole batch and saves the model.
+No model yet: a store in which the processes find each other, a process group, and a collective.
 """
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from mingpt.config import ModelConfig
-from mingpt.data import CharTokenizer
-from mingpt.model import GPT
-
-SEED, EPOCHS, WINDOWS, BLOCK_SIZE = 1337, 4, 400, 64
-BATCH_SIZE, LEARNING_RATE, LOG_EVERY = 16, 1e-3, 10
-WORLD_SIZE, OUT = 2, Path("out/tutorial/2_spawn.pt")
+WORLD_SIZE = 2
 
 
-def make_dataset() -> tuple[TensorDataset, int]:
-    """Windows that lie end to end: inputs, and targets one to the right. And the size of the vocabulary."""
-    text = Path("data/input.txt").read_text()
-    tokenizer = CharTokenizer.train(text)
-    tokens = torch.from_numpy(tokenizer.encode(text)).long()[: WINDOWS * BLOCK_SIZE + 1]
-    inputs, targets = tokens[:-1].view(WINDOWS, BLOCK_SIZE), tokens[1:].view(WINDOWS, BLOCK_SIZE)
-    return TensorDataset(inputs, targets), len(tokenizer)
-
-
-def report(name: str, loss: torch.Tensor) -> None:
-    """Print the mean of the ranks' losses, which is the whole batch's. A collective: all ranks call it."""
-    total = loss.detach().clone()
-    dist.all_reduce(total)  # the sum
-    if dist.get_rank() == 0:
-        print(f"{name} loss {total.item() / dist.get_world_size():.6f}", flush=True)
-
-
-def train(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if torch.cuda.device_count() >= WORLD_SIZE:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+def work(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group(store=store, rank=rank, world_size=WORLD_SIZE)  # gloo on the CPU, NCCL on GPUs
-
-    dataset, vocab_size = make_dataset()
-    sampler: DistributedSampler[int] = DistributedSampler(dataset, seed=SEED)
-    loader = DataLoader(dataset, BATCH_SIZE // WORLD_SIZE, sampler=sampler)
-    torch.manual_seed(SEED)
-    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
-    gpt = GPT(config, vocab_size=vocab_size, block_size=BLOCK_SIZE).to(device)
-    model = DistributedDataParallel(gpt)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
-    step = 0
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        for inputs, targets in loader:
-            _, loss = model(inputs.to(device), targets.to(device))
-            loss.backward()  # and the mean of all ranks' gradients
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            if step % LOG_EVERY == 0:
-                report(f"step {step:3}", loss)
-
-    if rank == 0:
-        OUT.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(gpt.state_dict(), OUT)
-    report("final", loss)
+    store.set(f"greeting {rank}", f"I am rank {rank}")
+    other = (rank + 1) % WORLD_SIZE
+    greeting = store.get(f"greeting {other}").decode()  # waits until the key is there
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    numbers = torch.tensor([1.0 + rank, 10.0])
+    before = numbers.tolist()
+    dist.all_reduce(numbers)  # replaces the tensor by the sum of all ranks' tensors, on all ranks
+    print(f"rank {rank} read '{greeting}', had {before} and has {numbers.tolist()}", flush=True)
     dist.destroy_process_group()
     os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
 
 def main() -> None:
-    # Where the processes find each other: keys and values, served at a port that the system chooses.
+    # A small server of keys and values in this process, at a port that the system chooses.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(train, args=(store.port,), nprocs=WORLD_SIZE)
+    mp.spawn(work, args=(store.port,), nprocs=WORLD_SIZE)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Step 5: two nodes, each with a torchrun agent of its own, meet at an endpoint and train one model.
 
-    torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & wait
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2 --max_restarts=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:29400 -m tutorial.5_nodes & wait
 
 Here both agents run on this machine. In step 60 rank 1 ends itself with SIGKILL, and both start anew.
 """  # noqa: E501
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,22 +34,6 @@ def make_dataset() -> tuple[TensorDataset, int]:
     return TensorDataset(inputs, targets), len(tokenizer)
 
 
-def meet(rank: int, world_size: int) -> dist.Store:
-    """A store whose keys begin with this generation's name, which rank 0 draws and tells the others."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    name = os.urandom(16).hex()
-    for other in range(1, world_size) if rank == 0 else []:
-        while not store.check([f"{name}/{other}"]):  # the first offer may be one that a dead worker left
-            offer = store.get(f"offer/{other}").decode()
-            store.set(f"answer/{offer}", name)
-            time.sleep(0.01)
-    if rank > 0:
-        store.set(f"offer/{rank}", name)
-        name = store.get(f"answer/{name}").decode()
-        store.set(f"{name}/{rank}", "met")
-    return dist.PrefixStore(name, store)
-
-
 def report(name: str, loss: torch.Tensor) -> None:
     """Print the mean of the ranks' losses, which is the whole batch's. A collective: all ranks call it."""
     total = loss.detach().clone()
@@ -61,10 +44,12 @@ def report(name: str, loss: torch.Tensor) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        raise ValueError("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, as in the command above")
+    dist.init_process_group(timeout=TIMEOUT)  # rank 0 opens a store for this generation, where torchrun says
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     if BATCH_SIZE % world_size:
         raise ValueError(f"{BATCH_SIZE} windows cannot be shared evenly by {world_size} workers")
-    dist.init_process_group(store=meet(rank, world_size), rank=rank, world_size=world_size, timeout=TIMEOUT)
     hosts, device = [("", 0)] * world_size, torch.device("cpu")
     dist.all_gather_object(hosts, (os.uname().nodename, torch.cuda.device_count()))
     here = [other for other in range(world_size) if hosts[other] == hosts[rank]]
