@@ -66,8 +66,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.by_address.values())
 
 
-def report(step: int, loss: Tensor) -> None:
-    if step % LOG_EVERY == 0:
+def report(step: int, loss: Tensor | None) -> None:
+    if loss is not None and step % LOG_EVERY == 0:
         print(f"step {step:3} loss {loss.item():.6f}", flush=True)
 
 
