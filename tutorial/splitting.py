@@ -88,7 +88,6 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, saved: int) -> str:
     gradients = [local(weight.grad) for weight in model.parameters() if weight.grad is not None]
     state = [local(value) for values in optimizer.state.values() for value in values.values()]
     sizes = [sum(tensor.nbytes for tensor in group if tensor.dim()) for group in (weights, gradients, state)]
-    return (
-        f"rank {dist.get_rank()} holds bytes: weights {sizes[0]:,}, gradients {sizes[1]:,}, "
-        f"optimizer state {sizes[2]:,}, saved activations {saved:,}"
-    )
+    line = f"rank {dist.get_rank()} holds bytes: weights {sizes[0]:,}, gradients {sizes[1]:,}, "
+    line += f"optimizer state {sizes[2]:,}"
+    return f"{line}, saved activations {saved:,}" if saved else line

@@ -16,7 +16,9 @@ from tutorial.events import record
 class Stage(nn.Module):
     """Rank 0: embeddings and the first block. Rank 1: the second block, the last norm and the head."""
 
-    def __init__(self, gpt: Any, rank: int) -> None:
+    def __init__(self, gpt: Any, rank: int, world_size: int) -> None:
+        if world_size != 2:
+            raise ValueError(f"two stages need two processes, and there are {world_size}")
         super().__init__()
         self.rank, self.block, self.positions = rank, gpt.h[rank], gpt.positions
         self.wte = gpt.wte  # on both, since the head of this model is its embedding
