@@ -112,7 +112,7 @@ def main() -> None:
         figures += f", sends {sum(SENT):,} bytes, waits about {waited_s / total_s:.0%} of the time"
         figures += f", holds at most {max(map(len, SAVED))} micro-batches"
     if args.events:
-        save(args.events, f"{args.schedule}, {count} micro-batches")
+        save(args.events, f"Two stages, {args.schedule}, {count} micro-batches")
     finish(f"{figures}\n{held(stage, optimizer, max(map(sum, SAVED)))}", loss)
 
 

@@ -76,8 +76,9 @@ def finish(figures: str, loss: Tensor | None) -> None:
     by_rank: list[tuple[str, Tensor | None]] = [("", None)] * dist.get_world_size()
     dist.all_gather_object(by_rank, (figures, loss))
     if dist.get_rank() == 0:
-        print(*(figures for figures, _ in by_rank), sep="\n")
-        print(*(f"final loss {loss:.6f}" for _, loss in by_rank[-1:]), flush=True)
+        last = by_rank[-1][1]
+        lines = [figures for figures, _ in by_rank] + ([] if last is None else [f"final loss {last:.6f}"])
+        print(*lines, sep="\n", flush=True)
     dist.destroy_process_group()
     os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 
