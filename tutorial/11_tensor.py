@@ -77,6 +77,8 @@ def heads_together(c_attn: nn.Linear, world_size: int) -> None:
 
 
 def cut(block: Any, by_torch: bool, world_size: int) -> None:
+    if block.attn.n_head % world_size:
+        raise ValueError(f"{block.attn.n_head} heads cannot be shared evenly by {world_size} ranks")
     heads_together(block.attn.c_attn, world_size)
     block.attn.n_head //= world_size
     if by_torch:

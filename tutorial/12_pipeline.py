@@ -85,19 +85,19 @@ def main() -> None:
     parser.add_argument("--events", help="a file for the events of the last step")
     args = parser.parse_args()
     rank, world_size, gpt, dataset = start()
-    stage, count = Stage(gpt, rank, world_size), args.micro_batches
+    stage, count, waited_s = Stage(gpt, rank, world_size), args.micro_batches, 0.0
     optimizer = torch.optim.AdamW(stage.parameters(), lr=LEARNING_RATE)
-    waited_s, began = 0.0, time.monotonic()
-    order, by_torch = order_of(args.schedule, count, 1 - rank), step_of_torch(stage, args.schedule, count)
+    by_torch = step_of_torch(stage, args.schedule, count) if args.torch else None
+    order, began = order_of(args.schedule, count, 1 - rank), time.monotonic()
     for step in range(1, args.steps + 1):
         EVENTS.clear()
         SENT.clear()
         optimizer.zero_grad()
-        if args.torch:
+        if by_torch:
             losses = by_torch(*dataset[batch_of(step)])
         else:
-            parts = batch_of(step).chunk(count)
-            losses = run_step(stage, order, [dataset[part] for part in parts], args.stage_ms)
+            batches = [dataset[part] for part in batch_of(step).chunk(count)]
+            losses = run_step(stage, order, batches, args.stage_ms)
         with record("wait", "wte"):  # its gradient is the sum of that of the embedding and that of the head
             SENT.append(stage.wte.weight.grad.nbytes)
             dist.all_reduce(stage.wte.weight.grad)
@@ -107,7 +107,7 @@ def main() -> None:
         loss = torch.stack(losses).sum() if losses else None
         report(step, loss)  # rank 1 has it
     total_s = time.monotonic() - began
-    figures = f"rank {rank} takes about {1000 * total_s / step:.0f} ms for a step"
+    figures = f"rank {rank}: about {1000 * total_s / step:.0f} ms a step"
     if not args.torch:  # what torch sends is not counted here
         figures += f", sends {sum(SENT):,} bytes, waits about {waited_s / total_s:.0%} of the time"
         figures += f", holds at most {max(map(len, SAVED))} micro-batches"

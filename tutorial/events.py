@@ -1,7 +1,6 @@
 """Record when this process computes, sends or waits; `tutorial.timeline` draws what is recorded.
 
-A file of events is {"title": ..., "events": [{"rank": 0, "what": "compute", "name": "forward", "begin": 0.0,
-"end": 5.2}, ...]}. Times are in ms since the first event; the processes of one machine share a clock.
+A file has a title and events: rank, what, name, begin and end in ms, by the clock that all ranks share.
 """
 
 import json
@@ -31,10 +30,11 @@ def add(what: str, name: str, begin: float, end: float) -> None:
 def save(path: str, title: str) -> None:
     """Write the events of all ranks into one file. A collective: all ranks call it."""
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, EVENTS)
-    start = min(event["begin"] for events in by_rank for event in events)
-    rows = [{"rank": rank, **event} for rank, events in enumerate(by_rank) for event in events]
+    dist.all_gather_object(by_rank, [{"rank": dist.get_rank(), **event} for event in EVENTS])
+    rows = [row for rows in by_rank for row in rows]
+    start = min(row["begin"] for row in rows)
     rows = [row | {key: round(1000 * (row[key] - start), 2) for key in ("begin", "end")} for row in rows]
     if dist.get_rank() == 0:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         text = ",\n".join(json.dumps(row) for row in sorted(rows, key=lambda row: float(row["begin"])))
         Path(path).write_text(f'{{"title": {json.dumps(title)}, "events": [\n{text}\n]}}\n')

@@ -23,7 +23,9 @@ OUT, TIMEOUT_S = Path("out/tutorial"), 8.0
 
 def mismatch(rank: int) -> None:
     """Two ranks call all_reduce, with tensors of different shapes."""
-    dist.all_reduce(torch.ones(3 + rank))
+    total = torch.ones(3 + rank)
+    dist.all_reduce(total)
+    print(f"rank {rank}: the sum is {total.tolist()}", flush=True)
 
 
 def missing(rank: int) -> None:
