@@ -5,47 +5,49 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
-from support.pages import command_of, run_program
+from support.jobs import free_port
+from support.pages import blocks, command_of, commands, run_program, start
 
 from tutorial.timeline import draw
 
 FOLDER = ROOT / "tutorial"
-PAGE = FOLDER / "splitting.md"
+PAGE, LOOKING = FOLDER / "splitting.md", FOLDER / "looking.md"
 EVENTS = FOLDER / "pictures" / "events"
-OPTIONS = {
-    "1_single": [""],
-    "11_tensor": ["", "--torch"],
-    "12_pipeline": ["", "--schedule 1f1b --events events.json", "--torch", "--torch --schedule 1f1b"],
-}
 OWN = ("11_tensor", "12_pipeline", "timeline", "splitting", "stages", "who_waits", "looking")
-# The model: blocks, width, heads, positions, vocabulary; the batch; ranks; bytes of a float and of a token.
-BLOCKS, C, H, T, V, B, W, FLOAT, TOKEN = 2, 64, 2, 64, 50, 16, 2, 4, 8
-CUT, WHOLE = 12 * C * C + 7 * C, 6 * C  # a block's parameters: those that tensor parallelism cuts, and others
-
-
-def block_saved(windows: int, share: int = 1) -> int:
-    """Bytes that a block keeps for its backward pass, if a rank has 1 / share of heads and neurons."""
-    activation, attention = windows * T * C, windows * H * T * T
-    return FLOAT * (4 * activation + (12 * activation + attention) // share + 4 * windows * T)
+# A command of looking.md and what the page shows of its output.
+LOOKS = re.findall(
+    r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```", LOOKING.read_text(), re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """What each program prints, by its name and options."""
-    folder = tmp_path_factory.mktemp("tutorial")
-    return {
-        f"{name} {options}".strip(): run_program(f"{command_of(FOLDER / f'{name}.py')} {options}", folder)
-        for name, all_options in OPTIONS.items()
-        for options in all_options
-    }
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tutorial")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Mapping[str, str]:
+    """What step 1 and all commands of the page print, by program and options."""
+    lines = [command_of(FOLDER / "1_single.py"), *commands(PAGE)]
+    return {line.partition("tutorial.")[2]: run_program(line, folder) for line in lines}
 
 
 def numbers(output: str, pattern: str) -> list[int]:
     """By rank, the numbers that follow or precede a word, in the order of ranks."""
     return [int(number.replace(",", "")) for number in re.findall(pattern, output)]
+
+
+def computed(name: str) -> dict[str, Any]:
+    """What the formulas of the page give: those for all programs, and those for one."""
+    values: dict[str, Any] = {}
+    for _, given, content in blocks(PAGE):
+        if given.get("formula") in ("yes", name):
+            exec(content, values)
+    return values
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -56,8 +58,10 @@ def test_a_program_is_short(name: str) -> None:
 
 @pytest.mark.slow
 def test_all_end_at_the_loss_of_one_process(runs: Mapping[str, str]) -> None:
-    finals = {name: float(output.split("final loss ")[1]) for name, output in runs.items()}
-    assert finals == pytest.approx(dict.fromkeys(runs, finals["1_single"]), abs=1e-5)
+    ends = {name: output.split("final loss ")[1] for name, output in runs.items() if "final loss" in output}
+    whole = {name: float(loss) for name, loss in ends.items() if "--steps" not in name}
+    assert whole == pytest.approx(dict.fromkeys(whole, whole["1_single"]), abs=1e-5)
+    assert len(whole) >= 7
 
 
 @pytest.mark.slow
@@ -65,35 +69,27 @@ def test_all_end_at_the_loss_of_one_process(runs: Mapping[str, str]) -> None:
 def test_tensor_parallelism_holds_and_sends_what_the_page_computes(
     options: str, runs: Mapping[str, str]
 ) -> None:
-    output = runs[f"11_tensor{options}"]
-    weights = FLOAT * (BLOCKS * (CUT // W + WHOLE) + (V + T + 2) * C)
-    head = FLOAT * (2 * B * T * C + 2 * B * T + B * T * V + 1) + 2 * TOKEN * B * T
-    assert numbers(output, r"weights ([\d,]+)") == numbers(output, r"gradients ([\d,]+)") == [weights] * W
-    assert numbers(output, r"optimizer state ([\d,]+)") == [2 * weights] * W
-    assert numbers(output, r"saved activations ([\d,]+)") == [BLOCKS * block_saved(B, W) + head] * W
-    assert numbers(output, r"(\d+) all-reduces") == [4 * BLOCKS] * W
-    sent = 2 * FLOAT * B * T * C * (W - 1) // W * 4 * BLOCKS
-    assert numbers(output, r"all-reduces, ([\d,]+) bytes") == ([] if options else [sent] * W)
+    output, page = runs[f"11_tensor{options}"], computed("11_tensor")
+    for name in ("weights", "gradients", "optimizer_state", "saved_activations"):
+        assert numbers(output, rf"{name.replace('_', ' ')} ([\d,]+)") == [page[name]] * 2, name
+    assert numbers(output, r"(\d+) all-reduces") == [page["all_reduces"]] * 2
+    assert numbers(output, r"all-reduces, ([\d,]+) bytes") == ([] if options else [page["sent"]] * 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_pipeline_holds_and_sends_what_the_page_computes(schedule: str, runs: Mapping[str, str]) -> None:
     """Also where torch runs the schedule: there the sends and the saved activations are not counted."""
-    flag, count = ("", 4) if schedule == "gpipe" else (" --schedule 1f1b", 4)
-    output = runs[f"12_pipeline{flag}" + (" --events events.json" if flag else "")]
-    weights = [FLOAT * (CUT + WHOLE + rest * C) for rest in (V + T, V + 2)]
-    for printed in (output, runs[f"12_pipeline --torch{flag}"]):
-        assert numbers(printed, r"weights ([\d,]+)") == numbers(printed, r"gradients ([\d,]+)") == weights
-        assert numbers(printed, r"optimizer state ([\d,]+)") == [2 * size for size in weights]
-    held = [count, count] if schedule == "gpipe" else [2, 1]
-    windows = B // count
-    head = FLOAT * (windows * T * (2 * C + 2 + V) + 1)
-    saved = [block_saved(windows) + TOKEN * windows * T + more for more in (0, head)]
-    expected = [number * size for number, size in zip(held, saved, strict=True)]
+    flag, page = "" if schedule == "gpipe" else " --schedule 1f1b", computed("12_pipeline")
+    output = runs["12_pipeline" + (f"{flag} --events out/1f1b.json" if flag else "")]
+    for printed in (output, runs[f"12_pipeline{flag} --torch"]):
+        for name in ("weights", "gradients", "optimizer_state"):
+            assert numbers(printed, rf"{name.replace('_', ' ')} ([\d,]+)") == page[name], name
+    held = page["held"][schedule]
     assert numbers(output, r"holds at most (\d+)") == held
-    assert numbers(output, r"saved activations ([\d,]+)") == expected
-    assert numbers(output, r"sends ([\d,]+)") == [FLOAT * (B * T * C + V * C)] * W
+    saved = [count * size for count, size in zip(held, page["saved_by_one"], strict=True)]
+    assert numbers(output, r"saved activations ([\d,]+)") == saved
+    assert numbers(output, r"sends ([\d,]+)") == page["sent"]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -115,12 +111,13 @@ def test_a_committed_picture_is_what_its_events_give(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_small_buckets_are_sent_while_the_backward_pass_goes_on(tmp_path: Path) -> None:
-    command = command_of(FOLDER / "who_waits.py").replace("out/", "")
+def test_small_buckets_are_sent_while_the_backward_pass_goes_on(
+    runs: Mapping[str, str], folder: Path
+) -> None:
     before = {}
     for mode in ("overlap", "one_bucket", "fsdp"):
-        run_program(command.replace("overlap", mode), tmp_path)
-        events = json.loads((tmp_path / f"{mode}.json").read_text())["events"]
+        assert runs[f"who_waits --mode {mode} --events out/{mode}.json"]
+        events = json.loads((folder / "out" / f"{mode}.json").read_text())["events"]
         ends = {event["rank"]: event["end"] for event in events if event["name"] == "backward 1"}
         sends = [event for event in events if event["what"] == "send"]
         before[mode] = sum(event["begin"] < ends[event["rank"]] for event in sends)
@@ -132,7 +129,19 @@ def test_small_buckets_are_sent_while_the_backward_pass_goes_on(tmp_path: Path) 
 def test_the_page_shows_what_the_programs_print(runs: Mapping[str, str]) -> None:
     """But for what depends on the machine, which the page calls about."""
     printed = {re.sub("about [0-9]+", "", line) for output in runs.values() for line in output.splitlines()}
-    shown = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in shown for line in block.splitlines() if line.startswith(("rank", "final"))]
-    assert len(lines) >= 8
-    assert {re.sub("about [0-9]+", "", line) for line in lines} <= printed
+    shown = [line for language, _, text in blocks(PAGE) if language == "text" for line in text.splitlines()]
+    assert len(shown) >= 15
+    assert {re.sub("about [0-9]+", "", line) for line in shown} <= printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "shown"), LOOKS, ids=[command.split()[-1] for command, _ in LOOKS])
+def test_a_job_to_look_at_prints_what_the_page_shows(command: str, shown: str, folder: Path) -> None:
+    """Numbers apart, and what the page leaves out. Most of these jobs fail: that is why one looks at them."""
+    if not (folder / "train.py").exists():
+        (folder / "train.py").symlink_to(ROOT / "train.py")
+    run_program("python -c pass", folder)  # which makes the other links
+    process = start(command.strip().replace("\n", "; "), folder, free_port())
+    output = re.sub(r"\d+", "#", "".join(process.communicate(timeout=300)))
+    for piece in re.split(r"\.\.\.|\n", re.sub(r"\d+", "#", shown)):
+        assert piece.strip() in output, output[-4000:]
