@@ -17,7 +17,7 @@ from tutorial.timeline import draw
 FOLDER = ROOT / "tutorial"
 PAGE, LOOKING = FOLDER / "splitting.md", FOLDER / "looking.md"
 EVENTS = FOLDER / "pictures" / "events"
-OWN = ("11_tensor", "12_pipeline", "timeline", "splitting", "stages", "who_waits", "looking")
+OWN = ("11_tensor", "12_pipeline", "timeline", "splitting", "stages", "who_waits", "looking", "events")
 # A command of looking.md and what the page shows of its output.
 LOOKS = re.findall(
     r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```", LOOKING.read_text(), re.MULTILINE | re.DOTALL
@@ -52,8 +52,8 @@ def computed(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_program_is_short(name: str) -> None:
-    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 120
-    assert len((FOLDER / "events.py").read_text().splitlines()) <= 40
+    limit = 40 if name == "events" else 120
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= limit
 
 
 @pytest.mark.slow
@@ -61,7 +61,6 @@ def test_all_end_at_the_loss_of_one_process(runs: Mapping[str, str]) -> None:
     ends = {name: output.split("final loss ")[1] for name, output in runs.items() if "final loss" in output}
     whole = {name: float(loss) for name, loss in ends.items() if "--steps" not in name}
     assert whole == pytest.approx(dict.fromkeys(whole, whole["1_single"]), abs=1e-5)
-    assert len(whole) >= 7
 
 
 @pytest.mark.slow
@@ -116,11 +115,9 @@ def test_small_buckets_are_sent_while_the_backward_pass_goes_on(
 ) -> None:
     before = {}
     for mode in ("overlap", "one_bucket", "fsdp"):
-        assert runs[f"who_waits --mode {mode} --events out/{mode}.json"]
         events = json.loads((folder / "out" / f"{mode}.json").read_text())["events"]
         ends = {event["rank"]: event["end"] for event in events if event["name"] == "backward 1"}
-        sends = [event for event in events if event["what"] == "send"]
-        before[mode] = sum(event["begin"] < ends[event["rank"]] for event in sends)
+        before[mode] = sum(e["what"] == "send" and e["begin"] < ends[e["rank"]] for e in events)
     assert before["overlap"] >= 2 and before["one_bucket"] == 0
     assert before["fsdp"] == 2 * (3 + 2 + 3)  # of each rank: gathers before both passes, and gradients
 
@@ -138,9 +135,9 @@ def test_the_page_shows_what_the_programs_print(runs: Mapping[str, str]) -> None
 @pytest.mark.parametrize(("command", "shown"), LOOKS, ids=[command.split()[-1] for command, _ in LOOKS])
 def test_a_job_to_look_at_prints_what_the_page_shows(command: str, shown: str, folder: Path) -> None:
     """Numbers apart, and what the page leaves out. Most of these jobs fail: that is why one looks at them."""
-    if not (folder / "train.py").exists():
-        (folder / "train.py").symlink_to(ROOT / "train.py")
-    run_program("python -c pass", folder)  # which makes the other links
+    for name in ("train.py", "gpt2_train_cfg.yaml", "mingpt", "tutorial", "data"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(ROOT / name)
     process = start(command.strip().replace("\n", "; "), folder, free_port())
     output = re.sub(r"\d+", "#", "".join(process.communicate(timeout=300)))
     for piece in re.split(r"\.\.\.|\n", re.sub(r"\d+", "#", shown)):
