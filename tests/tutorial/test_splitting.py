@@ -32,8 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Mapping[str, str]:
     """What step 1 and all commands of the page print, by program and options."""
-    lines = [command_of(FOLDER / "1_single.py"), *commands(PAGE)]
-    return {line.partition("tutorial.")[2]: run_program(line, folder) for line in lines}
+    return {
+        line.partition("tutorial.")[2]: run_program(line, folder)
+        for line in [command_of(FOLDER / "1_single.py"), *commands(PAGE)]
+    }
 
 
 def numbers(output: str, pattern: str) -> list[int]:
@@ -52,8 +54,7 @@ def computed(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_program_is_short(name: str) -> None:
-    limit = 40 if name == "events" else 120
-    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= limit
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= (40 if name == "events" else 120)
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_a_job_to_look_at_prints_what_the_page_shows(command: str, shown: str, f
     for name in ("train.py", "gpt2_train_cfg.yaml", "mingpt", "tutorial", "data"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(ROOT / name)
-    process = start(command.strip().replace("\n", "; "), folder, free_port())
-    output = re.sub(r"\d+", "#", "".join(process.communicate(timeout=300)))
+    printed = start(command.strip().replace("\n", "; "), folder, free_port()).communicate(timeout=300)
+    output = re.sub(r"\d+", "#", "".join(printed))
     for piece in re.split(r"\.\.\.|\n", re.sub(r"\d+", "#", shown)):
         assert piece.strip() in output, output[-4000:]
