@@ -1,0 +1,94 @@
+"""What steps 11 and 12 share: start and end, the model and windows of step 1, the counting of bytes."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
+
+from mingpt.config import ModelConfig
+from mingpt.data import CharTokenizer
+from mingpt.model import GPT
+
+SEED, STEPS, WINDOWS, BLOCK_SIZE, BATCH_SIZE = 1337, 100, 400, 64, 16
+STEPS_PER_EPOCH, LEARNING_RATE, LOG_EVERY = WINDOWS // BATCH_SIZE, 1e-3, 10
+
+
+def start() -> tuple[int, int, GPT, TensorDataset]:
+    """Join the other ranks, on the CPU. Returns rank, world size, and the weights and windows of step 1."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    text = Path("data/input.txt").read_text()
+    tokenizer = CharTokenizer.train(text)
+    tokens = torch.from_numpy(tokenizer.encode(text)).long()[: WINDOWS * BLOCK_SIZE + 1]
+    inputs, targets = tokens[:-1].view(WINDOWS, BLOCK_SIZE), tokens[1:].view(WINDOWS, BLOCK_SIZE)
+    torch.manual_seed(SEED)
+    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
+    gpt = GPT(config, vocab_size=len(tokenizer), block_size=BLOCK_SIZE)
+    return dist.get_rank(), dist.get_world_size(), gpt, TensorDataset(inputs, targets)
+
+
+def batch_of(step: int) -> Tensor:
+    """The numbers of the 16 windows of a step, counted from 1, as in step 1."""
+    epoch, batch = divmod(step - 1, STEPS_PER_EPOCH)
+    order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
+    return order.split(BATCH_SIZE)[batch]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Collects what the forward passes in its `with` block keep for their backward passes.
+
+    Memory that several saved tensors share is counted once, and parameters are not counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        weights = {local(weight).untyped_storage().data_ptr() for weight in model.parameters()}
+        self.by_address: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = local(tensor).untyped_storage()
+            if storage.data_ptr() not in weights:
+                self.by_address[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_address.values())
+
+
+def report(step: int, loss: Tensor | None) -> None:
+    if loss is not None and step % LOG_EVERY == 0:
+        print(f"step {step:3} loss {loss.item():.6f}", flush=True)
+
+
+def finish(figures: str, loss: Tensor | None) -> None:
+    """Print the figures of all ranks and the loss of the rank that has it, and end. All ranks call it."""
+    by_rank: list[tuple[str, Tensor | None]] = [("", None)] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (figures, loss))
+    if dist.get_rank() == 0:
+        last = by_rank[-1][1]
+        lines = [figures for figures, _ in by_rank] + ([] if last is None else [f"final loss {last:.6f}"])
+        print(*lines, sep="\n", flush=True)
+    dist.destroy_process_group()
+    os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer, saved: int) -> str:
+    """What this rank holds at the end of a backward pass. AdamW's count of steps is left out."""
+    weights = [local(weight) for weight in model.parameters()]
+    gradients = [local(weight.grad) for weight in model.parameters() if weight.grad is not None]
+    state = [local(value) for values in optimizer.state.values() for value in values.values()]
+    sizes = [sum(tensor.nbytes for tensor in group if tensor.dim()) for group in (weights, gradients, state)]
+    line = f"rank {dist.get_rank()} holds bytes: weights {sizes[0]:,}, gradients {sizes[1]:,}, "
+    line += f"optimizer state {sizes[2]:,}"
+    return f"{line}, saved activations {saved:,}" if saved else line
