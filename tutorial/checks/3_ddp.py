@@ -163,8 +163,8 @@ def check(answer: Path) -> str:
     by_parts = [runs[workers]["calls"][-1] for workers in (1, 4)]
     if by_parts[0] == PARTS * by_parts[1] > 0:
         raise Refused(
-            f"{by_parts[0]} collectives in a step of {PARTS} parts, {by_parts[1]} in a step of one: gradients "
-            "are sent once a part. See tutorial/mistakes/all_reduce_every_micro_batch.py."
+            f"{by_parts[0]} collectives in a step of {PARTS} parts, {by_parts[1]} in a step of one: "
+            "gradients are sent once a part. See tutorial/mistakes/all_reduce_every_micro_batch.py."
         )
     check_calls(runs[1], len(expected))
     check_calls(runs[4], len(expected))

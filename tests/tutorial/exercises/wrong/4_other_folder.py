@@ -1,0 +1,15 @@
+# The checker says: The temporary file lies in \S+: os\.replace works only within one file system
+import os
+from pathlib import Path
+
+
+def save(path: Path, data: bytes) -> None:
+    unfinished = path.parent.parent / f"{path.name}.tmp"
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
