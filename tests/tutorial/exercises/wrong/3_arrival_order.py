@@ -1,4 +1,4 @@
-# The checker says: not where rank 1 computes the branches .*follow the order of arrival
+# The checker says: not where rank 1 computes .right. .*follow the order of arrival
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-# The checker says: inish returned while \d of \d collectives had not been waited for
+# The checker says: inish returned before \d of \d collectives were waited for
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-# The checker says: The folder is not fsynced, and has to be fsynced after
+# The checker says: The folder is not fsynced after the rename: a power cut
 import os
 from pathlib import Path
 

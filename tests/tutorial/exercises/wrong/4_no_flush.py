@@ -1,4 +1,4 @@
-# The checker says: bytes are written after the fsync: Python had them in its buffer
+# The checker says: 4,000 bytes, which Python had in its buffer, are written after the fsync: flush
 import os
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-# The checker says: Killed at call 5 of 6, rename\(snapshot.*there is no such file\. The old one has to stay
+# The checker says: Killed at call 5, rename\(snapshot.*there is no snapshot\. os\.replace removes the old
 import os
 from pathlib import Path
 

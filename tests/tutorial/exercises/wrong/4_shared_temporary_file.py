@@ -1,4 +1,4 @@
-# The checker says: another one saved snapshot\.1 in the same folder\. Afterwards .*same temporary file\?
+# The checker says: another one saved snapshot\.1 in the same folder\. Do they use the same temporary file
 import os
 from pathlib import Path
 
