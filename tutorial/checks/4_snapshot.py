@@ -1,11 +1,10 @@
 """Check exercise 4: a snapshot that is valid whenever the process is killed, or the power fails."""
 
 import tempfile
-import time
 from pathlib import Path
 
 from tutorial.checks.files import RENAMES, Call, Recorder
-from tutorial.checks.processes import LIMIT_S, Place, Process, Refused, describe_hang, wait_for_all
+from tutorial.checks.processes import Place, Process, Refused, wait_for_all
 
 SIZE = 300_000
 OLD, NEW, THIRD = (bytes([letter]) * SIZE for letter in b"onx")
@@ -23,14 +22,6 @@ class Saver(Process):
     def __init__(self, answer: Path, path: Path, data: bytes, stop_at: int = -1, pause: bool = False) -> None:
         control = Path(tempfile.mkdtemp(dir=path.parent.parent))
         super().__init__(Place(answer, control, 0, 1), task, path, data, stop_at, control if pause else None)
-
-    def wait(self) -> None:
-        """Until the process has ended, or waits in its pause."""
-        deadline = time.monotonic() + LIMIT_S
-        while self.poll() == "runs" and not (self.place.folder / "paused").exists():
-            if time.monotonic() > deadline:
-                raise Refused(describe_hang([self], LIMIT_S))
-            time.sleep(0.002)
 
 
 def save(answer: Path, path: Path, data: bytes) -> list[Call]:
@@ -81,7 +72,7 @@ def save_two(answer: Path, first: Path, number: int, call: Call) -> None:
     second = first.with_name("snapshot.1")
     slow = Saver(answer, first, OLD, number, pause=True)
     try:
-        slow.wait()
+        slow.wait(slow.place.folder / "paused")
         save(answer, second, NEW)
         (slow.place.folder / "go").mkdir()
         wait_for_all([slow])

@@ -30,6 +30,10 @@ class Refused(Exception):
     """What is wrong with an answer, in sentences that name ranks, lines and numbers."""
 
 
+class TimedOut(Refused):
+    """Not all processes have ended in time."""
+
+
 @dataclass(frozen=True)
 class Place:
     """What a process knows of itself, and a folder that it shares with its peers."""
@@ -96,6 +100,14 @@ class Process:
                 self.state, self.value = "died", f"the process {how} before the function returned."
         return self.state
 
+    def wait(self, paused: Path | None = None) -> None:
+        """Wait until the process has ended, however it did, or until there is the file `paused`."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.poll() == "runs" and not (paused and paused.exists()):
+            if time.monotonic() > deadline:
+                raise TimedOut(describe_hang([self]))
+            time.sleep(0.002)
+
     def find_line(self) -> int | None:
         """The line of the learner's file in which the process is, if it is in one."""
         os.kill(self.pid, signal.SIGUSR1)
@@ -151,24 +163,24 @@ def group_ranks(sentences: Iterable[tuple[int, str]]) -> str:
     return " ".join(f"{name_ranks(who).capitalize()}: {sentence}" for sentence, who in ranks.items())
 
 
-def describe_hang(processes: Sequence[Process], limit_s: float) -> str:
+def describe_hang(processes: Sequence[Process]) -> str:
     running = [process for process in processes if process.state == "runs"]
     lines = {process.place.rank: process.find_line() for process in running}
     sentences = []
     for process in running:
         process.kill()
         line = lines[process.place.rank]
-        what = "computing without end" if process.cpu_s > limit_s / 20 else "waiting"
+        what = "computing without end" if process.cpu_s > LIMIT_S / 20 else "waiting"
         where = quote_line(process.place.answer, line) if line else "a collective of the check, for its peers"
         sentences.append((process.place.rank, f"{what} in {where}."))
     done = [process.place.rank for process in processes if process.state == "done"]
     finished = f" {name_ranks(done).capitalize()} had finished." if done else ""
-    return f"Not done after {limit_s:g} s. {group_ranks(sentences)}{finished}"
+    return f"Not done after {LIMIT_S:g} s. {group_ranks(sentences)}{finished}"
 
 
-def wait_for_all(processes: Sequence[Process], limit_s: float = LIMIT_S) -> list[Any]:
+def wait_for_all(processes: Sequence[Process]) -> list[Any]:
     """What the tasks returned. Raises Refused if one failed, died, or did not end in time."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     while any(process.poll() == "runs" for process in processes):
         if any(process.state in ("failed", "died") for process in processes):
             deadline = min(deadline, time.monotonic() + 0.5)  # the others may fail for the same reason
@@ -181,7 +193,7 @@ def wait_for_all(processes: Sequence[Process], limit_s: float = LIMIT_S) -> list
             sentence = problems[0][1]
             raise Refused(group_ranks(problems) if len(processes) > 1 else sentence[0].upper() + sentence[1:])
     if any(process.state == "runs" for process in processes):
-        raise Refused(describe_hang(processes, limit_s))
+        raise TimedOut(describe_hang(processes))
     return [process.value for process in processes]
 
 
