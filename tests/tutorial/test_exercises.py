@@ -59,7 +59,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
         ("import os\ndef all_reduce(tensor): os._exit(3)", "the process ended with exit code 3 before"),
         ("def all_reduce(tensor):\n    while True: pass", "computing without end in line 2 of answer.py"),
         ("import time\ntime.sleep(99)", r"waiting in line 2 of answer.py, `time.sleep\(99\)`"),
-        ("def all_reduce(tensor): return tensor.tolist()", "all_reduce returned a list; it has to return a"),
+        ("def all_reduce(tensor): return tensor.tolist()", "all_reduce returned a list; it has to be"),
     ],
 )
 def test_whatever_a_file_does_is_told_in_a_sentence(code: str, expected: str, tmp_path: Path) -> None:

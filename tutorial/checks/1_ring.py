@@ -22,7 +22,7 @@ def task(place: Place, length: int) -> tuple[torch.Tensor, list[Send]]:
     refuse_collectives()
     all_reduce = place.load("all_reduce")
     tensor = positions(length).float() * BASE**place.rank
-    result = require_tensor(all_reduce(tensor.clone()), tensor, "all_reduce")
+    result = require_tensor(all_reduce(tensor.clone()), tensor, "all_reduce returned")
     return result.clone(), sends
 
 

@@ -24,11 +24,7 @@ class Run(NamedTuple):
 
 
 class Model(nn.Module):
-    """Two branches with parameters of the same shapes, computed in either order: the result is the same.
-
-    Gradients arrive in the order opposite to that of computing. Where models have branches, this order may
-    differ between ranks; here it does if `is_flipped` does.
-    """
+    """Two branches. If they are computed in the other order, gradients arrive so, too, in the same bits."""
 
     def __init__(self, is_flipped: bool) -> None:
         super().__init__()
@@ -53,7 +49,9 @@ def loss_of(model: Model, step: int, part: int) -> Tensor:
 
 def gradients_of(model: Model) -> Weights:
     weights = model.named_parameters()
-    return {name: require_tensor(weight.grad, weight, f"the .grad of {name}") for name, weight in weights}
+    return {
+        name: require_tensor(weight.grad, weight, f"after finish {name}.grad is") for name, weight in weights
+    }
 
 
 def reference(place: Place) -> Weights:
@@ -84,9 +82,8 @@ def task(place: Place, flip: bool) -> Run:
             raise Refused(f"{late} waited for: the optimizer would use gradients that have not arrived")
         gradients = gradients_of(model)
         first = first or {name: gradient.clone() for name, gradient in gradients.items()}
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                weight.sub_(LEARNING_RATE * gradients[name])
+        for name, weight in model.named_parameters():
+            weight.data -= LEARNING_RATE * gradients[name]
         model.zero_grad()
     weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     return Run(first, weights, seen.calls, seen.blocking)
@@ -102,7 +99,7 @@ def check_calls(run: Run) -> None:
             f"each of {len(run.first)} gradients is sent alone. Fill buckets of about {BUCKET_BYTES} bytes."
         )
     elif calls == 1:
-        problem = "all gradients are in one bucket, so that nothing is sent early."
+        problem = "all gradients are in one bucket."
     elif "backward" not in run.calls:
         problem = "nothing is sent in the backward pass. Send a bucket as soon as its last gradient is there."
     elif run.blocking:
@@ -141,17 +138,21 @@ def check(answer: Path) -> str:
     try:
         runs[2] = run(answer, 2, flip=True)
     except Refused as refusal:
-        raise Refused(
+        text = (
             "It holds where all ranks compute `left` before `right`, and not where rank 1 computes `right` "
-            f"first: buckets, or the order of sending, follow the order of arrival. {refusal}"
-        ) from None
+        )
+        text += "first: buckets, or the order of sending, follow the order of arrival."
+        raise Refused(f"{text} {refusal}") from None
     for workers in (2, 4):
         difference = (runs[workers].weights - runs[1].weights).abs()
         if difference.any():
-            raise Refused(
+            text = (
                 f"After {STEPS} steps {int((difference > 0).sum())} of {len(difference)} weights of 1 and of "
-                f"{workers} workers differ, by at most {difference.max().item():.1e}: the mean is right, but "
-                "the order of additions depends on the number of workers. Add the parts in order, one by one."
             )
+            text += (
+                f"{workers} workers differ, by at most {difference.max().item():.1e}: the mean is right, but "
+            )
+            text += "the order of additions depends on the number of workers. Add the parts one by one."
+            raise Refused(text)
     early = runs[4].calls.count("backward")
     return f"1, 2 and 4 workers have the same bits; of {few} collectives in a step {early} begin in backward."

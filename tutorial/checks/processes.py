@@ -92,12 +92,11 @@ class Process:
                 self.state, self.value = pickle.loads(self.result.read_bytes())
             elif ended:
                 code = os.waitstatus_to_exitcode(status)
-                how = (
-                    f"was killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"ended with exit code {code}"
-                )
-                self.state, self.value = "died", f"the process {how} before the function returned."
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                self.state = "died"
+                self.value = f"the process ended with {how} before the function returned."
+            if ended:
+                self.pid = 0
         return self.state
 
     def wait(self, paused: Path | None = None) -> None:
@@ -120,13 +119,11 @@ class Process:
         return int(lines[0].removeprefix(start).split()[0]) if lines else None
 
     def kill(self) -> None:
-        """End the process. `cpu_s` then says for how long it has computed."""
-        try:
+        """End the process, if it has not ended. `cpu_s` then says for how long it has computed."""
+        if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             usage = os.wait4(self.pid, 0)[2]
-            self.cpu_s = usage.ru_utime + usage.ru_stime
-        except (ProcessLookupError, ChildProcessError):
-            pass  # it had ended, and `poll` has seen it
+            self.cpu_s, self.pid = usage.ru_utime + usage.ru_stime, 0
 
 
 def quote_line(answer: Path, line: int) -> str:
@@ -135,11 +132,8 @@ def quote_line(answer: Path, line: int) -> str:
 
 def describe_error(error: BaseException, answer: Path) -> str:
     message = " ".join([type(error).__name__ + ":", *str(error).splitlines()[:1]])[:300].rstrip(":")
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(answer) and frame.lineno
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(answer) and frame.lineno]
     if isinstance(error, SyntaxError) and error.filename == str(answer):
         return f"{answer.name} cannot be imported: line {error.lineno}: {message}."
     if not lines:
@@ -210,13 +204,12 @@ def run_ranks(answer: Path, task: Callable[..., Any], *arguments: Any, world_siz
                 process.kill()
 
 
-def require_tensor(value: Any, like: torch.Tensor, name: str) -> torch.Tensor:
-    """`value`, if it is a tensor of this shape and type."""
-    if value is None:
-        raise Refused(f"{name} returned nothing; it has to return a tensor of shape {list(like.shape)}")
+def require_tensor(value: Any, like: torch.Tensor, origin: str) -> torch.Tensor:
+    """`value`, if it is a tensor of this shape and type. `origin`: "all_reduce returned", for instance."""
+    wanted = f"it has to be a tensor of shape {list(like.shape)}, {like.dtype}"
     if not isinstance(value, torch.Tensor):
-        raise Refused(f"{name} returned a {type(value).__name__}; it has to return a tensor")
+        what = "nothing" if value is None else f"a {type(value).__name__}"
+        raise Refused(f"{origin} {what}; {wanted}")
     if value.shape != like.shape or value.dtype != like.dtype:
-        found, wanted = f"{list(value.shape)}, {value.dtype}", f"{list(like.shape)}, {like.dtype}"
-        raise Refused(f"{name} returned a tensor of shape {found}; it has to be {wanted}")
+        raise Refused(f"{origin} a tensor of shape {list(value.shape)}, {value.dtype}; {wanted}")
     return value.detach()

@@ -1,4 +1,4 @@
-# The checker says: all_reduce returned nothing; it has to return a tensor of shape \[10000\]
+# The checker says: all_reduce returned nothing; it has to be a tensor of shape \[10000\]
 import torch.distributed as dist
 from torch import Tensor
 
