@@ -48,9 +48,9 @@ def loss_of(model: Model, step: int, part: int) -> Tensor:
 
 
 def gradients_of(model: Model) -> Weights:
-    weights = model.named_parameters()
+    weights = dict(model.named_parameters())
     return {
-        name: require_tensor(weight.grad, weight, f"after finish {name}.grad is") for name, weight in weights
+        name: require_tensor(weights[name].grad, weights[name], f"the .grad of {name} is") for name in weights
     }
 
 
@@ -115,12 +115,10 @@ def run(answer: Path, workers: int, flip: bool) -> Run:
     for rank, first in enumerate(found.first for found in ranks):
         wrong = [name for name in expected if not torch.allclose(first[name], expected[name], 1e-3, 1e-6)]
         if wrong:
-            text = (
-                f"{workers} workers, rank {rank}: {len(wrong)} of {len(expected)} gradients are not the mean"
-            )
+            text = f"{workers} workers, rank {rank}: {len(wrong)} of {len(expected)} gradients are wrong"
             ratio = torch.cat([(first[name] / expected[name]).flatten() for name in wrong]).median().item()
             if all(torch.allclose(first[name], ratio * expected[name], 1e-2, 1e-5) for name in wrong):
-                text += f", but {ratio:.2f} times the mean. See tutorial/mistakes/loss_not_divided.py"
+                text += f": {ratio:.2f} times the mean. See tutorial/mistakes/loss_not_divided.py"
             raise Refused(f"{text}. One of them is {wrong[0]}.")
     return ranks[0]
 
@@ -129,30 +127,22 @@ def check(answer: Path) -> str:
     runs = {workers: run(answer, workers, flip=False) for workers in (1, 4)}
     many, few = (len(runs[workers].calls) for workers in (1, 4))
     if many == PARTS * few > 0:
-        text = (
-            f"{many} collectives in a step of {PARTS} parts, {few} in a step of one: gradients are sent once"
-        )
-        raise Refused(f"{text} a part. See tutorial/mistakes/all_reduce_every_micro_batch.py.")
+        text = f"{many} collectives in a step of {PARTS} parts, {few} in a step of one: gradients are sent"
+        raise Refused(f"{text} once a part. See tutorial/mistakes/all_reduce_every_micro_batch.py.")
     check_calls(runs[1])
     check_calls(runs[4])
     try:
         runs[2] = run(answer, 2, flip=True)
     except Refused as refusal:
-        text = (
-            "It holds where all ranks compute `left` before `right`, and not where rank 1 computes `right` "
-        )
-        text += "first: buckets, or the order of sending, follow the order of arrival."
+        text = "It holds where all ranks compute `left` before `right`, and not where rank 1 computes"
+        text += " `right` first: buckets, or the order of sending, follow the order of arrival."
         raise Refused(f"{text} {refusal}") from None
     for workers in (2, 4):
         difference = (runs[workers].weights - runs[1].weights).abs()
         if difference.any():
-            text = (
-                f"After {STEPS} steps {int((difference > 0).sum())} of {len(difference)} weights of 1 and of "
-            )
-            text += (
-                f"{workers} workers differ, by at most {difference.max().item():.1e}: the mean is right, but "
-            )
-            text += "the order of additions depends on the number of workers. Add the parts one by one."
-            raise Refused(text)
+            differ, most = int((difference > 0).sum()), difference.max().item()
+            text = f"After {STEPS} steps {differ} weights of 1 and of {workers} workers differ, by at most"
+            text += f" {most:.1e}: the mean is right, but the order of additions depends on the number of"
+            raise Refused(f"{text} workers. Add the parts one by one, in the order of their numbers.")
     early = runs[4].calls.count("backward")
     return f"1, 2 and 4 workers have the same bits; of {few} collectives in a step {early} begin in backward."

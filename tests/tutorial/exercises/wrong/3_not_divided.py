@@ -1,4 +1,4 @@
-# The checker says: 1 workers, rank 0: 16 of 16 .* but 4\.00 times the mean.*mistakes/loss_not_divided\.py
+# The checker says: 1 workers, rank 0: 16 of 16 .* wrong: 4\.00 times the mean.*mistakes/loss_not_divided\.py
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
