@@ -51,7 +51,7 @@ class Size:
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
     PROGRAM: Size(statements=13_000, tokens=130_000),
-    ("tests",): Size(statements=10_500),
+    ("tests",): Size(statements=12_000),
     ("benchmarks",): Size(lines=4_500),
 }
 

@@ -1,0 +1,12 @@
+# The checker says: The folder is not fsynced after the rename: a power cut
+import os
+from pathlib import Path
+
+
+def save(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)

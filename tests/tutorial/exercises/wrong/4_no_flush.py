@@ -1,0 +1,15 @@
+# The checker says: 4,000 bytes, which Python had in its buffer, are written after the fsync: flush
+import os
+from pathlib import Path
+
+
+def save(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("wb") as file:
+        for start in range(0, len(data), 1000):
+            file.write(data[start : start + 1000])
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)

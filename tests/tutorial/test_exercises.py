@@ -1,0 +1,70 @@
+"""The checker of the exercises holds each solution, and names what is wrong with each wrong answer."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from mingpt.tools.jobs import clean_environment
+
+FOLDER = Path(__file__).parent / "exercises"
+EXERCISES = sorted((ROOT / "tutorial" / "exercises").glob("[0-9]_*.py"))
+WRONG = sorted((FOLDER / "wrong").glob("*.py"))
+
+
+def check(*words: object) -> tuple[int, str]:
+    """Exit code and output of the checker; it prints no traceback, and leaves no process."""
+    command = [sys.executable, "-m", "tutorial.check", *map(str, words)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stdout and done.stderr == "", done
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda path: path.stem)
+def test_a_solution_holds_and_the_file_to_fill_does_not(exercise: Path) -> None:
+    code, output = check(exercise.name[0], FOLDER / "solutions" / exercise.name)
+    assert code == 0 and output.startswith("holds: "), output
+    code, output = check(exercise.name[0])
+    assert code == 1 and "is still to be written" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", WRONG, ids=lambda path: path.stem)
+def test_a_wrong_answer_is_refused_in_the_sentence_that_it_begins_with(answer: Path) -> None:
+    expected = re.match("# The checker says: (.*)", answer.read_text())
+    assert expected
+    code, output = check(answer.name[0], answer)
+    assert code == 1 and re.search(expected[1], output), output
+
+
+def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+    assert check("9")[0] == 2 and check()[0] == 2
+    assert check("1", tmp_path / "answer.py") == (2, f"there is no file {tmp_path / 'answer.py'}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def all_reduce(tensor):", r"answer.py cannot be imported: line 1: IndentationError"),
+        ("import nothing", r"in line 1 of answer.py, `import nothing`: ModuleNotFoundError"),
+        ("all_reduce = 1", "answer.py defines no all_reduce"),
+        ("def all_reduce(): ...", "calling it as the exercise's page says fails: TypeError"),
+        ("import os\ndef all_reduce(tensor): os._exit(3)", "the process ended with exit code 3 before"),
+        ("def all_reduce(tensor):\n    while True: pass", "computing without end in line 2 of answer.py"),
+        ("import time\ntime.sleep(99)", r"waiting in line 2 of answer.py, `time.sleep\(99\)`"),
+        ("def all_reduce(tensor): return tensor.tolist()", "all_reduce returned a list; it has to be"),
+    ],
+)
+def test_whatever_a_file_does_is_told_in_a_sentence(code: str, expected: str, tmp_path: Path) -> None:
+    answer = tmp_path / "answer.py"
+    answer.write_text(f"{code}\n")
+    exit_code, output = check("1", answer)
+    assert exit_code == 1 and re.search(expected, output), output
+    assert len(output.splitlines()) == 1
