@@ -1,0 +1,61 @@
+"""Name what is wrong in the first step of a sharded optimizer, from what comes out of it."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def cut(numbers: Tensor, world_size: int) -> Tensor:
+    """As many rows as ranks, with zeros at the end."""
+    return pad(numbers, (0, -len(numbers) % world_size)).view(world_size, -1)
+
+
+def own_shares(gradients: Tensor) -> Tensor:
+    """Of each rank's gradient (a row) the rank's share."""
+    return torch.stack([cut(gradient, len(gradients))[rank] for rank, gradient in enumerate(gradients)])
+
+
+def explain_norms(norms: Tensor, right: float, max_norm: float, gradients: Tensor) -> str:
+    """`norms` and `gradients` by rank: those of a rank's windows are its row of `gradients`."""
+    world_size = len(norms)
+    if torch.allclose(norms, torch.tensor(world_size * right), 1e-3):
+        return (
+            f" It is {world_size} times as large: gradients are summed, and not divided by the number of "
+            "ranks. See tutorial/mistakes/loss_not_divided.py."
+        )
+    if torch.allclose(norms, gradients.norm(dim=1), 1e-3):
+        return (
+            " It is the norm of each rank's own windows. Average the gradients first, then take the norm. "
+            "See tutorial/mistakes/clip_before_reduce.py."
+        )
+    if torch.allclose(norms.norm(), torch.tensor(right), 1e-3):
+        return " It is the norm of each rank's own share: sum the squares over all ranks before the root."
+    if torch.allclose(norms, own_shares(gradients).norm(), 1e-3):
+        return " Gradients are not averaged: each rank takes its share from the gradient of its own windows."
+    return " It is the norm after clipping." if torch.allclose(norms, torch.tensor(max_norm), 1e-3) else ""
+
+
+def adamw(start: Tensor, gradient: Tensor, lr: float) -> Tensor:
+    """The weights after AdamW's first step, in which each average is made of one gradient."""
+    return start * (1 - lr * 0.01) - lr * gradient / (gradient.abs() + 1e-8)
+
+
+def explain_weights(found: Tensor, right: Tensor, start: Tensor, gradients: Tensor, lr: float) -> str:
+    wrong = ((found - right).abs() > lr / 10).nonzero().flatten()
+    if bool((found[wrong] == start[wrong]).all()):
+        return f" Numbers {wrong[0]:,} to {wrong[-1]:,} have not changed: they are in no rank's share."
+
+    def is_made_by(shares: Tensor) -> bool:
+        return bool(((shares.flatten()[: len(found)] - found).abs() < lr / 10).float().mean() > 0.98)
+
+    world_size = len(gradients)
+    starts, mean = cut(start, world_size), cut(gradients.mean(0), world_size)
+    if is_made_by(adamw(starts, own_shares(gradients), lr)):
+        return " Gradients are not averaged: each share is updated by the gradient of one rank's windows."
+    for shift in range(1, world_size):
+        other = f"share (r - {shift}) mod {world_size}"
+        if is_made_by(cut(right, world_size).roll(shift, 0)):
+            return f" Share r has the numbers of {other}: each rank updates the share of another."
+        if is_made_by(adamw(starts, mean.roll(shift, 0), lr)):
+            return f" Share r is updated by the gradient of {other}."
+    return ""
