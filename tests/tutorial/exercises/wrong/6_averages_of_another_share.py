@@ -1,4 +1,4 @@
-# The checker says: Ranks 0 and 1: .*Share r is updated by the gradient of share \(r - 1\) mod 2
+# The checker says: Ranks 0 and 1: the first step is right, but .*Averages are wrong from the second step on
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ class ShardedAdamW:
         self.share_size = -(-sum(self.sizes) // dist.get_world_size())
         mine = self.join([weight.detach() for weight in parameters]).chunk(dist.get_world_size())
         self.share = nn.Parameter(mine[dist.get_rank()].clone())
+        self.count = 0
         self.optimizer = torch.optim.AdamW([self.share], lr)
 
     def join(self, tensors: list[Tensor]) -> Tensor:
@@ -22,8 +23,11 @@ class ShardedAdamW:
     @torch.no_grad()
     def step(self) -> float:
         gradients = self.join([weight.grad for weight in self.parameters if weight.grad is not None])
+        turn = self.count * self.share_size
+        weights = self.join([weight.detach() for weight in self.parameters]).roll(-turn)
+        self.share.copy_(weights.chunk(dist.get_world_size())[dist.get_rank()])
         mine = torch.empty(self.share_size)
-        dist.reduce_scatter_tensor(mine, gradients.roll(self.share_size))
+        dist.reduce_scatter_tensor(mine, gradients.roll(-turn))
         mine /= dist.get_world_size()
         square = mine.square().sum()
         dist.all_reduce(square)
@@ -32,6 +36,7 @@ class ShardedAdamW:
         self.optimizer.step()
         self.share.grad = None
         dist.all_gather_into_tensor(gradients, self.share)
+        gradients, self.count = gradients.roll(turn), self.count + 1
         for weight, new in zip(self.parameters, gradients[: sum(self.sizes)].split(self.sizes), strict=True):
             weight.copy_(new.view_as(weight))
         return norm.item()
