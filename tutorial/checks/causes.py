@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 SLACK = 512  # bytes: counters of steps, a norm, zeros that fill the last share
+SETTINGS = " Are lr, betas, eps and weight_decay those of torch.optim.AdamW(parameters, lr)?"
 
 
 def cut(numbers: Tensor, world_size: int) -> Tensor:
@@ -37,6 +38,16 @@ def explain_norms(norms: Tensor, right: float, max_norm: float, gradients: Tenso
     return " It is the norm after clipping." if torch.allclose(norms, torch.tensor(max_norm), 1e-3) else ""
 
 
+def explain_difference(weights: Tensor, start: Tensor) -> str:
+    """What is wrong if ranks (the rows) have different weights after the first step, or nothing."""
+    if bool((weights == weights[0]).all()):
+        return ""
+    changed = (weights != start).sum(1).tolist()
+    text = f"after the first step ranks have different weights: by rank {changed} of {len(start):,} changed."
+    cause = " Each rank updates its share, and the shares are not gathered."
+    return text + (cause if sum(changed) <= len(start) else "")
+
+
 def adamw(start: Tensor, gradient: Tensor, lr: float) -> Tensor:
     """The weights after AdamW's first step, in which each average is made of one gradient."""
     return start * (1 - lr * 0.01) - lr * gradient / (gradient.abs() + 1e-8)
@@ -57,7 +68,14 @@ def explain_weights(found: Tensor, right: Tensor, start: Tensor, gradients: Tens
         if is_made_by(cut(right, world_size).roll(shift, 0)):
             other = f"share (r - {shift}) mod {world_size}"
             return f" Share r has the numbers of {other}: each rank updates the share of another."
-    return ""
+    return SETTINGS if world_size == 1 else ""
+
+
+def explain_losses(world_size: int) -> str:
+    """Of a step after the first, before which all averages are zero."""
+    if world_size == 1:
+        return SETTINGS
+    return " Averages are wrong from the second step on: are they those of another share?"
 
 
 def explain_kept(kept: list[int], hidden: int, length: int) -> str:
@@ -70,8 +88,8 @@ def explain_kept(kept: list[int], hidden: int, length: int) -> str:
     if sum(kept) < 8 * length - SLACK:
         return f"{text} Averages are not kept: each step begins with zeros."
     is_too_much = max(kept) > 12 * share + SLACK
-    if is_too_much and min(kept) >= 8 * length:
+    if is_too_much and world_size > 1 and min(kept) >= 8 * length:
         return f"{text} Each rank keeps the averages of all numbers, {8 * length:,} bytes."
     if min(kept) < 8 * share - SLACK or (is_too_much and sum(kept) <= 12 * length + SLACK * world_size):
         return f"{text} Shares are uneven: share out the numbers, not the parameters."
-    return text if is_too_much else ""
+    return f"{text} Let go of all other tensors before step returns." if is_too_much else ""

@@ -1,4 +1,4 @@
-# The checker says: By rank \[2841, 2840\] have changed: each rank updates its share, which is not gathered
+# The checker says: by rank \[2841, 2840\] of \S+ changed\. Each rank updates its share, and the shares
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
