@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tutorial.splitting import LEARNING_RATE, STEPS, SavedBytes, batch_of, finish, held, report, start
+from tutorial.common import LEARNING_RATE, STEPS, batch_of
+from tutorial.splitting import SavedBytes, finish, held, report, start
 
 SENT: list[int] = []  # bytes that this rank sends, a number for each all-reduce
 
@@ -102,7 +103,6 @@ def main() -> None:
     with CommDebugMode() as collectives, saved:
         gpt(*dataset[batch_of(1)])[1].backward()  # a pass that is only counted
     count, sent = collectives.get_total_counts(), f", {sum(SENT):,} bytes," if SENT else ""
-
     began = time.monotonic()
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()

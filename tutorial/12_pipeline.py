@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tutorial.common import LEARNING_RATE, STEPS, batch_of
 from tutorial.events import EVENTS, record, save
-from tutorial.splitting import LEARNING_RATE, STEPS, SavedBytes, batch_of, finish, held, report, start
+from tutorial.splitting import SavedBytes, finish, held, report, start
 from tutorial.stages import Stage, compute, mean_loss, step_of_torch
 
-Order = list[tuple[str, int]]  # forward or backward, and with which micro-batch
 SENT: list[int] = []  # bytes, a number for each send and all-reduce
 SAVED: list[list[int]] = [[]]  # after each forward pass: bytes saved, by micro-batch that is held
 
 
-def order_of(schedule: str, count: int, stages_behind: int) -> Order:
+def order_of(schedule: str, count: int, stages_behind: int) -> list[tuple[str, int]]:
     forward, backward = ([(name, number) for number in range(count)] for name in ("forward", "backward"))
     first = count if schedule == "gpipe" else min(stages_behind, count)
     turns = zip(forward[first:], backward, strict=False)  # 1F1B: one forward, one backward
@@ -43,7 +43,7 @@ def send(name: str, rank: int, tensor: Tensor) -> Any:
         return dist.isend(tensor, dst=1 - rank)
 
 
-def run_step(stage: Stage, order: Order, batches: list[Any], stage_ms: float) -> list[Tensor]:
+def run_step(stage: Stage, order: list[tuple[str, int]], batches: list[Any], stage_ms: float) -> list[Tensor]:
     """Add the gradients of the batch to the stage's. Returns the micro-batches' losses on rank 1."""
     rank, count, sends, losses = stage.rank, len(batches), [], []
     between: dict[int, tuple[Any, Tensor, SavedBytes]] = {}  # the two passes of a micro-batch

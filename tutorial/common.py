@@ -1,4 +1,4 @@
-"""What the programs of steps 9 and 10 share: data, model and windows of the earlier steps, counts of bytes.
+"""What the programs of steps 9 to 12 share: data, model and windows of the earlier steps; counts of bytes.
 
 Each of these programs trains what step 3 trains, by another mechanism. What they have in common is here, so
 that a program shows its mechanism and nothing else.
@@ -46,11 +46,16 @@ def start() -> tuple[TensorDataset, GPT]:
     return TensorDataset(inputs, targets), gpt
 
 
-def windows_of(step: int) -> Tensor:
-    """The windows that this rank reads in a step, 1 to STEPS: those that DistributedSampler would give."""
+def batch_of(step: int) -> Tensor:
+    """The numbers of the windows of a step, 1 to STEPS, on all ranks together."""
     epoch, batch = divmod(step - 1, STEPS_PER_EPOCH)
     order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
-    return order.split(BATCH_SIZE)[batch][dist.get_rank() :: dist.get_world_size()]
+    return order.split(BATCH_SIZE)[batch]
+
+
+def windows_of(step: int) -> Tensor:
+    """The windows that this rank reads in a step: those that DistributedSampler would give."""
+    return batch_of(step)[dist.get_rank() :: dist.get_world_size()]
 
 
 def report(name: str, loss: Tensor) -> None:

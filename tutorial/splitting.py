@@ -1,7 +1,6 @@
-"""What steps 11 and 12 share: start and end, the model and windows of step 1, the counting of bytes."""
+"""What steps 11 and 12 share: their start and end, and the counting of bytes on a rank that has a part."""
 
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,33 +8,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
-from mingpt.config import ModelConfig
-from mingpt.data import CharTokenizer
 from mingpt.model import GPT
-
-SEED, STEPS, WINDOWS, BLOCK_SIZE, BATCH_SIZE = 1337, 100, 400, 64, 16
-STEPS_PER_EPOCH, LEARNING_RATE, LOG_EVERY = WINDOWS // BATCH_SIZE, 1e-3, 10
+from tutorial import common
 
 
 def start() -> tuple[int, int, GPT, TensorDataset]:
-    """Join the other ranks, on the CPU. Returns rank, world size, and the weights and windows of step 1."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    text = Path("data/input.txt").read_text()
-    tokenizer = CharTokenizer.train(text)
-    tokens = torch.from_numpy(tokenizer.encode(text)).long()[: WINDOWS * BLOCK_SIZE + 1]
-    inputs, targets = tokens[:-1].view(WINDOWS, BLOCK_SIZE), tokens[1:].view(WINDOWS, BLOCK_SIZE)
-    torch.manual_seed(SEED)
-    config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=64)
-    gpt = GPT(config, vocab_size=len(tokenizer), block_size=BLOCK_SIZE)
-    return dist.get_rank(), dist.get_world_size(), gpt, TensorDataset(inputs, targets)
-
-
-def batch_of(step: int) -> Tensor:
-    """The numbers of the 16 windows of a step, counted from 1, as in step 1."""
-    epoch, batch = divmod(step - 1, STEPS_PER_EPOCH)
-    order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(SEED + epoch))
-    return order.split(BATCH_SIZE)[batch]
+    """Join the other ranks. Returns rank, world size, and the weights and windows of step 1."""
+    dataset, gpt = common.start()
+    return dist.get_rank(), dist.get_world_size(), gpt, dataset
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -67,7 +47,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def report(step: int, loss: Tensor | None) -> None:
-    if loss is not None and step % LOG_EVERY == 0:
+    if loss is not None and step % common.LOG_EVERY == 0:
         print(f"step {step:3} loss {loss.item():.6f}", flush=True)
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tutorial.common import LEARNING_RATE, start, windows_of
 from tutorial.events import EVENTS, add, record, save
-from tutorial.splitting import LEARNING_RATE, batch_of, finish, start
+from tutorial.splitting import finish
 
 LINK_MB_PER_S, STEPS, BUCKET_MB = 5.0, 5, 0.064
 TITLES = {
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=list(TITLES), required=True)
     parser.add_argument("--events", required=True, help="a file for the events of the last step")
     args, transfers = parser.parse_args(), queue.Queue[Any]()
-    rank, world_size, gpt, dataset = start()
+    dataset, gpt = start()
     for block in gpt.h:
         block.register_forward_hook(lambda *_: time.sleep(0.010))
         block.register_full_backward_hook(lambda *_: time.sleep(0.020))
@@ -98,8 +99,7 @@ def main() -> None:
         dist.barrier()  # both begin at once
         EVENTS.clear()
         optimizer.zero_grad()
-        parts = batch_of(step)[rank::world_size].chunk(count)
-        for number, part in enumerate(parts, start=1):
+        for number, part in enumerate(windows_of(step).chunk(count), start=1):
             with contextlib.nullcontext() if number == count else model.no_sync():
                 with record("compute", f"forward {number}"):
                     _, loss = model(*dataset[part])
@@ -113,7 +113,7 @@ def main() -> None:
             optimizer.step()
     EVENTS[:] = [event for event in EVENTS if event["name"] != "backward ends"]
     save(args.events, TITLES[args.mode])
-    finish(f"rank {rank} has recorded {len(EVENTS)} events", None)
+    finish(f"rank {dist.get_rank()} has recorded {len(EVENTS)} events", None)
 
 
 if __name__ == "__main__":

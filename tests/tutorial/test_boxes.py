@@ -26,7 +26,7 @@ class Run:
 
 
 def parameter_bytes() -> tuple[int, int]:
-    """Of the whole model, and of a block."""
+    """The bytes of the whole model's weights, and of a block's."""
     config = ModelConfig(arch="gpt2", n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH)
     model = GPT(config, vocab_size=VOCABULARY, block_size=LENGTH)
     return sum(weight.nbytes for weight in model.parameters()), sum(w.nbytes for w in model.h[0].parameters())

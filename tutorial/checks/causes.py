@@ -14,7 +14,7 @@ def cut(numbers: Tensor, world_size: int) -> Tensor:
 
 
 def own_shares(gradients: Tensor) -> Tensor:
-    """Of each rank's gradient (a row) the rank's share."""
+    """Each rank's share of the gradient of its own windows; `gradients` has a row for each rank."""
     return torch.stack([cut(gradient, len(gradients))[rank] for rank, gradient in enumerate(gradients)])
 
 
@@ -72,7 +72,7 @@ def explain_weights(found: Tensor, right: Tensor, start: Tensor, gradients: Tens
 
 
 def explain_losses(world_size: int) -> str:
-    """Of a step after the first, before which all averages are zero."""
+    """The likely cause of another loss after the first step, until which all averages are zero."""
     if world_size == 1:
         return SETTINGS
     return " Averages are wrong from the second step on: are they those of another share?"
