@@ -387,7 +387,7 @@ def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) ->
 
 
 def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
-    """The files are sparse. The bounds are several times the usual cost, as shared machines may be slow."""
+    """The files are sparse. The time is CPU time, so that other processes do not count."""
     count = (200_000_000 - 1024) // 2
     for number in range(1000):
         path = tmp_path / f"train_{number:05}.bin"
@@ -400,9 +400,9 @@ def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: P
         # ru_maxrss would include the size of the process that started this one.
         "def memory():\n"
         "    return int(re.search('VmHWM:\\\\s*(\\\\d+)', open('/proc/self/status').read())[1]) / 1024\n"
-        "before, began = memory(), time.perf_counter()\n"
+        "before, began = memory(), time.process_time()\n"
         "tokens = open_shards(sys.argv[1], 0.01).train\n"
-        "open_s = time.perf_counter() - began\n"
+        "open_s = time.process_time() - began\n"
         "starts = numpy.random.default_rng(0).integers(0, len(tokens) - 1025, 20_480)\n"
         "for chunk in starts.reshape(-1, 64): assert not tokens.read(chunk, 1025).any()\n"
         "print(json.dumps({'open_s': open_s, 'mb': memory() - before, 'tokens': len(tokens)}))\n"
