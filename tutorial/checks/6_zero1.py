@@ -54,7 +54,7 @@ def reference(place: Place, max_norm: float) -> dict[str, Any]:
 
 
 def task(place: Place) -> dict[str, Any]:
-    """Train as a job does. `kept` is the least of all steps: gloo lets go of tensors a little after `wait`."""
+    """Train as a job does. `kept` is the least of all steps: gloo frees tensors some time after `wait`."""
     gc.freeze()  # kept_bytes looks at what is made from here on
     place.join()
     model, seen = make_model(), CountedCollectives()
