@@ -14,7 +14,7 @@ class PeersMissing(ExpectedError):
 
 
 class StopRequested(Exception):
-    """All ranks have agreed to stop before the first step, when there is nothing to save."""
+    """All ranks have agreed to stop before this generation's first step, when there is nothing to save."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"stopped by {reason}")

@@ -121,9 +121,10 @@ class TokenShards:
     def _pieces(
         self, starts: Sequence[int] | np.ndarray, length: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield the reads: file, row and column of a window, first token in the file, number of tokens.
+        """Yield the reads in the order of the files, so that a batch opens few files.
 
-        The reads are in the order of the files, so that a batch opens few files.
+        A read: number of the file, row (place in `starts`), column (place in the window), first token in the
+        file, number of tokens.
         """
         for row in np.argsort(starts).tolist():
             start = int(starts[row])

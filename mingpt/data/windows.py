@@ -228,7 +228,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """The first positions of `count` windows, from window number `first` of the run on; (count,)."""
+        """The tokens at which `count` windows begin, from the run's window number `first` on; (count,)."""
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)

@@ -284,9 +284,9 @@ class DistributedContext:
         return result  # type: ignore[return-value]
 
     def exchange_heartbeat(self, is_busy: bool) -> bool:
-        """Whether any rank is busy. Raises StopRequested on all ranks for a request that is not deferred.
+        """Whether any rank is busy. A request to stop on any rank becomes `agreed_stop` on all. Collective.
 
-        A deferred request becomes `agreed_stop`.
+        Before `StopSignal.defer` it also raises StopRequested on all ranks.
         """
         states = self.all_gather_object((is_busy, self.stop_signal.reason))
         received = [name for name in REASONS if any(reason == name for _, reason in states)]
@@ -323,9 +323,9 @@ class DistributedContext:
         return work()
 
     def heartbeat_while(self, work: Callable[[], T]) -> T:
-        """Run `work` in the calling thread, as a compiler needs, while another thread exchanges heartbeats.
+        """Run `work` in this thread, as a compiler needs, while another thread exchanges heartbeats.
 
-        The loss of a peer ends this process, and so does a request to stop before the run has begun.
+        Collective. The process exits if a peer is lost, or for a request to stop before `StopSignal.defer`.
         """
         if self.world_size == 1:
             return work()

@@ -401,7 +401,7 @@ def list_workers(ranks: Sequence[int]) -> str:
 
 
 def within(timeout_s: float, work: Callable[[], T], otherwise: T) -> T:
-    """The result of `work` on a store, or `otherwise` if the store has died or cannot be reached in time."""
+    """The result of `work`, or `otherwise` if it raises or takes longer: then the store may be gone."""
     try:
         return run_within(timeout_s, work)
     except Exception:  # without the store no later generation would read this

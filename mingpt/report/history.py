@@ -222,7 +222,10 @@ class RunHistory:
         return f"{last['end']} at step {last['to_step']}; resumed from {start.step} with {workers}"
 
     def repeated_failure(self) -> str | None:
-        """One sentence if the last generations of this job all failed at the same step."""
+        """One sentence if the last MAX_REPEATS generations all failed at the same step.
+
+        None otherwise, and in a generation that a user started.
+        """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
         ended = [entry for entry in self.generations if entry["end"] != "running"][-MAX_REPEATS:]

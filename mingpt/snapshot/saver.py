@@ -217,9 +217,10 @@ class SnapshotSaver:
     def save(
         self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
     ) -> None:
-        """Copy the tensors that this rank holds and begin to write them; waits for the write before.
+        """Copy this rank's tensors, and begin to write them once the write of the last save has ended.
 
-        On return the tensors may change.
+        On return the tensors may change. The background thread calls `late_fields`, adds its fields to the
+        manifest, and logs a write that fails.
         """
         self.wait()
         staging = self.allocate(tensors)

@@ -152,7 +152,7 @@ class Slots:
         self.next_slot = 1 - self.next_slot
 
     def remove(self) -> None:
-        """Remove the folder with its files, and free the memory."""
+        """Remove the folder of snapshots in memory and its owner file, and drop the buffers mapped to it."""
         self.buffers = []
         remove_folder(self.folder)
 

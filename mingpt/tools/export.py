@@ -149,10 +149,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(run: str, out: str) -> str:
-    """Write the newest snapshot of a run, or the snapshot `run`; returns lines that report it.
+    """Write the newest snapshot of a run, or the snapshot `run`, to the folder `out`, for Hugging Face.
 
-    The folder is filled under another name and gets its own name when it is durable. Raises UserError if
-    there is already a folder that is not empty, or if it cannot be written.
+    Returns lines that report it. The folder is filled under another name and gets its own when it is durable.
+    Raises UserError if `out` is a URL or is not empty, or if it cannot be written.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")

@@ -99,9 +99,9 @@ def init_weights(
     context: DistributedContext,
     start: StartPoint,
 ) -> None:
-    """Set each weight in turn, drawn by name from the seed or taken from rank 0's initial ones. Collective.
+    """Set each weight from snapshot.init_from, if that is given, else by a draw from seed and name.
 
-    All ranks get rank 0's weights, since weights drawn from one seed may differ between kinds of machines.
+    All ranks get rank 0's, since draws from one seed may differ between kinds of machines. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts, first = state.strategy.shapes, state.tensors(), state.first_rows()

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    """A job that holds a claim, and its agents."""
+    """A job that holds, or asks for, the claim to a place; and the job's agents, as processes."""
 
     agents: tuple[Process, ...]
     job: str = field(default_factory=lambda: uuid.uuid4().hex)  # later generations keep the first one's
@@ -65,7 +65,7 @@ class Holder:
         return None if None in states or not states else False
 
     def shares_agent(self, other: "Holder") -> bool:
-        """Whether `other` is an earlier generation of this job: no agent takes part in two at once."""
+        """Whether both have an agent in common: then they are one job, as no agent is in two at once."""
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
@@ -357,7 +357,10 @@ def places_of(config: Config, folder: RunFolder) -> list[Claim]:
 
 
 def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
-    """Acquire all claims. Raises UserError."""
+    """Acquire all claims in turn, waiting for leases; those acquired before an error stay held.
+
+    Raises UserError if another job holds a place, or if a place cannot be written to.
+    """
     for claim in claims:
         try:
             claim.acquire(holder)

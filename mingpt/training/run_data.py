@@ -167,7 +167,10 @@ def choose_tokenizer(
 
 
 def read_named(config: DataConfig, context: DistributedContext, data: Data) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. Raises UserError. Collective."""
+    """The tokenizer that the setting data.tokenizer names: from its file, or made from the text `data`.
+
+    Raises UserError, also if it is made from a text and `data` is token shards. Collective.
+    """
     name = config.tokenizer
     if name not in TOKENIZERS:
         return read_tokenizer(context, name, name)

@@ -322,9 +322,10 @@ def choose_environment(config: Config, context: DistributedContext, found: Found
 
 
 def check_environment(found: FoundSnapshot, config: Config, environment: Environment) -> None:
-    """Raises UserError if the snapshot was computed on another kind of device or in another dtype.
+    """Raises UserError if the run would train on from another kind of device or another dtype.
 
-    A person who starts a job may allow that by snapshot.resume=changed; a restart never does.
+    A person who starts a job may allow that by snapshot.resume=changed; a restart never does. An evaluation
+    (trainer.eval_only) may always run.
     """
     then = found.manifest["software"]
     was = {device_type_of(then), then["dtype"]}

@@ -40,9 +40,9 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
 
 
 def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
-    """Like `check_model`, but the snapshot may be a part of a sharded state: one rank's rows of its tensors.
+    """Raises CorruptSnapshot unless a snapshot, or one rank's part of a sharded one, has its run's tensors.
 
-    Such a part holds either all the tensors that are not sharded, or none of them.
+    A part has the rank's rows of each sharded tensor, and all tensors that are not sharded, or none of them.
     """
     config = read_config(manifest)
     if config.model.n_layer > len(entries):

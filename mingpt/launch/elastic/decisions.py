@@ -200,8 +200,9 @@ def must_restart(
 ) -> Restart | None:
     """The Restart if the round that `me` is in has to end, for a reason that its workers cannot know.
 
-    None if it may go on. The reasons: a member has left the round, an agent waits that each member reaches,
-    or a larger round of this job is seen. An agent that only some members reach disturbs nobody.
+    None if it may go on. The reasons: a member is not in the round; an agent waits that all members reach
+    (if they are fewer than `max_nodes`; held off for `join_hold_s`); there is a larger round of this job, or
+    one as large with a smaller id. An agent that only some members reach disturbs nobody.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:

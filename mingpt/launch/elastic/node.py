@@ -75,7 +75,10 @@ class Node:
         return {"ping": self._on_ping, "propose": self._on_propose, "go": self._on_go}
 
     def start(self, port: int, boards: Sequence[Board]) -> None:
-        """Begin to post and to ping; other agents reach this agent's server on `port`."""
+        """Begin to post this agent's entry on the boards, to read the others' there, and to ping the others.
+
+        They reach this agent's server on `port`.
+        """
         self._entry = dataclasses.replace(self._entry, port=port)
         self._boards = boards
         for board in boards:

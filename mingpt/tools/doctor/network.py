@@ -125,7 +125,10 @@ def find_unreachable(targets: Mapping[int, tuple[str, int]]) -> dict[int, str]:
 
 
 def check_endpoint(where: str) -> tuple[bool, list[str]]:
-    """Whether agents can meet at one of HOST:PORT[,HOST:PORT...], and a line on each. Raises UserError."""
+    """Whether a store or an agent answers at one of HOST:PORT[,HOST:PORT...], and a line on each.
+
+    Raises UserError for text of another form.
+    """
     endpoints = parse_endpoints(where)
     if not endpoints:
         raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {where!r}")

@@ -25,7 +25,7 @@ BFLOAT_BYTES = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """A job of `workers` workers. Sizes in elements, unless a name says bytes."""
+    """A job that is planned, on `workers` workers. Sizes count elements, unless a name says bytes."""
 
     config: Config
     vocab_size: int

@@ -202,9 +202,9 @@ class InputStats:
 
 
 def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: float) -> Iterator[Piece]:
-    """All pieces, those of validation marked as such; depends on the documents and `val_fraction` alone.
+    """All pieces; documents that begin in the last `val_fraction` of the bytes are marked as validation.
 
-    A single document is cut where validation begins.
+    The last document always is, the first never; a single one is cut. `stats`: totals of the documents.
     """
     n_train = int(stats.characters * (1 - val_fraction))  # of a single document
     n_train_bytes = int(stats.bytes * (1 - val_fraction))
