@@ -132,9 +132,9 @@ def check_job(answer: Path, port: int) -> str:
     job.meet(3, late=[0])
     job.meet(3, late=[1, 2])
     job.meet(2, late=[1])
-    for rank, late in ((0, [0]), (1, [0]), (1, [1, 2])):  # what one has left is read by those that are early
-        for write in list(dict.fromkeys(writes[rank]))[:KILLS_PER_RANK]:  # some are repeated until read
-            number = writes[rank].index(write)
+    for rank in (0, 1):
+        for index, write in enumerate(list(dict.fromkeys(writes[rank]))[:KILLS_PER_RANK]):
+            number, late = writes[rank].index(write), [1, 2] if rank and index % 2 else [0]
             job.run(3, kill=(rank, number))
             job.meet(3, late, f", after rank {rank} was killed before its write {number}, {write}")
     job.meet(4, late=[0, 2], join=True)
