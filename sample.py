@@ -218,7 +218,10 @@ def samples(
 
 
 def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """The text to continue, and its tokens. Raises UserError if it is empty or cannot be read or encoded."""
+    """The text of --prompt or --prompt_file, or the tokenizer's default prompt, and its tokens.
+
+    Raises UserError if it is empty or cannot be read or encoded.
+    """
     text = arguments.prompt
     if arguments.prompt_file is not None:
         try:

@@ -204,7 +204,10 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray | None:
-        """The bytes per token, (vocabulary,) int64, if the tokenizer is byte-level and keeps all text."""
+        """The number of bytes per token, (vocabulary,) int64, 0 for special tokens.
+
+        None unless the tokens of any text stand for all its bytes.
+        """
         if not self._has_bytes or any(self._is_in_texts(token) for token in self._is_special):
             return None
         sizes, alphabet = np.zeros(self._size, dtype=np.int64), byte_alphabet()

@@ -201,7 +201,7 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
 
 def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
-    """Raises UserError unless the folder holds the shards that its meta.json lists, and no other."""
+    """Raises UserError unless `names`, the shards in the folder, are those of `entries`, as in meta.json."""
     different = sorted(entries.keys() ^ set(names))
     if different:
         raise UserError(

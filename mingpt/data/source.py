@@ -45,8 +45,8 @@ def read_bytes(config: DataConfig) -> bytes:
 def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: str) -> bytes:
     """The bytes at a path or URL; remote files are cached.
 
-    Raises UserError, which begins with `setting`, if they cannot be read or have another checksum than
-    `sha256`, which `checksum_setting` asks for; None accepts any.
+    Raises UserError if they cannot be read or have another checksum than `sha256` (None accepts any). Its
+    message begins with `setting`, the setting that gives the path, and may name `checksum_setting`.
     """
     remote = "://" in path and not path.startswith(LOCAL)
     content = read_cache(path) if remote else None

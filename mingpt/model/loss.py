@@ -20,7 +20,7 @@ ROW_MULTIPLE = 128
 
 
 def padding(weight: Tensor) -> int:
-    """The number of rows that a (V, C) head lacks to the multiple that its device needs."""
+    """The number of rows to add to a (V, C) head for a multiple of VOCAB_MULTIPLE; 0 unless on a GPU."""
     return -weight.size(0) % VOCAB_MULTIPLE if weight.is_cuda else 0
 
 

@@ -167,7 +167,10 @@ class BucketReducer:
 
 
 def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
-    """The parts, cut into chunks of these sizes, in the order of the ranks that all-to-all sends them to."""
+    """Cut each part into chunks of these sizes, one for each rank; one vector of all chunks, rank by rank.
+
+    `like` gives the type and device of the empty vector if there are no parts.
+    """
     if not parts:
         return like.new_empty(0)
     if len(parts) == 1:

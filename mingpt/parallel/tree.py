@@ -15,7 +15,10 @@ PartialSums = list[tuple[int, int, V]]  # (level, index, sum), from left to righ
 def push(
     stack: PartialSums[V], level: int, index: int, value: V, leaves: int, add: Callable[[V, V], V]
 ) -> None:
-    """Append a node to the right of the nodes on the stack, and merge as far as the tree allows."""
+    """Append node (level, index), whose sum is `value`, on the right, and merge as far as the tree allows.
+
+    `leaves` is the number of leaves of the whole tree.
+    """
     while 1 << level < leaves:
         if index % 2:
             if not stack or stack[-1][:2] != (level, index - 1):

@@ -71,7 +71,7 @@ def training_values(stats: StepStats) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The facts on a run from which a sink is built."""
+    """What a Sink, a place that metrics go to, is built from: facts on the run and on this generation."""
 
     run_dir: Path
     max_steps: int

@@ -250,7 +250,7 @@ def is_reported(run_dir: Path) -> bool:
 
 
 def describe_strategy(trainer: TrainerConfig) -> str:
-    """A few words on what is sharded; empty if nothing is."""
+    """A strategy that shards, as the log names it after the workers, such as " (fsdp)"; else ""."""
     if trainer.parallel == "fsdp":
         return " (fsdp)"
     return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""

@@ -171,7 +171,10 @@ def read_owner(folder: Path) -> Process | None:
 
 
 def remove_folder(folder: Path, why: str | None = None) -> None:
-    """Remove a folder and its owner file, which may be gone or unreachable. `why` is logged, if given."""
+    """Remove a folder of snapshots in memory, and the file beside it that names its owner. Raises nothing.
+
+    `why` is logged, if given.
+    """
     if why:
         log.warning(f"removing {folder} from memory: {why}")
     shutil.rmtree(folder, ignore_errors=True)

@@ -133,7 +133,7 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
 
 
 def quoted(text: str) -> str:
-    """The text as one line of code for a cell of a table, with URLs without credentials."""
+    """The text on one line, as code for a cell of a Markdown table; its URLs lose their credentials."""
     plain = " ".join(redact(text).split())
     return "`" + plain.replace("`", "'").replace("|", "\\|") + "`"
 

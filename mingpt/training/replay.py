@@ -80,10 +80,11 @@ class Replay:
         return every > 0 and (is_end or step % every == 0)
 
     def check(self, run_logger: RunLogger | None) -> None:
-        """Compare the workers before a step, if a replay is due. Collective.
+        """If a replay is due, compare the workers' copies and gradients before the step. Collective.
 
-        Raises NonRetryableError if workers differ. If only some of the nodes have workers that may be wrong,
-        raises NodeRefused on these nodes and PeersMissing on the others, which go on.
+        If they differ, snapshots after the last replay in which all agreed are set aside. Raises NodeRefused on
+        the nodes of the workers that may be wrong and PeersMissing on the others, which go on in the next
+        generation; NonRetryableError if that is all nodes.
         """
         if not self.is_due():
             return
@@ -103,7 +104,10 @@ class Replay:
         return (named, f"holds another copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
-        """The ranks whose gradients differ, and the end of a sentence on it; None if none do."""
+        """The ranks whose gradients may be wrong, and the end of a sentence on it; None if none. Collective.
+
+        None, too, if a rank cannot read its data, which the step itself reports.
+        """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
         if any(self.context.all_gather_object(not self.can_read(mine, others))):
@@ -123,7 +127,7 @@ class Replay:
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:
-        """Whether this rank can read the windows of these micro-batches."""
+        """Whether this rank can read the data of these micro-batches of the step; it tries."""
         try:
             for number in numbers:
                 self.read(number)

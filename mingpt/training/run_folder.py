@@ -58,7 +58,7 @@ class RunFolder:
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
-    """Raises UserError if the workers were started with settings that compute something else. Collective."""
+    """Raises UserError if a setting that all workers must share differs from rank 0's. Collective."""
     settings, path = to_dict(config), config.snapshot.path
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
     same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")

@@ -330,7 +330,7 @@ class StoredState:
             yield Rows(part.name, begin, end, part.rank, part.part, part.first)
 
     def size(self, part: Rows) -> int:
-        """The size of these rows in bytes."""
+        """The bytes of these rows of one tensor, in the tensor's stored type."""
         columns = torch.Size(self.shapes[part.name][1:]).numel()
         return (part.end - part.begin) * columns * self.dtypes[part.name].itemsize
 

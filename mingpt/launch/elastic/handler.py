@@ -176,7 +176,7 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait to be taken into a round, for as long as it takes. Ends the agent if the job is finished."""
+        """Wait for a round, or lead one, for as long as it takes. SystemExit(0) if the job is finished."""
         self._node.wait_for_round()
         self._restart = None
         meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""

@@ -227,7 +227,7 @@ class Node:
             return True
 
     def release(self, round: Round) -> None:
-        """Take back the promise to the leader of this round, which is this agent itself."""
+        """Take back this agent's promise to itself to take part in a round that it has proposed."""
         with self._changed:
             if self._promise[1] == round.id:
                 self._promise = ("", "", 0.0)

@@ -78,7 +78,7 @@ def show_claims(where: str, release: bool) -> list[str]:
 
 
 def describe(holder: Holder) -> str:
-    """The holder of a claim, and whether its job is alive, as far as this machine can see."""
+    """Who holds a claim to a run or its snapshots, and whether its job is alive, as far as seen from here."""
     states = {
         True: "which is running",
         False: "which is gone: the next job takes over at once",
@@ -188,7 +188,7 @@ def try_links(exchange: Exchange) -> Facts:
 
 
 def all_connected(facts: Mapping[int, Facts]) -> bool:
-    """Whether a process group can be made."""
+    """Whether a process group can be made: all workers reach each other, with good devices of one type."""
     kinds = {there.get("device_type") for there in facts.values()}
     return len(kinds) == 1 and all(
         not there.get("address_error") and not there["unreachable"] and not there.get("device_error")

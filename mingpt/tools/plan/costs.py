@@ -36,7 +36,7 @@ def kept(work: Workload) -> int:
 
 
 def block(work: Workload) -> int:
-    """The bytes that one block keeps."""
+    """The bytes of activations that one block saves for its backward pass, without recomputation."""
     model, e = work.config.model, work.element_bytes
     stream = work.tokens_per_micro_batch * model.n_embd
     # The inputs of c_attn, of the attention's c_proj, of c_fc, and of the MLP's c_proj, which is 4 C wide;
@@ -165,11 +165,11 @@ def are_updates_sharded(work: Workload) -> bool:
 
 
 def held(work: Workload) -> dict[str, int]:
-    """The bytes of a worker that follow from the state, in the device's memory except for `snapshots`.
+    """The bytes that a worker holds for its state: on its device, but `snapshots` in the host's memory.
 
     Weights take B bytes. The optimizer's state takes 2 B under adamw, and B for matrices under muon. Sharded
-    tensors are shared evenly. Snapshots need a copy of the worker's part, and two more in files in memory:
-    the first worker of a node maps the others' files, so these copies are its own.
+    tensors are shared evenly. Snapshots on disk need a staging buffer for the worker's part; those in memory
+    (`snapshot.memory_every`) two files of the same size. Copies of another node's parts are not counted.
     """
     trainer = work.config.trainer
     weights = FLOAT_BYTES * work.parameters // (work.workers if trainer.parallel == "fsdp" else 1)
@@ -213,9 +213,9 @@ def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
 
 
 def freed(work: Workload) -> int:
-    """The bytes that glibc keeps between blocks of other sizes: about a gradient and half of the activations.
+    """The bytes that glibc holds free between memory in use: about a gradient and half of the activations.
 
-    With this term, peaks at 10.65 M and 85 M parameters were 0.86 to 1.04 of the estimate.
+    0 on a GPU. With this term, peaks at 10.65 M and 85 M parameters were 0.86 to 1.04 of the estimate.
     """
     return FLOAT_BYTES * work.parameters + (kept(work) + casts(work)) // 2 if work.on_cpu else 0
 

@@ -92,7 +92,7 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """The bytes of an element of an activation in the type of the products."""
+        """The bytes of one number in a matrix product: 2 in bfloat16, 4 in float32."""
         return BFLOAT_BYTES if self.dtype == "bfloat16" else FLOAT_BYTES
 
     @property
