@@ -10,7 +10,7 @@ class ExpectedError(RuntimeError):
 
 
 class PeersMissing(ExpectedError):
-    """This generation ends: other workers did not arrive, or the next generation leaves out a node."""
+    """This generation ends: other workers did not arrive, or other nodes got NodeRefused."""
 
 
 class StopRequested(Exception):

@@ -71,7 +71,7 @@ def write_atomic(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Write a whole file by `atomic_file`; text is written as UTF-8. Raises OSError."""
+    """Write a whole file by `atomic_file`, which explains the arguments; text as UTF-8. Raises OSError."""
     with atomic_file(path, partial, sync, before_rename) as file:
         write = functools.partial(os.write, file.fileno())
         write_all(write, content.encode() if isinstance(content, str) else content)

@@ -246,7 +246,7 @@ class JsonTokenizer(Tokenizer):
         return next((token for token in named if self._is_special.get(token)), None)
 
     def tokens_by_meaning(self) -> dict[Any, int]:
-        """{(string, whether the token is special, whether the tokenizer is byte-level): token}."""
+        """{(string, is special, is byte-level): token}; tokens of one key mean the same in any tokenizer."""
         return {
             (name, self._is_special.get(token, False), self.is_byte_level): token
             for name, token in self._ids.items()

@@ -125,7 +125,7 @@ class ProcessExit:
             self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
     def note_begun(self) -> None:
-        """Record that training has begun: from now on run.json tells where this generation fails."""
+        """Record that training has begun: a later failure of this generation is no failed start."""
         if self.rendezvous is not None:
             self.rendezvous.has_begun = True
 

@@ -146,7 +146,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D / 2) of the last dimension; -sin inverts it."""
+    """Rotate pairs (i, i + D / 2) of the last dimension into `out`, which is not `x`; -sin inverts it."""
     half = x.size(-1) // 2
     first, second = x[..., :half], x[..., half:]
     out_first, out_second = out[..., :half], out[..., half:]

@@ -141,7 +141,7 @@ class BucketReducer:
     def sum_in_memory(
         self, memory: SharedMemory, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """Add along the tree in shared memory: segments hold the ranks' parts, the first part the sums."""
+        """Do `sum_along_tree` where all ranks share memory: each adds up parts in the ranks' segments."""
         size, counts = sum(sizes), [len(nodes) for nodes in self.covers]
         memory.begin(max(counts) * size * like.element_size())
         for place, of_node in enumerate(pieces):

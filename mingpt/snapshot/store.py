@@ -66,8 +66,8 @@ def verify_file(file: TensorFile, sha256: str, step: int) -> None:
     """Read a file once, in pieces of at most 16 MiB, and check it. Two pieces are in memory at a time.
 
     A thread hashes a piece while the next piece is read and its numbers are checked. Raises CorruptSnapshot
-    unless the file has this SHA-256 and all numbers are finite, or UnreadableSnapshot. The optimizer may have
-    counted fewer updates than the run has steps, since a run can change its optimizer, but never more.
+    unless the file has this SHA-256, all numbers are finite and the optimizer has counted at most `step`
+    updates (fewer if the run has changed its optimizer), or UnreadableSnapshot.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -294,7 +294,7 @@ class SnapshotStore(FileStore):
                 pass  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
-        """Open and verify a snapshot: its tensors are as they were written."""
+        """`open` a snapshot and `verify` it: all files, or with `weights_only` those that hold weights."""
         snapshot = self.open(step, check)
         self.verify(snapshot, weights_only)
         return snapshot

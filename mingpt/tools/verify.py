@@ -49,9 +49,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
-    """Seeded kills in the order of their steps; between two of them a snapshot can be written.
+    """Seeded kills by step, one in each of `kills` equal parts of the run, each with one of `workers`.
 
-    Any five in a row that begin at a multiple of five have each phase once.
+    Any five in a row that begin at a multiple of five have each of PHASES once.
     """
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))

@@ -82,8 +82,8 @@ class Replay:
     def check(self, run_logger: RunLogger | None) -> None:
         """If a replay is due, compare the workers' copies and gradients before the step. Collective.
 
-        If they differ, snapshots after the last replay in which all agreed are set aside. Raises NodeRefused on
-        the nodes of the workers that may be wrong and PeersMissing on the others, which go on in the next
+        If they differ, snapshots after the last replay in which all agreed are set aside. Raises NodeRefused
+        on the nodes of the workers that may be wrong and PeersMissing on the others, which go on in the next
         generation; NonRetryableError if that is all nodes.
         """
         if not self.is_due():
@@ -143,7 +143,7 @@ class Replay:
         return inputs.to(self.context.device), targets.to(self.context.device)
 
     def digests(self, number: int) -> Digests:
-        """The digests of a micro-batch's gradients in this step, outside the reduction. Collective."""
+        """The digests of this rank's gradients of a micro-batch, before any reduction. Collective."""
         inputs, targets = self.read(number)
         if self.config.model.dropout:
             torch.manual_seed(mix(self.config.seed, self.state.step, number))

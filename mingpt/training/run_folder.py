@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The run folder as this rank sees it."""
+    """The run folder's path, what this rank writes there, and whether all ranks see the same folder."""
 
     path: Path
     is_kept: bool  # this rank writes the records there: the lowest rank that sees the folder

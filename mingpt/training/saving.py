@@ -123,9 +123,10 @@ class Saving:
                 self.memory.remove_outdated(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Whether the snapshot with this validation loss is the best so far and is kept. Not collective."""
+        """Note a validation loss. Whether it is the lowest so far and `keep_best` is set. Not collective."""
         is_best = loss < self.best_loss
-        self.best_loss = min(loss, self.best_loss)
+        if is_best:
+            self.best_loss = loss
         return is_best
 
     def is_missing(self) -> bool:

@@ -245,10 +245,10 @@ class Trainer:
         self.saving.remove_memory_snapshots()
 
     def handle_nonfinite(self, grad_norm: float) -> None:
-        """Skip the update, or end the run, if the gradient or a loss is not finite.
+        """Note an update that was skipped, or end the run, if the gradient or a loss is not finite.
 
-        Gradient and losses are the same on all ranks, so either all ranks raise or none does. Raises
-        UserError for data that a rank could not use, else NonFiniteError unless the update was skipped.
+        All ranks raise or none does. Raises UserError for data that a rank could not use. Else raises
+        NonFiniteError, except for a gradient under on_nonfinite=skip, fewer than MAX_SKIPPED times in a row.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped

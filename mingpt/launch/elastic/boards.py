@@ -161,7 +161,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Serve on a port that is taken, for instance by an earlier agent, as soon as it is free."""
+    """Serve on a port for ever, once it is free: an earlier agent, say, may still have it."""
     while True:
         try:
             Server(address, port, operations).serve_forever()

@@ -188,7 +188,7 @@ class Node:
             )
 
     def wait_for_round(self) -> None:
-        """Post that this agent waits for a round."""
+        """Post that this agent waits for a round, and forget its last round and promise. Returns at once."""
         with self._changed:
             self.entered, self._promise = None, ("", "", 0.0)
             self._set_state(WAITING)
@@ -216,7 +216,7 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise to take part in a round; whether this agent waits and has promised no other leader."""
+        """Promise a leader to take part. False if this agent does not wait or is promised to another."""
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise

@@ -177,7 +177,7 @@ def identify(answer: bytes) -> str | None:
 
 
 class Exchange:
-    """One worker's view of the store."""
+    """Gets and puts the workers' values, by name and rank, in the store that they share."""
 
     def __init__(self, store: "Store", rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size

@@ -187,7 +187,7 @@ def read_parquet(file: InputFile) -> Iterator[Piece]:
 
 @dataclass
 class InputStats:
-    """Totals over the documents."""
+    """Totals over documents, and their alphabet where it is asked for."""
 
     documents: int = 0
     bytes: int = 0  # of UTF-8
@@ -195,7 +195,7 @@ class InputStats:
     alphabet: str = ""  # the distinct characters in code-point order, where they are asked for
 
     def add(self, piece: Piece) -> None:
-        """Count a piece in, all but its characters' kinds."""
+        """Count a piece in, all but `alphabet`."""
         self.documents += piece.ends_document
         self.bytes += piece.bytes
         self.characters += len(piece.text)
