@@ -40,7 +40,7 @@ def preset(path: Path) -> str:
     tokens = per_step * trainer.max_steps
     return (
         f"| `{path.name}` | {parameters / 1e6:.1f} M | {per_step:,} | {trainer.max_steps:,} | "
-        f"{tokens / 1e9:.2f} G | {model.flops_per_token() * tokens:.1e} | {state_bytes / 1e9:.2f} GB |"
+        f"{tokens / 1e9:.3g} G | {model.flops_per_token() * tokens:.1e} | {state_bytes / 1e9:.3g} GB |"
     )
 
 
