@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from conftest import Finish, Start, assert_same_run, command, error_of, snapshot_steps
 
 
+@pytest.mark.slow
 def test_a_run_without_a_valid_snapshot_left_does_not_start_again_by_itself(
     start: Start, finish: Finish, text: Path, undisturbed: Path, copied: Path
 ) -> None:

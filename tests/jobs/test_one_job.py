@@ -22,6 +22,7 @@ def doctor(*words: object) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_of_two_jobs_started_together_one_trains_and_the_other_says_who(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
 
 
+@pytest.mark.slow
 def test_plain_python_computes_the_bits_of_torchrun(
     finish: Finish, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_tasks_that_no_launcher_has_told_of_each_other_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_under_nohup_a_hangup_changes_nothing(
     start: Start, text: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_two_resumes_one_of_them_at_the_end_of_an_epoch(
     assert final_hash(tmp_path / "run") == final_hash(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_is_named_and_the_one_before_it_used(
     finish: Finish, undisturbed: Path, copied: Path
 ) -> None:

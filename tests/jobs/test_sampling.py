@@ -178,6 +178,7 @@ def read_until(terminal: "subprocess.Popen[bytes]", wanted: str) -> str:
     return shown
 
 
+@pytest.mark.slow
 def test_in_a_terminal_it_asks_for_prompts_until_ctrl_d(run: Path) -> None:
     """The cases: a whole text, Ctrl-C in a text, an unknown character, and the default prompt."""
     options = [str(run), "--top_k", "5", "--tokens"]

@@ -108,6 +108,7 @@ events.subscribe("evaluation_start", on_evaluation)
 """
 
 
+@pytest.mark.slow
 def test_an_evaluation_alone_is_stopped_by_the_first_signal(
     start: Start, text: Path, undisturbed: Path, copied: Path, tmp_path: Path
 ) -> None:

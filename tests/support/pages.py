@@ -104,7 +104,7 @@ def start(command: str, folder: Path, port: int, **variables: str) -> subprocess
         " ".join(words),
         shell=True,
         cwd=folder,
-        env=clean_environment(**variables),
+        env=clean_environment(PYTHONUNBUFFERED="", **variables),  # else two processes' lines may mix
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
