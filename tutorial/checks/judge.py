@@ -4,6 +4,7 @@ tutorial/check.py starts this in a session of its own, with a limit of time.
 """
 
 import importlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -27,4 +28,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # at once: torch takes a second to end, and the limit of time would include it
