@@ -23,7 +23,8 @@ def work(rank: int, port: int) -> None:
     numbers = torch.tensor([1.0 + rank, 10.0])
     before = numbers.tolist()
     dist.all_reduce(numbers)  # replaces the tensor by the sum of all ranks' tensors, on all ranks
-    print(f"rank {rank} read '{greeting}', had {before} and has {numbers.tolist()}", flush=True)
+    line = f"rank {rank} read '{greeting}', had {before} and has {numbers.tolist()}\n"
+    print(line, end="", flush=True)  # written at once, so that the lines of two ranks do not mix
     dist.destroy_process_group()
     os._exit(0)  # at once, without the end of the interpreter, which threads of the group may disturb
 

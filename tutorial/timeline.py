@@ -75,7 +75,9 @@ def draw(title: str, events: list[dict[str, Any]]) -> Picture:
 def main() -> None:
     for path in map(Path, sys.argv[1:]):
         content = json.loads(path.read_text())
-        path.with_suffix(".svg").write_text(draw(content["title"], content["events"]).svg())
+        picture = path.with_suffix(".svg")
+        picture.write_text(draw(content["title"], content["events"]).svg())
+        print(picture)
 
 
 if __name__ == "__main__":

@@ -141,4 +141,6 @@ def check(answer: Path) -> str:
             save_two(answer, make_path(root, "snapshot.0"), number, calls[number])
         order = f" The calls were {', '.join(str(calls[number]) for number in numbers)}."
         check_power_cut(path, calls, order)
+        small = save(answer, path, NEW[:100])  # such a piece stays in Python's buffer until it is flushed
+        check_power_cut(path, small, f" With 100 bytes the calls were {', '.join(map(str, small))}.")
     return f"valid after a kill at each of {len(calls)} calls, and after a power cut.{order}"
