@@ -86,6 +86,7 @@ def test_a_worker_that_does_not_come_and_a_store_that_is_not_there_are_named(
         assert words in error
 
 
+@pytest.mark.slow
 def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
     given = [f"{key}={value}" for key, value in SMALL.items() if key != "snapshot.memory_path"]
     words = [f"run_dir={tmp_path}", f"data.path={text}", *given]

@@ -54,6 +54,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_it_used(
     assert (copied / "snapshots" / f"{name}.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_trains_on_only_if_a_longer_one_is_asked_for(
     finish: Finish, undisturbed: Path, copied: Path
 ) -> None:
