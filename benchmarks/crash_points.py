@@ -153,7 +153,7 @@ def attach_strace(pid: int, injection: list[str], log: Path) -> subprocess.Popen
 
 
 def system_calls(log: Path) -> list[tuple[str, int, str]]:
-    """The save's system calls but for `futex`: name, number among the child's calls of this name, the line."""
+    """The save's system calls but `futex`: name, number among the child's calls of this name, the line."""
     counts: collections.Counter[str] = collections.Counter()
     found, is_inside = [], False
     for line in log.read_text(errors="replace").splitlines():

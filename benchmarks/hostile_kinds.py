@@ -139,10 +139,7 @@ HEADER_FIELDS: dict[str, dict[str, Any]] = {
     "header: huge shape": {"shape": [2**62, 2**62]},
     "header: an unknown dtype": {"dtype": "PICKLE"},
 }
-NEW_NAMES = {
-    "header: ../ in a name": f"../../{WEIGHT}",
-    "model: a tensor has another name": f"{WEIGHT}s",
-}
+NEW_NAMES = {"header: ../ in a name": f"../../{WEIGHT}", "model: a tensor has another name": f"{WEIGHT}s"}
 NUMBERS = {
     "model: NaN": (WEIGHT, float("nan")),
     "optimizer: NaN": ("optimizer.wte.weight.exp_avg_sq", float("nan")),

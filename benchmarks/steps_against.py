@@ -64,11 +64,7 @@ BIG = {
     "trainer.batch_size": 64, "trainer.micro_batch_size": 8, "optimizer.name": "adamw",
     "optimizer.learning_rate": 0.001, "trainer.max_steps": 6,
 }  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "default": {"trainer.max_steps": 60},
-    "cpu": CPU,
-    "10M": BIG,
-}
+SIZES: dict[str, dict[str, Any]] = {"default": {"trainer.max_steps": 60}, "cpu": CPU, "10M": BIG}
 EFFICIENCY, EFFICIENCY_OF_10M = 0.92, 0.95
 PEER = {
     "cpu": [

@@ -24,10 +24,7 @@ from mingpt.base.urls import redact_all
 RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 OptionalCount = Optional[typing.Annotated[int, pydantic.Field(ge=1)]]
 # The allowed values of the settings that may be auto or something else.
-AUTO_OR = {
-    "trainer.workers": "auto or a whole number at least 1",
-    "trainer.compile": "auto, true or false",
-}
+AUTO_OR = {"trainer.workers": "auto or a whole number at least 1", "trainer.compile": "auto, true or false"}
 PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 

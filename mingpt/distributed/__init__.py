@@ -9,10 +9,4 @@ from mingpt.distributed.exit import ProcessExit, write_stderr
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import GenerationEnd
 
-__all__ = [
-    "DistributedContext",
-    "GenerationEnd",
-    "Launch",
-    "ProcessExit",
-    "write_stderr",
-]
+__all__ = ["DistributedContext", "GenerationEnd", "Launch", "ProcessExit", "write_stderr"]

@@ -11,13 +11,7 @@ from mingpt.model.compile import (
     compile_model,
     import_compiler,
 )
-from mingpt.model.gpt import (
-    GPT,
-    LossModule,
-    draw_weight,
-    generate_batch,
-    parameter_shapes,
-)
+from mingpt.model.gpt import GPT, LossModule, draw_weight, generate_batch, parameter_shapes
 
 __all__ = [
     "GPT",

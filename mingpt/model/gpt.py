@@ -296,11 +296,7 @@ class Cache:
 
 
 def choose(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator,
-    top_p: float = 1.0,
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float = 1.0
 ) -> int:
     """Draw a token from (V,) logits; temperature 0 takes the most likely one.
 

@@ -7,9 +7,4 @@ snapshot stores it. Of the model only names and shapes are used.
 from mingpt.optim.muon import Exchange
 from mingpt.optim.optimizer import Optimizer, learning_rate, state_shapes
 
-__all__ = [
-    "Exchange",
-    "Optimizer",
-    "learning_rate",
-    "state_shapes",
-]
+__all__ = ["Exchange", "Optimizer", "learning_rate", "state_shapes"]

@@ -114,10 +114,7 @@ def linear(progress: float) -> float:
 
 # Schedules, by `optimizer.schedule`: functions from progress after warm-up, 0 to 1, to a factor from 1 to 0
 # between peak and minimum.
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": cosine,
-    "linear": linear,
-}
+SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": cosine, "linear": linear}
 
 
 def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:

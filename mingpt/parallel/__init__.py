@@ -9,14 +9,7 @@ from mingpt.parallel.exact import ExactReduction
 from mingpt.parallel.fsdp import ExactFSDPReduction, FSDPReduction
 from mingpt.parallel.strategy import STRATEGIES, Strategy, StrategySetup, digest, split_rows
 
-__all__ = [
-    "STRATEGIES",
-    "ExactReduction",
-    "Strategy",
-    "StrategySetup",
-    "digest",
-    "split_rows",
-]
+__all__ = ["STRATEGIES", "ExactReduction", "Strategy", "StrategySetup", "digest", "split_rows"]
 
 STRATEGIES["ddp", "exact"] = ExactReduction
 STRATEGIES["ddp", "fast"] = DDPReduction

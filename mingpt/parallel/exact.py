@@ -43,11 +43,7 @@ class BucketReducer:
     """
 
     def __init__(
-        self,
-        covers: list[list[tuple[int, int]]],
-        rank: int,
-        leaves: int,
-        memory: SharedMemory | None = None,
+        self, covers: list[list[tuple[int, int]]], rank: int, leaves: int, memory: SharedMemory | None = None
     ) -> None:
         self.covers, self.rank, self.leaves, self.memory = covers, rank, leaves, memory
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -226,11 +226,7 @@ class SharedAllGather:
         return self.areas.memory.of(0, dtype, first_byte, count).view(*size)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Wait for all ranks. The input is this rank's part of the output, where FSDP2 has copied it."""
         self.areas.memory.barrier()

@@ -6,12 +6,7 @@ Metrics are functions of a step's statistics; sinks are places that the metrics'
 """
 
 from mingpt.report.files import read_records
-from mingpt.report.history import (
-    GenerationStart,
-    load_history,
-    mark_ended,
-    read_job_start,
-)
+from mingpt.report.history import GenerationStart, load_history, mark_ended, read_job_start
 from mingpt.report.log import open_log
 from mingpt.report.metrics import StepStats
 from mingpt.report.run_logger import RunLogger, StepTimer, is_reported

@@ -207,10 +207,7 @@ class Run:
 
 
 def find_runs(
-    layout: FileLayout,
-    specs: Mapping[str, TensorSpec],
-    rows_by_rank: RowsByRank,
-    main_rank: int,
+    layout: FileLayout, specs: Mapping[str, TensorSpec], rows_by_rank: RowsByRank, main_rank: int
 ) -> list[Run]:
     """The runs of a file's tensors, in order; a tensor that all ranks hold comes from the main rank."""
     runs = []

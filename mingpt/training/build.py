@@ -93,12 +93,7 @@ def build_run(
     return state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
 
 
-def init_weights(
-    state: TrainState,
-    config: Config,
-    context: DistributedContext,
-    start: StartPoint,
-) -> None:
+def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
     """Set each weight from snapshot.init_from, if that is given, else by a draw from seed and name.
 
     All ranks get rank 0's, since draws from one seed may differ between kinds of machines. Collective.
@@ -120,11 +115,7 @@ def init_weights(
 
 
 def prepare_forward(
-    config: Config,
-    context: DistributedContext,
-    model: GPT,
-    strategy: Strategy,
-    compiles: bool,
+    config: Config, context: DistributedContext, model: GPT, strategy: Strategy, compiles: bool
 ) -> bool | str:
     """Give the strategy the loss module, compiled if `compiles`. Returns Environment's `compiled`."""
     forward: Any = LossModule(model)

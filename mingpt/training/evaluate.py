@@ -27,11 +27,7 @@ class Evaluator:
     """Evaluates the model; ranks take batches in turn, and the result does not depend on their number."""
 
     def __init__(
-        self,
-        config: Config,
-        context: DistributedContext,
-        state: TrainState,
-        corpus: Corpus,
+        self, config: Config, context: DistributedContext, state: TrainState, corpus: Corpus
     ) -> None:
         self.config, self.context, self.corpus = config, context, corpus
         self.model, self.strategy = state.model, state.strategy

@@ -24,12 +24,7 @@ from mingpt.distributed import DistributedContext
 from mingpt.report import load_history, read_records
 
 # Settings that change no result and must be the same on all workers.
-SAME_EVERYWHERE = (
-    "trainer.eval_only",
-    "trainer.parallel",
-    "trainer.shard_optimizer",
-    "trainer.fsdp_reshard",
-)
+SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it shows that there is a run
 log = logging.getLogger(__name__)
 

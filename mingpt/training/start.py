@@ -29,20 +29,8 @@ from mingpt.training.run_folder import (
     open_run_folder,
     share_history,
 )
-from mingpt.training.search import (
-    SUSPECT,
-    check_nothing_is_lost,
-    find_latest,
-    prepare_store,
-    report_skipped,
-)
-from mingpt.training.state import (
-    StoredState,
-    check_shapes,
-    check_shard,
-    snapshot_shapes,
-    snapshot_vocab_size,
-)
+from mingpt.training.search import SUSPECT, check_nothing_is_lost, find_latest, prepare_store, report_skipped
+from mingpt.training.state import StoredState, check_shapes, check_shard, snapshot_shapes, snapshot_vocab_size
 
 # The settings that can change an evaluation, by the beginnings of their names.
 EVALUATED = ("data.", "model.", "trainer.dtype:", "trainer.compile:", "trainer.fsdp_param_dtype:")

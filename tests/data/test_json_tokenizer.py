@@ -216,10 +216,7 @@ def test_the_bytes_of_tokens_are_unknown_where_they_are_not_those_of_the_text() 
 
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
-    [
-        ("gpt2", "a😀é", ["a", "😀", "é"]),
-        ("llama", "a b😀é ab", ["a", " b", "😀", "é", " a", "b"]),
-    ],
+    [("gpt2", "a😀é", ["a", "😀", "é"]), ("llama", "a b😀é ab", ["a", " b", "😀", "é", " a", "b"])],
 )
 def test_text_is_streamed_in_whole_characters(kind: str, text: str, expected: list[str]) -> None:
     tokenizer = gpt2() if kind == "gpt2" else JsonTokenizer(llama_like())

@@ -30,8 +30,7 @@ from mingpt.tools.jobs import torchrun
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",
-    ["SIGTERM", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("SIGUSR1", "STOP"))],
+    "kind", ["SIGTERM", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("SIGUSR1", "STOP"))]
 )
 def test_a_stop_is_one_snapshot_and_the_run_goes_on_from_that_step(
     kind: str, start: Start, finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
@@ -66,13 +65,7 @@ events.subscribe("evaluation_start", lambda step: time.sleep({EVALUATION_S}))
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "workers"),
-    [
-        ("SIGINT", 1),
-        ("SIGTERM", 2),
-    ],
-)
+@pytest.mark.parametrize(("kind", "workers"), [("SIGINT", 1), ("SIGTERM", 2)])
 def test_a_second_signal_ends_the_job_at_once(
     kind: str, workers: int, start: Start, text: Path, tmp_path: Path
 ) -> None:
@@ -161,10 +154,7 @@ def whole(long_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(
-    ("kind", "step", "workers"),
-    [("STOP", 30, 2), ("SIGINT", 0, 2), ("SIGTERM", 10, 1)],
-)
+@pytest.mark.parametrize(("kind", "step", "workers"), [("STOP", 30, 2), ("SIGINT", 0, 2), ("SIGTERM", 10, 1)])
 def test_an_evaluation_that_was_cut_is_done_first_on_resume(
     kind: str,
     step: int,

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from mingpt.model.layers import (
-    Dropout,
-)
+from mingpt.model.layers import Dropout
 
 
 @pytest.mark.parametrize("compiling", [False, True])

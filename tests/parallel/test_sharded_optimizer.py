@@ -13,8 +13,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("case", "expected"),
-    [("exact", "whole"), ("exact, gpt2", "whole, gpt2"), ("exact, idle", "whole, idle")],
+    ("case", "expected"), [("exact", "whole"), ("exact, gpt2", "whole, gpt2"), ("exact, idle", "whole, idle")]
 )
 def test_each_rank_has_its_rows_of_the_gradient(
     results: Results, case: str, expected: str, ranks: int

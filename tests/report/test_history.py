@@ -105,11 +105,7 @@ def test_a_clock_that_is_set_back_loses_no_time(
 
 @pytest.mark.parametrize(
     ("hosts", "end"),
-    [
-        (("a", "b", "c"), "c joined"),
-        (("a",), "stopped by SIGTERM"),
-        (("a", "b"), "stopped by SIGTERM"),
-    ],
+    [(("a", "b", "c"), "c joined"), (("a",), "stopped by SIGTERM"), (("a", "b"), "stopped by SIGTERM")],
 )
 def test_a_generation_that_ends_for_a_node_says_so(hosts: tuple[str, ...], end: str, tmp_path: Path) -> None:
     history = open_history(tmp_path)

@@ -22,13 +22,7 @@ from mingpt.report.run_logger import SINKS, RunLogger, is_reported
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
 ENVIRONMENT = Environment(
-    torch="2",
-    device="cpu AVX512",
-    device_type="cpu",
-    threads=1,
-    numerics=1,
-    dtype="float32",
-    compiled=False,
+    torch="2", device="cpu AVX512", device_type="cpu", threads=1, numerics=1, dtype="float32", compiled=False
 )
 
 

@@ -64,9 +64,7 @@ def test_where_there_is_no_such_folder_it_says_so_once_and_is_off(
     assert line.startswith(f"no snapshots in memory: {tmp_path}/absent cannot be used (No such file")
 
 
-def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them(
-    memory: MemorySaver,
-) -> None:
+def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them(memory: MemorySaver) -> None:
     assert newest_step(memory) is None
     for step in (5, 10, 15):
         save(memory, step)

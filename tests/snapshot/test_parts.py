@@ -20,11 +20,7 @@ from support.snapshots import (
 )
 
 from mingpt.base.errors import ClaimLost
-from mingpt.snapshot import (
-    SnapshotSaver,
-    SnapshotStore,
-    open_snapshot,
-)
+from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot
 
 NAMES = [
     f"step_00000002{group}-0000{part}-of-00003.safetensors"

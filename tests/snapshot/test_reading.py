@@ -71,9 +71,7 @@ def test_the_snapshot_before_an_unreadable_one_is_used_and_nothing_is_renamed(
     assert file_names(store) == before
 
 
-def test_a_file_that_ends_too_soon_is_read_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_file_that_ends_too_soon_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An object store may close the connection early."""
     remote = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
     write(remote, make_manifest(1))

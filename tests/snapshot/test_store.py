@@ -20,14 +20,7 @@ def store(tmp_path: Path) -> SnapshotStore:
     return make_store(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stride"),
-    [
-        ("json", 57),
-        ("safetensors", 9),
-        ("optimizer.safetensors", 1),
-    ],
-)
+@pytest.mark.parametrize(("kind", "stride"), [("json", 57), ("safetensors", 9), ("optimizer.safetensors", 1)])
 def test_every_flipped_bit_and_every_cut_is_noticed_and_the_snapshot_before_is_used(
     store: SnapshotStore, kind: str, stride: int
 ) -> None:

@@ -54,10 +54,7 @@ class ThreadContext(DistributedContext):
 
 
 def run_ranks(
-    world_size: int,
-    work: Callable[[DistributedContext], T],
-    round: int | None = None,
-    one_node: bool = False,
+    world_size: int, work: Callable[[DistributedContext], T], round: int | None = None, one_node: bool = False
 ) -> list[T | Exception]:
     """The results of `work` by rank: what it returns or raises."""
     barrier, board = threading.Barrier(world_size, timeout=30), [None] * world_size

@@ -77,12 +77,7 @@ def llama_like() -> bytes:
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
     tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer.to_str().encode()

@@ -49,10 +49,7 @@ NO_FOLDER = StoreView(folder_error="the folder out/run/snapshots cannot be read:
     ("view", "expected"),
     [
         (CORRUPT, r"no valid snapshot is left in out/run/snapshots \(step 5: its tensor file is missing"),
-        (
-            UNREADABLE,
-            "in out/run/snapshots cannot be read .step 5: its manifest cannot be read",
-        ),
+        (UNREADABLE, "in out/run/snapshots cannot be read .step 5: its manifest cannot be read"),
         (NO_FOLDER, "cannot be read .the folder out/run/snapshots cannot be read: Stale file handle"),
     ],
 )

@@ -29,14 +29,7 @@ from mingpt.config.cli import parse
 from mingpt.distributed import Launch, ProcessExit
 from mingpt.distributed.rendezvous import Rendezvous
 from mingpt.snapshot.lookup import possible_places
-from mingpt.tools.doctor.facts import (
-    FINDINGS_S,
-    Facts,
-    Findings,
-    find_faults,
-    identity,
-    make_row,
-)
+from mingpt.tools.doctor.facts import FINDINGS_S, Facts, Findings, find_faults, identity, make_row
 from mingpt.tools.doctor.network import (
     Exchange,
     check_endpoint,

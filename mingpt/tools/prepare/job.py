@@ -105,9 +105,7 @@ def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
     package.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     package.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     with progress("training a BPE") as shown:
         texts = sample(pieces, shown)
@@ -261,10 +259,7 @@ def write_shards(
     train, val = InputStats(), InputStats()
     unpredicted_bytes: int | None = None  # bytes of the validation part's first token
     loses_text = False
-    with (
-        progress("encoding", stats.bytes) as shown,
-        contextlib.ExitStack() as unfinished,
-    ):
+    with progress("encoding", stats.bytes) as shown, contextlib.ExitStack() as unfinished:
         writer = ShardWriter(out, record, token_type(tokenizer), options.shard_tokens, unfinished)
         for batch, tokens in encode_batches(batches, tokenizer, writer.first_batch):
             is_val = batch[0].is_val

@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from mingpt.launch.elastic import boards
-from mingpt.launch.elastic.boards import (
-    BoardMemory,
-    FolderBoard,
-    HostBoard,
-    Server,
-    parse_rdzv,
-    request,
-)
+from mingpt.launch.elastic.boards import BoardMemory, FolderBoard, HostBoard, Server, parse_rdzv, request
 from mingpt.launch.elastic.decisions import FINISHED, Entry
 
 HERE = "127.0.0.1"
@@ -110,11 +103,7 @@ def test_a_folder_board_holds_a_file_for_each_agent_and_no_more(tmp_path: Path) 
 
 
 def test_the_place_to_meet_is_a_folder_or_a_list_of_hosts() -> None:
-    assert parse_rdzv("n1:29400, [fd00::1]:5,10.0.0.1:6") == [
-        ("n1", 29400),
-        ("fd00::1", 5),
-        ("10.0.0.1", 6),
-    ]
+    assert parse_rdzv("n1:29400, [fd00::1]:5,10.0.0.1:6") == [("n1", 29400), ("fd00::1", 5), ("10.0.0.1", 6)]
     assert parse_rdzv("./meet") == Path.cwd() / "meet"
     assert parse_rdzv("/shared/a,b") == Path("/shared/a,b")
     for wrong in (

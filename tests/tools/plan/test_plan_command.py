@@ -62,10 +62,7 @@ def test_shards_give_their_number_of_tokens_and_a_given_vocabulary_needs_no_data
         ),
         (["--workers", "9"], "9 workers cannot share the 8 micro-batches of a step"),
         (["--gpu_memory", "80 apples"], "argument --gpu_memory: invalid size value: '80 apples'"),
-        (
-            ["--gpu_memory", "80"],
-            "argument --gpu_memory: 80 means 80 bytes: write the unit, as in 80GB; see",
-        ),
+        (["--gpu_memory", "80"], "argument --gpu_memory: 80 means 80 bytes: write the unit, as in 80GB; see"),
         (["trainer.device=cuda"], "how much memory does a GPU have? Give --gpu_memory"),
         (["--gpu=H100"], "unknown setting 'gpu'"),
         (["--measure"], "--measure needs a value"),

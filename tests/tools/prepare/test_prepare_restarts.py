@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from support.faults import FaultyDisk
-from support.prepared import (
-    digests,
-    mixed,
-    prepared,
-    refused,
-    run_apart,
-    write_documents,
-)
+from support.prepared import digests, mixed, prepared, refused, run_apart, write_documents
 from support.vocabularies import cl100k_like
 
 from mingpt.tools.prepare import documents
@@ -155,11 +148,7 @@ def test_the_first_ctrl_c_ends_the_training_of_a_bpe(training: str, tmp_path: Pa
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_a_disk_that_fails_is_a_sentence_and_the_command_goes_on(
-    function: str,
-    words: list[object],
-    undisturbed: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    function: str, words: list[object], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FaultyDisk(monkeypatch, function, "val_00000", errno.ENOSPC)
     assert "val_00000.bin cannot be written" in refused(*words)
