@@ -5,7 +5,7 @@
 
 A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
 in a copy of the working tree. The fast tests of the room in which the file lies run first, then the jobs that
-go through that room, until a test fails. A row per fault, as JSON, with that test or null, and exit code 1 if
+go through that room, then the room's slow tests, until a test fails. A row per fault, as JSON, with that test or null, and exit code 1 if
 a fault cannot be planted or no test has found it. Whoever deletes tests, or moves code, runs this before and
 after; a fault whose code has changed gets a new text that breaks the same promise.
 """
@@ -68,9 +68,9 @@ def first_failure(tree: Path, paths: list[str], marker: str) -> str | None:
 def find(tree: Path, file: str) -> str | None:
     """The test that notices the fault planted in a file, or None."""
     room = Path(file).parts[1]
-    failure = first_failure(tree, [f"tests/{room}"], "not slow and not weekly")
-    jobs = [f"tests/jobs/{name}.py" for name in JOBS[room]]
-    return failure or first_failure(tree, jobs, "not weekly") or first_failure(tree, jobs, "weekly")
+    units, jobs = [f"tests/{room}"], [f"tests/jobs/{name}.py" for name in JOBS[room]]
+    rounds = [(units, "not slow and not weekly"), (jobs, "not weekly"), (units, "slow"), (jobs, "weekly")]
+    return next(filter(None, (first_failure(tree, paths, marker) for paths, marker in rounds)), None)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from typing import Any
 
 import pytest
@@ -39,6 +40,12 @@ def test_the_proofs_that_run_every_week_are_programs_with_these_flags() -> None:
         name, *words = proof.split()
         program = (ROOT / "benchmarks" / name).read_text()
         assert [word for word in words if word.startswith("--") and f'"{word}"' not in program] == []
+
+
+def test_each_fault_that_can_be_planted_has_its_place() -> None:
+    faults = tomllib.loads((ROOT / "benchmarks" / "planted.toml").read_text())["fault"]
+    moved = [fault["name"] for fault in faults if (ROOT / fault["file"]).read_text().count(fault["old"]) != 1]
+    assert len(faults) == 40 and moved == []
 
 
 @pytest.mark.slow
