@@ -5,9 +5,9 @@
 
 A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
 in a copy of the working tree. The fast tests of the room in which the file lies run first, then the jobs that
-go through that room, then the room's slow tests, until a test fails. A row per fault, as JSON, with that test or null, and exit code 1 if
-a fault cannot be planted or no test has found it. Whoever deletes tests, or moves code, runs this before and
-after; a fault whose code has changed gets a new text that breaks the same promise.
+go through that room, then the room's slow tests, until a test fails. A row per fault, as JSON, with that test
+or null, and exit code 1 if a fault cannot be planted or no test has found it. Whoever deletes tests, or moves
+code, runs this before and after; a fault whose code has changed gets a new text that breaks the same promise.
 """
 
 import argparse

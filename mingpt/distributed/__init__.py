@@ -1,7 +1,7 @@
-"""The workers of one generation: rendezvous after a restart, collectives, requests to stop, and exit.
+"""The workers of one generation (between two restarts): rendezvous, collectives, requests to stop, exit.
 
-`Launch`, `StopSignal` (signals.py) and `ProcessExit` work before torch is imported; `DistributedContext`
-needs it. Importing this package does not import torch.
+Importing this package does not import torch. `Launch`, `StopSignal` (signals.py) and `ProcessExit` work
+without torch until there is a process group; constructing a `DistributedContext` imports it.
 """
 
 from mingpt.distributed.context import DistributedContext

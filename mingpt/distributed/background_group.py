@@ -1,4 +1,4 @@
-"""A process group for the background threads of the ranks, beside the group that training uses."""
+"""A process group for one background thread per rank, which saves snapshots while the ranks train."""
 
 import contextlib
 import itertools
@@ -14,8 +14,8 @@ from torch import Tensor
 from mingpt.base.errors import SaveAborted
 from mingpt.distributed.exit import is_lost_peer
 
-# The time limit of an exchange: a rank may write slowly meanwhile. The loss of a rank is noticed at once, and
-# the training's collectives notice a frozen rank.
+# The time limit of an exchange: a rank may write slowly meanwhile. A dead rank is noticed at once, and a
+# frozen rank by the collectives of training.
 TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def save_needs_peers() -> Iterator[None]:
-    """Raise SaveAborted if the exchange in this block fails because a rank is gone."""
+    """Raise SaveAborted for an error in this block that means a lost peer; pass on any other error."""
     try:
         yield
     except RuntimeError as error:
@@ -35,8 +35,8 @@ def save_needs_peers() -> Iterator[None]:
 class BackgroundGroup:
     """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
 
-    The methods raise SaveAborted if a rank is gone. A group of one rank exchanges nothing and needs no
-    process group.
+    The methods raise SaveAborted if a rank is gone. With one rank there is no process group: do not call
+    `send_and_receive` or `all_to_all` then; the other methods exchange nothing.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -54,7 +54,7 @@ class BackgroundGroup:
         return values
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """The results of `work` on all ranks, by rank. An error on one rank is raised on all. Collective."""
+        """Run `work` on each rank; return all results, by rank. All raise an error of any. Collective."""
         if self.world_size == 1:
             return [work()]
         result, error = None, None
@@ -69,7 +69,7 @@ class BackgroundGroup:
         return [result_there for result_there, _ in outcomes]  # type: ignore[misc]
 
     def on_rank(self, rank: int, work: Callable[[], T]) -> T:
-        """Do `work` on rank `rank`; all ranks return its result or raise its exception. Collective."""
+        """Run `work` on rank `rank` only; all ranks return its result or raise its error. Collective."""
         is_here = self.rank == rank
         result = self.on_all_ranks(lambda: work() if is_here else None)[rank]
         return result  # type: ignore[return-value]
@@ -77,7 +77,10 @@ class BackgroundGroup:
     def send_and_receive(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Send tensors to ranks, and receive tensors of other ranks in place."""
+        """Send tensors to other ranks, receive from them in place, and wait. Both are (rank, tensor) pairs.
+
+        Not collective: each tensor sent needs one of its size received by that rank, in the same order.
+        """
         with save_needs_peers():
             work = [dist.isend(tensor, rank, group=self.group) for rank, tensor in sent]
             work += [dist.irecv(tensor, rank, group=self.group) for rank, tensor in received]
@@ -88,9 +91,10 @@ class BackgroundGroup:
     def all_to_all(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]
     ) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send (n,) uint8 to each rank. Returns a function that waits for the tensors received.
+        """Begin to send bytes to each rank; returns a function that waits for those received. Collective.
 
-        `received` has the number of bytes from each rank.
+        `sent[rank]` has the (n,) uint8 tensors for a rank, which are joined; `received[rank]` is the number
+        of bytes from it. The function returns one uint8 tensor per rank, or raises SaveAborted.
         """
         empty = torch.empty(0, dtype=torch.uint8)
         outgoing = torch.cat([empty, *itertools.chain.from_iterable(sent)])
@@ -111,7 +115,7 @@ class BackgroundGroup:
 
 
 def picklable(error: Exception | None) -> Exception | None:
-    """The error, or an OSError with its text if the error cannot be pickled for other ranks."""
+    """The error itself (also None), or an OSError with its type and text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # drivers put connections and the like into their exceptions

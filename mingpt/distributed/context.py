@@ -1,9 +1,9 @@
 """A worker's rank in its generation, and the collectives of the ranks besides the reduction of gradients.
 
-Every method that exchanges something is collective: all ranks must call it. An error that one rank finds is
-raised on all ranks. During work that takes long, or that only some ranks have, the ranks exchange heartbeats,
-so that timeouts do not fire, a lost peer is noticed, and the ranks can agree on a request to stop. torch is
-imported where it is needed, so that a wrong setting is reported without waiting for the import.
+Every method that exchanges something is collective: all ranks must call it, in the same order. Some methods
+raise the UserError of one rank on all ranks, and say so. During work that takes long, or that only some
+ranks have, the ranks exchange heartbeats, so that timeouts do not fire, a lost peer is noticed, and the ranks
+can agree on a request to stop. torch is imported late, so that a wrong setting is reported without waiting.
 """
 
 import logging
@@ -35,25 +35,26 @@ if TYPE_CHECKING:
     from mingpt.distributed.shared_memory import SharedMemory
 T = TypeVar("T")
 HEARTBEAT_S = 0.5
-SLOWEST_START = 3.0  # a worker waits so many times its own start for the others to start
+SLOWEST_START = 3.0  # a worker waits for the others so many times as long as its own start took
 UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 log = logging.getLogger(__name__)
 
 
 class StepStatus(NamedTuple):
-    """The state that all ranks share after a step."""
+    """What `reduce_step_status` returns about a step: the same values on all ranks."""
 
-    losses: list[float]  # of every micro-batch
-    newest_written: int  # step of the newest snapshot on disk
-    stop_reason: str | None  # the request to stop that any rank has received
+    losses: list[float]  # of all micro-batches of the step, in their order
+    newest_written: int  # step of the newest snapshot that this generation has put on disk, or 0
+    stop_reason: str | None  # a request to stop that any rank has received, the first of REASONS
 
 
 class DistributedContext:
     """Rank, world size, device, dtype and collectives. Constructing a context waits for the other workers.
 
-    Raises UserError if there is no `trainer.device`, PeersMissing if other workers do not arrive, and
-    StopRequested.
+    Without a launcher this is the only worker. All ranks raise UserError if one has no `trainer.device` or
+    their kinds of devices differ, and StopRequested after a request to stop. A rank that is there raises
+    PeersMissing if others do not arrive within `trainer.timeout_s`, or longer where starting takes long.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class DistributedContext:
             keep_freed_memory()
 
     def environment(self) -> Environment:
-        """The facts besides the configuration that the bits depend on."""
+        """What the bits depend on besides the configuration; `compiled` is False, for the caller to set."""
         return find_environment(self.device, self.threads, self.dtype)
 
     def use_threads(self, recorded: int) -> None:
-        """Compute with the number of threads that the run began with, since bits depend on it."""
+        """Set the number of CPU threads to `recorded`, with which the run began, since bits depend on it."""
         import torch
 
         if recorded != self.threads:
@@ -108,21 +109,21 @@ class DistributedContext:
             torch.set_num_threads(recorded)
 
     def is_restart(self, was_started: bool) -> bool:
-        """Whether an earlier generation of this job has passed the checks of its start.
+        """Whether an earlier generation of this job has passed the checks of its start, on any rank's word.
 
-        `was_started`: this rank knows so from another source; the store may have died with its host.
-        Collective.
+        `was_started`: this rank knows so from its claims, since the store may have died with its host.
+        Collective; all ranks get the same answer.
         """
         was_started = was_started or (self.rendezvous is not None and self.rendezvous.was_started())
         return any(self.all_gather_object(was_started))
 
     def mark_started(self) -> None:
-        """Record, on rank 0, that the next generation is a restart. Not collective."""
+        """Record in the store that a next generation is a restart. Called by rank 0 alone; not collective."""
         if self.rendezvous is not None:
             self.rendezvous.mark_started()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
+        """The values of all ranks, which are pickled, by rank, on all ranks. Collective."""
         if self.world_size == 1:
             return [value]
         from torch.distributed import all_gather_object
@@ -133,7 +134,7 @@ class DistributedContext:
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
-        """The value of rank `source`."""
+        """The value of rank `source`, pickled, on all ranks; what others pass is ignored. Collective."""
         if self.world_size == 1:
             return value  # type: ignore[return-value]
         from torch.distributed import broadcast_object_list
@@ -144,7 +145,7 @@ class DistributedContext:
         return box[0]  # type: ignore[return-value]
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        """The bytes of rank `source`, of any length."""
+        """The bytes of rank `source` (None is b""), on all ranks; all others pass None. Collective."""
         if self.world_size == 1:
             return content or b""
         import torch
@@ -157,11 +158,11 @@ class DistributedContext:
         return buffer.numpy().tobytes()
 
     def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
-        """Copy the elements of rank `source` to all ranks, in place; about BROADCAST_BYTES at a time."""
+        """Copy rank `source`'s elements of a contiguous tensor to that of each rank, in place. Collective."""
         self.broadcast_async(tensor, source)()
 
     def broadcast_async(self, tensor: "torch.Tensor", source: int) -> Callable[[], None]:
-        """Begin a `broadcast` in the background. The result is a function that waits for the elements."""
+        """Begin a `broadcast`; returns a function that waits for it. Until then do not use `tensor`."""
         import torch
 
         works = []
@@ -179,7 +180,7 @@ class DistributedContext:
     def all_to_all(
         self, tensor: "torch.Tensor", send: Sequence[int], receive: Sequence[int]
     ) -> "torch.Tensor":
-        """Send (sum(send),) elements to the ranks in order. Returns the (sum(receive),) elements received."""
+        """Send `send[rank]` elements to each rank in turn; returns (sum(receive),), by sender. Collective."""
         if self.world_size == 1:
             return tensor
         import torch
@@ -189,11 +190,11 @@ class DistributedContext:
         return received
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Sum over the ranks, in place; independent of their order if all ranks but one contribute zeros."""
+        """Sum over the ranks in place; return `tensor`. Exact if all ranks but one give zeros. Collective."""
         return self.all_reduce_async(tensor)()
 
     def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
-        """Begin an `all_reduce` in the background. The result is a function that waits for the sum."""
+        """Begin an `all_reduce`; returns a function that waits and returns `tensor`, the sum. Collective."""
         import torch
 
         work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
@@ -206,7 +207,7 @@ class DistributedContext:
         return wait
 
     def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Gather (n,) of each rank as (workers, n), the same on all ranks."""
+        """Gather (n,) of each rank, n being the same on all, as (workers, n) on all ranks. Collective."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         from torch import distributed
@@ -218,7 +219,7 @@ class DistributedContext:
         return gathered
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
-        """Yield the (sizes[rank],) elements of each rank in order. All ranks read the iterator to its end."""
+        """Yield each rank's (sizes[rank],) `own`, valid until the next. Collective: all read to the end."""
         if self.memory is not None:
             yield from self.memory.all_gather_parts(own, sizes)
             return
@@ -229,7 +230,10 @@ class DistributedContext:
             yield part
 
     def connect_memory(self, timeout_s: float) -> "SharedMemory | None":
-        """Have all ranks share memory from now on, if they are on one node that allows it. Collective."""
+        """Have all ranks share memory from now on, and return it. Collective.
+
+        None, on all ranks, with one rank, on GPUs, on several nodes, or if the system refuses.
+        """
         from mingpt.distributed.shared_memory import connect
 
         if self.world_size > 1:
@@ -238,10 +242,10 @@ class DistributedContext:
         return self.memory
 
     def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
-        """Begin to exchange the status of a step in the background; returns a function that waits for it.
+        """Exchange the status of a step; returns a function that waits for it. All ranks call both.
 
-        `losses` is (M,), zero for micro-batches of other ranks; `newest_written` is zero on ranks that write
-        no snapshots.
+        `losses` is (M,), zero for micro-batches of other ranks; `newest_written` is zero on all ranks but
+        one: both are summed. With losses on a GPU the exchange begins only in the returned function.
         """
         import torch
 
@@ -271,7 +275,7 @@ class DistributedContext:
         return wait
 
     def raise_on_all_ranks(self, work: Callable[[], T]) -> T:
-        """The result of `work`. A UserError on any rank is raised on all ranks."""
+        """Run `work` and return this rank's result. All ranks raise a UserError of any rank. Collective."""
         result, message = None, None
         try:
             result = work()
@@ -286,7 +290,7 @@ class DistributedContext:
     def exchange_heartbeat(self, is_busy: bool) -> bool:
         """Whether any rank is busy. A request to stop on any rank becomes `agreed_stop` on all. Collective.
 
-        Before `StopSignal.defer` it also raises StopRequested on all ranks.
+        If there is such a request before `StopSignal.defer`, all ranks raise StopRequested.
         """
         states = self.all_gather_object((is_busy, self.stop_signal.reason))
         received = [name for name in REASONS if any(reason == name for _, reason in states)]
@@ -297,10 +301,11 @@ class DistributedContext:
         return any(busy for busy, _ in states)
 
     def run_with_heartbeat(self, work: Callable[[], T]) -> T:
-        """Run `raise_on_all_ranks` in a thread while ranks exchange heartbeats, so timeouts do not fire.
+        """Run `work` in a thread while ranks exchange heartbeats, so timeouts do not fire. Collective.
 
-        For work that takes long, or that only some ranks have. Raises StopRequested, without waiting for the
-        work, if a request to stop comes before the run has begun; a later request becomes `agreed_stop`.
+        For work that takes long, or that only some ranks have. Returns this rank's result once all ranks are
+        done; errors are as in `raise_on_all_ranks`. A request to stop before `StopSignal.defer` raises
+        StopRequested on all ranks, without waiting for the work; a later one becomes `agreed_stop`.
         """
         if self.world_size == 1:
             return work()
@@ -325,7 +330,8 @@ class DistributedContext:
     def heartbeat_while(self, work: Callable[[], T]) -> T:
         """Run `work` in this thread, as a compiler needs, while another thread exchanges heartbeats.
 
-        Collective. The process exits if a peer is lost, or for a request to stop before `StopSignal.defer`.
+        Collective. Returns this rank's result, or raises this rank's error, once all ranks are done. The
+        process exits if a peer is lost, or for a request to stop before `StopSignal.defer`.
         """
         if self.world_size == 1:
             return work()
@@ -350,7 +356,7 @@ class DistributedContext:
             self.exit.exit_with_error(error)
 
     def should_stop(self) -> bool:
-        """Whether work that can be cut short should end: all ranks know a request to stop. Not collective."""
+        """Whether a stop is agreed, so that work may be cut short; other ranks may know later."""
         if self.world_size == 1 and self.stop_signal.deferred:
             self.agreed_stop = self.agreed_stop or self.stop_signal.reason
         return self.agreed_stop is not None

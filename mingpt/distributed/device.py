@@ -17,7 +17,10 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
-    """The device for `trainer.device`. Raises UserError if there is no such device."""
+    """This worker's device for `trainer.device`; a GPU becomes the current one. UserError if there is none.
+
+    auto is GPU `local_rank` if the node has a GPU per worker, else mps for a single worker, else the CPU.
+    """
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -39,7 +42,7 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
 
 
 def check_device_types(types: list[str]) -> None:
-    """Raises UserError unless all ranks have the same kind of device, as a process group requires."""
+    """Raises UserError unless `types`, by rank, are all the same, as a process group requires."""
     if len(set(types)) > 1:
         raise UserError(
             f"the workers have different kinds of devices (by rank: {', '.join(types)}): start the job where "
@@ -61,7 +64,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
-    """The type of the matrix products for `trainer.dtype`; auto is bfloat16 where it is fast."""
+    """The type of matrix products for `trainer.dtype`; auto is bfloat16 where that is fast, else float32."""
     import torch
 
     if wanted == "auto":
@@ -74,12 +77,10 @@ def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
 
 
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
-    """Autocast to `dtype`; does nothing for float32.
-
-    A forward pass uses each weight once, so a cache of cast weights would save nothing.
-    """
+    """A context manager that autocasts to `dtype`; it does nothing for float32."""
     import torch
 
+    # A forward pass uses each weight once, so a cache of cast weights would save nothing.
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
@@ -89,19 +90,19 @@ NUMERICS = 3
 
 @dataclass(frozen=True)
 class Environment:
-    """The facts besides the configuration that bits depend on; a snapshot records them as `software`."""
+    """What the weights' bits depend on besides the configuration; a snapshot records it as `software`."""
 
     torch: str
-    device: str  # its name
+    device: str  # from device_name
     device_type: str
     threads: int  # per worker, on the CPU
-    numerics: int
+    numerics: int  # NUMERICS
     dtype: str  # type that the model computes in
-    compiled: bool | str  # "blocks": each block by itself
+    compiled: bool | str  # whether the model is compiled as a whole; "blocks": each block by itself
 
 
 def device_name(device: "torch.device") -> str:
-    """The name of a GPU, or the instruction set of a CPU."""
+    """The name of a GPU; else the device's type and the CPU's instruction set, as "cpu AVX512 AMX"."""
     import torch
 
     if device.type == "cuda":
@@ -112,7 +113,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype") -> Environment:
-    """The environment of this process, before anything is compiled."""
+    """The Environment of this process, with `compiled` false, as before anything is compiled."""
     import torch
 
     return Environment(
@@ -127,7 +128,7 @@ def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype")
 
 
 def enable_determinism() -> None:
-    """Have each operation without a deterministic kernel raise an error that names it."""
+    """Use deterministic kernels; an operation without one raises RuntimeError. Call it before using a GPU."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
@@ -138,36 +139,34 @@ def enable_determinism() -> None:
 
 
 def use_one_arena() -> None:
-    """Have all threads of this process share glibc's freed memory. Call it before there is another thread.
-
-    Later each thread has an arena of its own already, and cannot use memory that another thread has freed.
-    """
+    """Have all threads of this process share glibc's freed memory. Call it before there is another thread."""
+    # Each thread would have an arena of its own, and could not use memory that another thread has freed.
     set_malloc_option(M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: it would return large blocks, which every step faults in again."""
+    """Have glibc keep freed memory: if it gave large blocks back, every step would fault them in again."""
     set_malloc_option(M_MMAP_MAX, 0)
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     set_malloc_option(M_TOP_PAD, 64 << 20)
 
 
 def set_malloc_option(option: int, value: int) -> None:
-    """Call glibc's mallopt, if there is one."""
+    """Set one of malloc's options by glibc's `mallopt`; does nothing if the C library has none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(option, value)
 
 
 def usable_cores() -> int:
-    """The number of CPU cores that this process may use, by affinity and cgroup quota; at least 1."""
+    """The number of CPU cores that affinity and cgroup quota, rounded down, allow this process; 1 or more."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return max(1, int(min(cores, quota)))
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:
-    """The smallest CPU quota, in cores, of the cgroup (v2) and the cgroups above it; inf without a quota."""
+    """The least CPU quota, in cores, of the cgroup (v2) that `membership` names and its parents, or inf."""
     quota = float("inf")
     try:
         (path,) = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]

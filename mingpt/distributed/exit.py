@@ -1,4 +1,4 @@
-"""The ways in which a worker exits: its exit code, its exit reason in the store, and its peers' end."""
+"""The ways in which a worker exits: its exit code, its exit reason in the store, and what peers learn."""
 
 import contextlib
 import faulthandler
@@ -42,8 +42,8 @@ LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closur
 class StackFile:
     """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
 
-    A process is stuck when `note_progress` was called and then not again for `limit_s`. The timer is
-    faulthandler's, which needs no interpreter lock: C code may hold that. Raises OSError.
+    A process is stuck when `note_progress` was called and then not again for about `limit_s`. The timer is
+    faulthandler's, which needs no interpreter lock: C code may hold that. Constructing it raises OSError.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
@@ -54,7 +54,7 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Restart the timer, since the process is not stuck. Stacks of a wait that has ended are dropped."""
+        """Restart the timer. If the process was stuck until now, empty the file, also of SIGUSR2's stacks."""
         now = time.monotonic()
         waited_s = now - self.armed_at
         if waited_s > self.limit_s / 20:  # seldom, since each call starts a thread
@@ -65,17 +65,17 @@ class StackFile:
                 self.file.truncate(0)
 
     def close(self) -> None:
-        """Remove the file if nothing was written."""
+        """Stop the timer, and remove the file if it is empty."""
         faulthandler.cancel_dump_traceback_later()
         if os.fstat(self.file.fileno()).st_size == 0:
             self.path.unlink(missing_ok=True)
 
 
 class ProcessExit:
-    """Ends this process in one of several ways; `step` is the last completed step.
+    """Ends this process in one of several ways; its owner keeps `step` at the last completed step.
 
-    The thread of StopSignal calls it, too. The first thread to begin an exit completes it, except that a
-    signal which cannot wait exits at once.
+    The main thread and that of StopSignal call it. The first thread to begin an exit completes it, and the
+    other waits or does nothing; only `exit_on_signal` and `exit_if_orphaned` exit all the same.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -86,7 +86,7 @@ class ProcessExit:
         self.timeout_s = 0.0
         self.release_claims: Callable[[], None] = lambda: None
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
-        self.note_failure: Callable[[str], None] | None = None  # on rank 0, for run.json
+        self.note_failure: Callable[[str], None] | None = None  # on ranks with a run folder, for run.json
         self.stacks: StackFile | None = None
         self.noting = threading.Lock()
         self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
@@ -94,20 +94,24 @@ class ProcessExit:
             launch.status_file.unlink(missing_ok=True)  # of an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """Record exit reasons in the store of `rendezvous`, where this worker has met the others."""
+        """From now on, use the store of `rendezvous` for exit reasons, and watch its workers on this node."""
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.local_peer_pidfds = rendezvous.local_peer_pidfds
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Have `release_claims` called when the whole job ends, not when a generation ends."""
+        """Have `release_claims` called by `exit_process`, if it exits with 0, and by `abort_job`."""
         self.release_claims = release_claims
 
     def on_failure(self, note: Callable[[str], None]) -> None:
-        """Have `note` called once, with the reason of a failure after which no generation follows."""
+        """Have `note_end_of_job` call `note`, once, with the reason of a failure that ends the job."""
         self.note_failure = note
 
     def open_stacks(self, run_dir: str, is_kept: bool) -> None:
-        """Have this worker write its stacks if it is stuck from now on; if `is_kept`, remove old files."""
+        """Have this worker write its stacks to a file in `run_dir`/stacks when it is stuck, from now on.
+
+        If `is_kept`, remove files of earlier generations that are empty, or past the newest MAX_STACK_FILES.
+        If files cannot be written, there are no stacks.
+        """
         folder = Path(run_dir) / "stacks"
         name = self.rendezvous.generation if self.rendezvous else ""
         with contextlib.suppress(OSError):  # a full disk, which other files report: no stacks then
@@ -125,14 +129,15 @@ class ProcessExit:
             self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
     def note_begun(self) -> None:
-        """Record that training has begun: a later failure of this generation is no failed start."""
+        """Let exit reasons of this worker tell that training has begun: a failure is no failed start then."""
         if self.rendezvous is not None:
             self.rendezvous.has_begun = True
 
     def write_status(self, code: int, is_final: bool = False, sentence: str = "") -> None:
-        """Write the exit code of the job for the agent of `python train.py`; a final code is not overwritten.
+        """Write the exit code of the job for the agent of `python train.py`, if that is the launcher.
 
-        The agent prints the sentence if the whole job was told to stop, not this generation alone.
+        Any rank may write a final code, which replaces any other; else rank 0 writes it if there is none. The
+        agent prints the sentence if the whole job was told to stop, not this generation alone.
         """
         if self.launch.status_file and (is_final or self.launch.rank == 0):
             mode = "w" if is_final else "x"
@@ -141,10 +146,10 @@ class ProcessExit:
                 file.write(f"{code} {sentence}")
 
     def exit_process(self, stopped_by: str | None) -> NoReturn:
-        """Exit at once, since a peer that dies during a clean-up would wait for this process.
+        """Exit, without Python's clean-up, after the request to stop `stopped_by`; None at the run's end.
 
-        The exit code is 0; under torchrun, after a signal that an agent passes on, it is 128 + signal, so
-        that the agent decides whether a next generation starts.
+        The exit code is 0, and the claims are released; under an agent, after a signal other than SIGUSR1, it
+        is 128 + signal, so that the agent decides whether a next generation starts.
         """
         self.exiting.acquire()
         code = 0
@@ -164,7 +169,7 @@ class ProcessExit:
         os._exit(code)
 
     def exit_on_signal(self, number: signal.Signals, is_first: bool) -> NoReturn:
-        """Exit for a request to stop that cannot wait; see StopSignal."""
+        """Exit at once with 128 + `number`, or with 0 without an agent if it `is_first` request to stop."""
         self.record_exit_reason(f"{TOLD} by {number.name}")
         sentence = before_first_step(number.name)
         if is_first:
@@ -174,7 +179,7 @@ class ProcessExit:
         os._exit(0 if is_first and self.launch.agent_pid is None else 128 + number)
 
     def exit_if_orphaned(self) -> None:
-        """Exit with one sentence if the agent was killed, since nothing starts a next generation."""
+        """Exit with code 1 if the agent is gone, since no generation follows; otherwise do nothing."""
         if self.launch.agent_pid not in (None, os.getppid()):
             self.orphaned.acquire()
             if self.launch.rank == 0:
@@ -187,23 +192,21 @@ class ProcessExit:
             os._exit(1)
 
     def exit_stopped(self, number: signal.Signals) -> None:
-        """Exit for a signal on which the ranks can no longer agree. Called by the thread of StopSignal.
-
-        Does nothing if another thread is exiting.
-        """
+        """Exit with 128 + `number`, as ranks cannot agree any more. Does nothing if another thread exits."""
         is_first = self.exiting.acquire(blocking=False)
         if is_first:
             self.exit_on_signal(number, is_first=False)
 
     def how_peer_ended(self, rank: int) -> PeerEnd | None:
-        """The end of a worker that has exited, by its exit reason; None if the store does not answer."""
+        """How a worker ended that has exited, LOST without exit reason; None if the store does not answer."""
         answers, reason = self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
         return PeerEnd.of(reason) if answers else None
 
     def exit_without_peer(self, rank: int) -> None:
-        """Exit since worker `rank` has exited. Called by the thread of StopSignal.
+        """Exit with code 1 since worker `rank` has exited. Called by the thread of StopSignal.
 
-        Does nothing if another thread is exiting.
+        Calls `leave_peers` first, and `note_end_of_job` if no restart is left. Does nothing if another thread
+        is exiting.
         """
         is_first = self.exiting.acquire(blocking=False)
         if not is_first:
@@ -218,14 +221,18 @@ class ProcessExit:
         os._exit(1)
 
     def note_end_of_job(self, why: str) -> None:
-        """Record in run.json, once, a failure after which no generation follows."""
+        """Record in run.json, once, a failure that ends the job, on a rank where `on_failure` was called."""
         with self.noting:
             note, self.note_failure = self.note_failure, None
             if note is not None:
                 note(why)
 
     def exit_with_error(self, error: BaseException) -> NoReturn:
-        """Exit with code 1. If a peer was lost, the backend's traceback is left out: it tells no more."""
+        """Record why this worker failed, print the error, and exit with code 1.
+
+        An ExpectedError is printed as one sentence, others with their traceback. After a lost peer the error
+        is not printed, and the workers of this node are ended, too (`leave_peers`).
+        """
         self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
         self.exiting.acquire()
         if is_lost_peer(error) and is_timeout(error):
@@ -252,7 +259,7 @@ class ProcessExit:
             )
 
     def exit_without_rendezvous(self, error: BaseException) -> NoReturn:
-        """Exit with code 1 after PeersMissing; the next generation reports which workers are missing."""
+        """Exit with code 1 after PeersMissing, which the next generation logs; print it if none follows."""
         self.exiting.acquire()
         if not self.launch.has_restarts_left():
             write_stderr(f"{error}\n")
@@ -263,9 +270,10 @@ class ProcessExit:
     ) -> NoReturn:
         """End the job even if restarts are left: exit code 2 after a UserError, else 1.
 
-        No exit code ends a job under torchrun, so the first worker of each node sends SIGTERM to its agent,
-        after rank 0 has printed the error; the others wait for the agent to pass the signal on. If not all
-        ranks call this method (`by_all` is False), this worker sends the signal itself.
+        Rank 0 prints the error (a NodeRefused or ClaimLost is printed by the first worker of a node), and
+        claims are released. No exit code ends a job under torchrun, so the first worker of each node sends
+        SIGTERM to its agent, and the others wait for the agent to pass it on. If not all ranks call this
+        method (`by_all` is False), this worker sends the signal itself.
         """
         self.exiting.acquire()
         self.record_exit_reason(f"ended the job ({type(error).__name__}: {first_line(error)})", agreed=True)
@@ -291,11 +299,11 @@ class ProcessExit:
         os._exit(code)
 
     def leave_peers(self, why: str, are_frozen: bool) -> None:
-        """Record why this worker exits, and kill the workers of this node that do not exit by themselves.
+        """Record why this worker exits, and kill workers of the same agent that may hang. Does not exit.
 
-        The agent kills them, too, but a frozen process only after 30 s. A worker that is not frozen is not
-        the cause of the generation's end, so an exit reason is recorded for it. Workers that have recorded
-        their own reason are not waited for.
+        They have PEER_EXIT_S to exit or to record a reason of their own. The agent would kill a frozen one
+        only after 30 s. Unless `are_frozen`, the killed are not the cause of the generation's end, so an exit
+        reason is recorded for each.
         """
         self.record_exit_reason(why)
         waiting = dict(self.local_peer_pidfds)
@@ -316,14 +324,14 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr, and ignore failures: a full disk must not change how a worker exits."""
+    """Write to stderr, without the secrets of URLs. Failures are ignored: they must not change the exit."""
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()
 
 
 def before_first_step(reason: str) -> str:
-    """The sentence about a stop when there is nothing to save."""
+    """The line to print about a stop when there is nothing to save; `reason` is one of REASONS."""
     return f"stopped by {reason} before the first step\n"
 
 
@@ -332,12 +340,12 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """The exit reason for a failure."""
+    """The exit reason for a failure: "failed", the error's type and its first line."""
     return f"{FAILED} ({type(error).__name__}: {first_line(error)})"
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another worker is gone. Gloo tells this in the message only."""
+    """Whether a collective failed as a worker is gone or silent: a DistError, or gloo's RuntimeError."""
     from torch.distributed import DistError
 
     text = str(error)

@@ -23,7 +23,7 @@ JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 
 @dataclass(frozen=True)
 class Launch:
-    """The variables that torchrun sets; under plain `python` the defaults hold."""
+    """What the launcher's variables (torchrun's, for example) say; under plain `python` the defaults hold."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,7 +44,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """The launch that the environment describes. Raises UserError if variables are missing."""
+        """The Launch of this process. Raises UserError if RANK and WORLD_SIZE are set, but no MASTER_*."""
         env = os.environ
 
         def number(name: str, default: int = 0) -> int:
@@ -83,11 +83,11 @@ class Launch:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is a process group, perhaps of one worker."""
+        """Whether a launcher started this worker, so that there is a process group, perhaps of one worker."""
         return self.master_addr is not None
 
     def threads(self, config: "TrainerConfig") -> int:
-        """The CPU threads of this worker: the setting, or OMP_NUM_THREADS if the setting has its default."""
+        """This worker's CPU threads: `trainer.threads`; if that is 1, its default, OMP_NUM_THREADS if set."""
         return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
 
     def has_restarts_left(self) -> bool:

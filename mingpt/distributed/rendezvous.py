@@ -44,7 +44,7 @@ POLL_S = 0.01
 
 
 def parent_pid(pid: int) -> int | None:
-    """The process id of a process's parent; None if the system does not tell."""
+    """The process id of a process's parent; None if the process is gone or there is no /proc."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -52,7 +52,7 @@ def parent_pid(pid: int) -> int | None:
 
 
 def find_local_peers(agent_pid: int | None) -> dict[int, int]:
-    """The agent's other children that have a rank, {rank: pidfd}. A pidfd never means a later process."""
+    """The agent's other children that have a rank, {rank: new pidfd}; empty without an agent or pidfds."""
     found: dict[int, int] = {}
     if agent_pid is None or not hasattr(os, "pidfd_open"):
         return found
@@ -67,7 +67,7 @@ def find_local_peers(agent_pid: int | None) -> dict[int, int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """The RANK in a process's environment, None if there is none."""
+    """The RANK in a process's environment; None if there is none, or the environment cannot be read."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -77,7 +77,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
-    """Wait at most `timeout_s` for a readable file descriptor; returns the keys of all readable ones.
+    """Wait at most `timeout_s` for a readable file descriptor of {key: fd}; returns their keys, if any.
 
     A pidfd is readable once its process has exited.
     """
@@ -112,18 +112,18 @@ class PeerEnd(Enum):
 
 @dataclass(frozen=True)
 class GenerationEnd:
-    """The end of a generation, as the store tells. A rank without an exit reason was killed or cut off."""
+    """A generation's end by its exit reasons. A rank without one was killed or cut off from the store."""
 
     world_size: int
     exit_reasons: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
     name: str = ""
 
     def step(self) -> int | None:
-        """The last step that the generation had completed."""
+        """The last completed step that a worker recorded when it exited; None without any exit reason."""
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
 
     def sentence(self, stacks: Path | None = None) -> str:
-        """The end in one sentence. `stacks` is the folder where stuck workers have written their stacks."""
+        """The end in one sentence; after a timeout with the code lines where workers hung, from `stacks`."""
         reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
         parts = []
@@ -148,13 +148,13 @@ def passive(why: str) -> str:
 
 
 class FailedStarts(NamedTuple):
-    """Consecutive generations that failed before they had begun to train, at the same step."""
+    """The number of generations in a row that failed before they began to train, at the same step."""
 
     number: int = 0
     step: int | None = None
 
     def followed_by(self, end: GenerationEnd) -> "FailedStarts":
-        """Count `end` if its generation failed before it began to train, and no worker merely vanished."""
+        """The count with `end`: one more, 1 at another step, 0 if training had begun or a worker vanished."""
         failed = [reason for reason in end.exit_reasons.values() if reason["why"].startswith(FAILED)]
         all_known = len(end.exit_reasons) == end.world_size
         if not failed or not all_known or any(reason.get("began") for reason in failed):
@@ -168,10 +168,10 @@ def repeated_sentence(where: str, end: str) -> str:
 
 
 class Rendezvous:
-    """A worker's connection to the job's store, where constructing it meets the other workers.
+    """A worker's connection to the job's store. Constructing it is collective: all workers meet there.
 
-    Raises PeersMissing if other workers do not arrive within `timeout_s`; the missing ones of this node are
-    killed first.
+    Raises PeersMissing if other workers do not arrive within `timeout_s`, once the missing ones of this agent
+    are killed, and DistError if the store cannot be reached.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -249,7 +249,7 @@ class Rendezvous:
         return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
-        """The ranks that all others wait for: rank 0 if it leaves an offer unanswered, else missing ranks."""
+        """The ranks that all wait for: missing ones; rank 0 if none, or if it leaves an offer unanswered."""
         store, missing = self._store, self._missing(name)
         for rank in missing:
             offered = read_key(store, f"hello/{rank}")
@@ -268,7 +268,7 @@ class Rendezvous:
             is_there = self._store.check([key])
 
     def _give_up(self, missing: Sequence[int], can_tell: bool = True) -> NoReturn:
-        """Kill the missing workers of this node, as the agent would after 30 s, and record their ranks."""
+        """Kill missing workers of this agent, record missing ranks if `can_tell`, and raise PeersMissing."""
         for rank, pidfd in find_local_peers(self.launch.agent_pid).items():
             if rank in missing:
                 kill_by_pidfd(pidfd)
@@ -280,7 +280,7 @@ class Rendezvous:
         raise PeersMissing(sentence)
 
     def _replace_generation(self) -> GenerationEnd | None:
-        """The end of the last generation in this store, whose name is replaced by this one's. On rank 0."""
+        """Record this generation, on rank 0. Returns the end of the one before; None if it is not known."""
         store, previous = self._store, None
         last = read_key(store, "generation")
         if last is not None:
@@ -303,7 +303,7 @@ class Rendezvous:
         return previous
 
     def record_exit_reason(self, why: str, step: int, rank: int, agreed: bool = False) -> None:
-        """Record for the next generation why a rank exits after `step`; its first reason counts."""
+        """Record in the store, if it answers, why a rank exits after `step`; a rank's first reason counts."""
         content = {"why": why, "step": step, "agreed": agreed, "began": self.has_begun}
         key = exit_reason_key(self.generation, rank)
         within(
@@ -311,7 +311,7 @@ class Rendezvous:
         )
 
     def read_exit_reason(self, rank: int) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the store answers in time, and a rank's exit reason if it has recorded one."""
+        """(whether the store answers in time, the exit reason of a rank or None if there is none)."""
         unknown: tuple[bool, dict[str, Any] | None] = (False, None)
         return within(
             PEER_END_TIMEOUT_S,
@@ -333,8 +333,8 @@ class Rendezvous:
 def note_failed_start(launch: Launch, why: str) -> str | None:
     """Count a failure before this worker could meet the others, in an import for example.
 
-    Returns one sentence if this agent's workers failed in this way in each of the last generations, and this
-    worker is the first of its generation to report it.
+    Returns one sentence if this agent's workers failed in this way in each of the last MAX_REPEATS
+    generations and no other of them has reported it; otherwise, and without an agent's store, None.
     """
     if launch.agent_pid is None or not launch.agent_hosts_store or launch.master_addr is None:
         return None
@@ -372,13 +372,13 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> dict[str, Any] | None:
-    """The exit reason that a rank has recorded; None without one."""
+    """The exit reason that a rank has recorded, as written by record_exit_reason; None without one."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 
 
 def stuck_place(stacks: Path) -> str:
-    """The innermost line of the main thread in a file of stacks, outside of libraries if there is one."""
+    """The main thread's "FILE:LINE in FUNCTION" in a file of stacks, outside libraries if it can be."""
     main_thread = stacks.read_text(errors="replace").rpartition("hread 0x")[2]  # the last thread
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
     own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames

@@ -26,7 +26,7 @@ MEETING_SHARE = 0.25  # share of the time limit, for which the ranks wait for a 
 
 
 class SharedMemory:
-    """The segments of all ranks, made by `connect`, for one thread at a time. The methods are collective.
+    """The segments of all ranks, made by `connect`, for one thread. All methods but `of` are collective.
 
     An exchange is
 
@@ -36,7 +36,7 @@ class SharedMemory:
         ... read from all segments; perhaps write, and another barrier ...
         memory.end()  # unless something else keeps the next exchange from overwriting the segments
 
-    The methods raise an error that `is_lost_peer` knows if a peer is gone, or silent for `timeout_s`.
+    Methods that wait raise DistNetworkError if a peer is gone, or silent for `timeout_s`.
     """
 
     max_message_bytes = 1 << 16  # a socket takes that many before the peer has read any
@@ -50,9 +50,10 @@ class SharedMemory:
         self.has_ended = False  # whether the signals that end an exchange are still to be received
 
     def begin(self, nbytes: int) -> None:
-        """Wait until all ranks have ended the exchange before, and make segments of at least `nbytes`.
+        """Wait for the `end` of all ranks, if this rank has called it, and make segments of `nbytes`.
 
-        A segment that has to grow is replaced by a new one; tensors in the old segment stay there.
+        `nbytes` is a minimum, the same on all ranks. A segment that has to grow is replaced by a new one;
+        tensors in the old segment stay there.
         """
         self.wait_for_end()
         if nbytes <= self.capacity:
@@ -76,7 +77,7 @@ class SharedMemory:
                 os.close(fds[0])
 
     def barrier(self) -> None:
-        """Wait for all ranks: afterwards each rank sees the bytes that the others have written before."""
+        """Wait until all ranks have called it: then each sees the bytes that the others wrote before."""
         for rank, peer in self.peers.items():
             self.ask(rank, peer.send, b"\0")
         self.wait()
@@ -97,7 +98,7 @@ class SharedMemory:
             self.has_ended = False
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """The contents of all ranks, by rank, of the same size, at most `max_message_bytes`; by sockets."""
+        """The contents of all ranks, by rank, equally long, at most `max_message_bytes`; needs no `begin`."""
         assert len(content) <= self.max_message_bytes, "all ranks write before they read"
         self.wait_for_end()
         for rank, peer in self.peers.items():
@@ -114,7 +115,7 @@ class SharedMemory:
         return [gathered[rank] for rank in sorted(gathered)]
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
-        """Yield the (sizes[rank],) elements of each rank in order; use them before taking the next."""
+        """Yield each rank's (sizes[rank],) `own`, valid until the next. All ranks read to the end."""
         self.begin(max(sizes) * own.element_size())
         self.of(self.rank, own.dtype, 0, len(own)).copy_(own)
         self.barrier()
@@ -123,7 +124,7 @@ class SharedMemory:
         self.end()
 
     def of(self, rank: int, dtype: "torch.dtype", first: int, count: int) -> "torch.Tensor":
-        """The (count,) elements of a rank's segment from byte `first` on."""
+        """A view, not a copy, of (count,) elements of a rank's segment from byte `first` on."""
         import torch
 
         if not count:
@@ -138,7 +139,7 @@ class SharedMemory:
                 self.lose(rank)
 
     def ask(self, rank: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of a call on the socket of peer `rank`. Raises DistNetworkError."""
+        """The result of `call`, on the socket of peer `rank`. An OSError of it becomes DistNetworkError."""
         from torch.distributed import DistNetworkError
 
         try:
@@ -160,7 +161,7 @@ def connect(
 ) -> SharedMemory | None:
     """The memory that all ranks share; None unless they are on one node that allows it. Collective.
 
-    If `is_possible` is false on one rank, no rank shares memory.
+    If `is_possible` is false on one rank, no rank shares memory. `timeout_s` limits each wait for a peer.
     """
     listener = listen() if is_possible else None
     name = listener.getsockname() if listener else b""
@@ -178,14 +179,14 @@ def connect(
 
 
 def node() -> str:
-    """A name of the node. Processes of one node see each other's ids and sockets, and may trust them."""
+    """A name for processes that can share memory: one boot, user and namespaces. OSError without /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user")]
     return " ".join([boot, *namespaces, str(os.geteuid())])
 
 
 def listen() -> socket.socket | None:
-    """A listening socket whose name needs no file; None if the system does not support it."""
+    """A listening socket whose name needs no file; None unless the system allows that and shared memory."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
     try:
@@ -202,10 +203,10 @@ def listen() -> socket.socket | None:
 def meet(
     listener: socket.socket, rank: int, pids: Sequence[int], names: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket] | None:
-    """Connect to all peers, as {rank: socket}; None if that fails.
+    """Connect to all peers, as {rank: socket}; None if that fails or one is not there in time. Collective.
 
-    Each rank connects to the ranks before it. A socket's name is no secret, so the kernel is asked whether
-    the process at the other end is the peer.
+    Each rank connects to the ranks before it; `pids` and `names` are by rank. A socket's name is no secret,
+    so the kernel is asked whether the process at the other end is the peer.
     """
     peers: dict[int, socket.socket] = {}
     try:

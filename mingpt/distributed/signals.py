@@ -40,13 +40,13 @@ READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 
 
 class StopSignal:
-    """Keeps the first request to stop in `reason`. Its thread works while the main thread is stuck.
+    """Keeps the request to stop in `reason`. Its thread works while the main thread is stuck.
 
-    After `defer`, the first request waits until all ranks have agreed on it. Before `defer`, SIGUSR1 and STOP
-    end a single worker at once, and several workers agree first; another signal ends this process at once. A
-    second request ends the process at once. The process also ends if its agent ends, if a worker of the same
-    agent ends without an orderly reason, and after `timeout_s` without progress, unless the request was
-    SIGUSR1 or STOP.
+    After `defer`, a request waits until all ranks have agreed on it. Before `defer`, SIGUSR1 and STOP end a
+    single worker at once, and several workers agree first; another signal ends this process at once. A second
+    signal, later than REPEAT_S, does so, too; after STOP, a signal counts as the first. The process also ends
+    if its agent is gone or a worker of the same agent was lost. Once a signal other than SIGUSR1 waits, it
+    ends if a worker of the agent has left alone or no collective has ended for `timeout_s`.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -71,21 +71,21 @@ class StopSignal:
         self.thread.start()
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
-        """Treat the existence of `path` as a request, too. Rank 0 calls `note_stop` for any early stop."""
+        """Take a file `path` for a request, too. `note_stop` is for rank 0 in `exit_before_training`."""
         self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
-        """Have all ranks agree on a request from now on, after a step or while they exchange heartbeats."""
+        """From now on keep a request until all ranks agree on it, after a step or by heartbeats."""
         self.deferred = True
 
     def note_progress(self) -> None:
-        """Record that a collective of all ranks is complete."""
+        """Record that a collective of all ranks is complete, so this worker is not stuck."""
         self.progress_at = time.monotonic()
         if self.exit.stacks and self.launch.world_size > 1:
             self.exit.stacks.note_progress()
 
     def remove_stop_file(self) -> None:
-        """Remove the file STOP, so that the same command continues the run."""
+        """Remove the file STOP, if any, so that the same command continues the run. A failure is logged."""
         try:
             if self.stop_file:
                 self.stop_file.unlink(missing_ok=True)
@@ -93,7 +93,7 @@ class StopSignal:
             log.warning(f"{self.stop_file} cannot be removed ({error.strerror}) and will stop the next run")
 
     def exit_before_training(self, reason: str) -> NoReturn:
-        """Exit for a request that all ranks know, when there is nothing to save."""
+        """Exit, as `exit_process` does, for a request that all ranks know, when there is nothing to save."""
         if self.launch.rank == 0:
             self.remove_stop_file()
             if self.note_stop is not None:
@@ -102,7 +102,7 @@ class StopSignal:
         self.exit.exit_process(reason)
 
     def close(self, handler: Callable[[int, FrameType | None], None]) -> None:
-        """Stop listening; `handler` receives further signals. No signal is lost in between."""
+        """Stop listening; `handler` receives further signals. No signal is lost. For the main thread only."""
         for number in SIGNALS:
             signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
@@ -155,16 +155,16 @@ class StopSignal:
         self.reason = number.name
 
     def request(self, reason: str) -> None:
-        """Keep a request that all ranks obey together; a single worker that has not begun exits at once."""
+        """Keep a request that all ranks obey together; before `defer` a single worker exits at once."""
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)
         self.reason = self.reason or reason
 
     def check_peers(self) -> None:
-        """End this process if a worker of the same agent has exited without an orderly reason.
+        """End this process if a worker of the same agent has failed or was killed.
 
-        After a signal from the agent, also end it if that worker was told to stop alone: there is no worker
-        left to agree with.
+        After `defer` and a signal other than SIGUSR1, also end it if that worker was stopped by a signal that
+        could not wait: it cannot agree.
         """
         is_told = self.deferred and self.reason not in (None, *JOB_ENDS)
         for rank, exited_at in self.exited_at.items():

@@ -1,4 +1,4 @@
-"""The commands `python -m mingpt COMMAND`: verify, doctor, plan, prepare and export.
+"""The commands `python -m mingpt COMMAND` but timeline: verify, compare, doctor, plan, prepare, export.
 
-No other room imports this one.
+No other package of mingpt imports this one.
 """

@@ -1,4 +1,4 @@
-"""Where do two runs begin to differ, and why? python -m mingpt compare RUN RUN
+"""Find where two runs begin to differ, and why: python -m mingpt compare RUN RUN
 
 A RUN is a run folder or a metrics.jsonl. The snapshots of a run may also lie at its snapshot.path.
 Prints the settings and other metadata that differ, with * if they can change the result; the first value of
@@ -40,7 +40,7 @@ Metadata = Mapping[str, tuple[Any, Any]]  # the values of both runs, by key
 
 
 class TensorDifference(NamedTuple):
-    """A tensor that differs between two snapshots.
+    """A tensor that differs between two snapshots, from byte `first_byte` of its content on.
 
     `first_byte` is None if the tensor is in one snapshot alone, or has other types or shapes in the two.
     """
@@ -55,12 +55,12 @@ class Comparison(NamedTuple):
     """The differences between two runs."""
 
     metadata: Metadata  # settings, data, software and workers that differ
-    value_count: int  # values of metrics that both runs have
+    value_count: int  # values, by step and metric, that both runs have
     unmatched_count: int  # values that one run alone has
     first_values: Mapping[str, tuple[int, Pair]]  # {metric: (step, values)} of the first difference
-    cause: str
+    cause: str  # in words; without meaning if `is_same`
     snapshot_step: int | None  # None if the runs have no snapshots of the same step
-    tensor_count: int
+    tensor_count: int  # tensors in either snapshot
     tensors: Sequence[TensorDifference]
 
     @property
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
 
 
 def read_values(path: Path) -> dict[tuple[int, str], float]:
-    """{(step, metric): value} of the metrics that depend on the bits of the run. Raises OSError."""
+    """Return {(step, metric): value} of a metrics.jsonl, but integers and timings; {} if it is missing."""
     return {
         (record["step"], name): value
         for record in read_records(path)
@@ -79,7 +79,7 @@ def read_values(path: Path) -> dict[tuple[int, str], float]:
 
 
 def open_newest(runs: Sequence[str]) -> list[Snapshot]:
-    """Open the newest snapshots of the same step, one for each run. The list is empty if there are none.
+    """Open the snapshots, one per run, of the newest step that can be opened in all; empty if none can.
 
     A damaged snapshot is logged in one line, and still used if it can be opened. Raises UnreadableSnapshot.
     """
@@ -101,10 +101,10 @@ def open_newest(runs: Sequence[str]) -> list[Snapshot]:
 
 
 def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
-    """The settings, data, software and workers on which the bits of a run may depend.
+    """Return {key: value} of a run's settings, data, software and numbers of workers.
 
     They are read from the snapshot's manifest, or from config.yaml if there is no snapshot, and from
-    run.json. Empty if the run is a metrics.jsonl alone. Raises UserError for a damaged config.yaml.
+    run.json. Empty if there is neither a snapshot nor config.yaml. Raises UserError for a bad config.yaml.
     """
     config, history = run / "config.yaml", load_history(run)
     if snapshot:
@@ -119,7 +119,7 @@ def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
 
 
 def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference]:
-    """Yield the tensors whose bytes differ, in the order of the first snapshot's files."""
+    """Yield the tensors that differ, in the order of the first snapshot's files, then those it lacks."""
     for name in one.file_of | other.file_of:
         ours, theirs = (run.read(name) if name in run.file_of else None for run in (one, other))
         if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
@@ -133,11 +133,11 @@ def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference
 
 
 def classify(curve: Sequence[Pair]) -> str | None:
-    """The likely cause of the differences between two loss curves; None for fewer than three differences.
+    """Return the likely cause why two loss curves differ; None for fewer than three differences.
 
     `curve` has the values of both runs at each step. Rounding: the first differences are far smaller than the
     noise between neighbouring records, which is estimated from second differences. Another order of samples:
-    only the noise differs, so the mean difference is zero within three standard errors.
+    the mean difference is zero within three standard errors. Otherwise: another computation.
     """
     gaps = [other - one for one, other in curve if one != other]
     if len(gaps) < 3:
@@ -152,9 +152,9 @@ def classify(curve: Sequence[Pair]) -> str | None:
 
 
 def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | None) -> str:
-    """Why two runs differ: because of `metadata` that differ, or else what the loss curves suggest.
+    """Return in words why two runs differ: because of `metadata` that differ, or else `likely`.
 
-    `is_known` says whether both runs have metadata, `is_fast` whether a run has trainer.reduction=fast.
+    `likely` is what `classify` returns. `is_known`: both have metadata; `is_fast`: one has reduction=fast.
     """
     rounding = [key for key in metadata if key in NUMERICS or key.startswith("software.")]
     rounding += [key for key in PARALLELISM if key in metadata and is_fast]
@@ -177,13 +177,13 @@ def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | Non
 
 
 def affects_result(key: str) -> bool:
-    """Whether this setting, or this other key of the metadata, can change the result."""
+    """Whether a key of `read_metadata` can change the result: a setting by its mark, others but `workers`."""
     setting = settings().get(key)
     return setting.affects_result if setting else key != "workers"
 
 
 def compare(*runs: str) -> Comparison:
-    """Compare two runs. Raises UserError if one cannot be read, or if they have nothing in common."""
+    """Compare two local runs. Raises UserError if one cannot be read, or if they have nothing in common."""
     paths = [Path(run) for run in runs]
     for path in paths:
         if not path.exists():

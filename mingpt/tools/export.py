@@ -96,10 +96,10 @@ NAMES = {
 
 
 def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, prompt: str | None) -> str:
-    """The model card of a run with this manifest, as Markdown.
+    """Return the model card of a run with this manifest, as Markdown.
 
-    `parameters` counts a matrix once even if it is used twice. `prompt` is the text that the example
-    continues; None without a tokenizer.
+    `architecture` is transformers' class. `parameters` counts a matrix once even if it is used twice.
+    `prompt` is the text that the example continues; None without a tokenizer.
     """
     given = flatten(dict(manifest["config"]))
     figures: dict[str, Any] = {
@@ -133,7 +133,7 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
 
 
 def quoted(text: str) -> str:
-    """The text on one line, as code for a cell of a Markdown table; its URLs lose their credentials."""
+    """Return text on one line as code for a cell of a Markdown table; its URLs lose their credentials."""
     plain = " ".join(redact(text).split())
     return "`" + plain.replace("`", "'").replace("|", "\\|") + "`"
 
@@ -149,10 +149,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(run: str, out: str) -> str:
-    """Write the newest snapshot of a run, or the snapshot `run`, to the folder `out`, for Hugging Face.
+    """Write the snapshot `run`, or a run's newest one, to the folder `out` in Hugging Face's format.
 
-    Returns lines that report it. The folder is filled under another name and gets its own when it is durable.
-    Raises UserError if `out` is a URL or is not empty, or if it cannot be written.
+    Returns a line or two that report it. The folder gets its name when all is durable. Raises UserError if
+    `out` is a URL, not empty or not writable, or if there is no usable snapshot, or no transformers.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -178,7 +178,7 @@ def export(run: str, out: str) -> str:
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
-    """Write all files into an existing folder; returns the name of transformers' class."""
+    """Fill an existing folder, with tokenizer files if there can be some; return the model's class name."""
     config, tensors = snapshot.config, snapshot.tensors("model.")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     content = tokenizer.to_tokenizer_json() if tokenizer else None
@@ -196,7 +196,7 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 
 
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
-    """Write config.json, generation_config.json and one file of weights; returns the name of the class."""
+    """Write config.json, generation_config.json and model.safetensors; return the class's name."""
     transformers = import_transformers()
     arch, block_size = config.model.arch, config.data.block_size
     vocab_size = len(tensors["wte.weight"])
@@ -213,7 +213,7 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:
-    """The content of tokenizer_config.json; `end` is the id of the token that ends a text."""
+    """Return tokenizer_config.json's fields; `content`: a tokenizer.json, `end`: its end-of-text, if any."""
     added = {one["id"]: one["content"] for one in json.loads(content).get("added_tokens") or []}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""The workers of verify: train.py with faults injected at the events that a plan names.
+"""A worker of verify: trains as train.py does, with faults injected at events that a plan names.
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
@@ -29,8 +29,8 @@ SNAPSHOT_FILES = 2  # tensor files of a snapshot: weights and optimizer
 class Kill:
     """A kill: worker `rank` gets SIGKILL in this phase of the first step from `step` on.
 
-    `rank` counts modulo the number of workers; in a save, modulo the number of workers that write a file.
-    After the kill the job goes on with `workers` workers and this strategy.
+    `rank` counts modulo the number of workers; in a save, modulo the number of workers that write a file. In
+    a start-up `step` means nothing. After the kill the job goes on with `workers` workers and this strategy.
     """
 
     phase: str
@@ -41,12 +41,12 @@ class Kill:
 
 
 def marker(folder: Path, number: int) -> Path:
-    """The file whose existence shows that a kill of the plan was done."""
+    """Return the path of the file that exists once kill `number` of the plan was done."""
     return folder / f"killed-{number}"
 
 
 class FaultInjector:
-    """Runs in a worker: kills it at the events that the plan names, and does the plan's sabotage."""
+    """Kills or sabotages this worker at events, as FOLDER/plan.json says. Construct it before Worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class FaultInjector:
                 events.subscribe(name, getattr(self, f"on_{name}"))
 
     def kill_if_due(self, phase: str, step: int) -> None:
-        """Kill this process if the next kill of the plan is due; the marker file outlives the process."""
+        """Kill this process, after making the marker, if the next kill is due in this phase and step."""
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
                 continue
@@ -72,7 +72,7 @@ class FaultInjector:
 
     def on_worker_start(self, launch: Launch) -> None:
         self.rank, self.workers = launch.rank, launch.world_size
-        self.kill_if_due("start-up", STEPS)  # a start-up has no step: its kill is due after the one before
+        self.kill_if_due("start-up", STEPS)  # no step: a kill in a start-up is due at the next start
 
     def on_run_start(self, state: Any, strategy: Any) -> None:
         self.step = state.step
@@ -94,12 +94,12 @@ class FaultInjector:
         self.kill_if_due("evaluation", step)
 
     def on_file_progress(self, name: str, written: int, size: int) -> None:
-        """Kill a save when half of a tensor file is written."""
+        """Do a kill in a save once half of a tensor file is written; `written` and `size` are bytes."""
         if name.endswith(".safetensors") and 2 * written >= size:
             self.kill_if_due("save", self.step)
 
     def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
-        """Change the order of the sum (a + b) + (c + d) and so on: two partial sums change places."""
+        """Sabotage "sum": swap the first and last of three partial sums, to change the order of adding."""
         if self.sabotage == "sum" and self.step == SABOTAGED_STEP and len(sums) == 3:
             for left, right in zip(sums[0][2], sums[2][2], strict=True):
                 saved = left.clone()
@@ -108,7 +108,7 @@ class FaultInjector:
 
 
 def run_worker(folder: Path, argv: list[str]) -> None:
-    """Run train.py with faults injected."""
+    """Train as a worker of train.py does, with faults injected, and exit this process."""
     FaultInjector(folder)
     with Worker() as worker:
         config = build(dict(word.split("=", 1) for word in argv))

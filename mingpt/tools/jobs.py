@@ -1,4 +1,4 @@
-"""Starts jobs of torchrun and looks at their processes; for verify, tests and benchmarks. Linux only."""
+"""Builds torchrun commands and looks at processes in /proc (Linux), for verify, tests and benchmarks."""
 
 import os
 import re
@@ -10,19 +10,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """This process's environment without variables that launchers or users may have set, and with `more`."""
+    """Return a copy of this process's environment, updated with `more`, to start an independent job.
+
+    The copy lacks OMP_NUM_THREADS, RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_* and MINGPT_*.
+    """
     dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|MINGPT)_.*")
     return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
 
 
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:
-    """The beginning of a torchrun command; a program and its arguments follow."""
+    """Return a torchrun command with `workers` ranks per node; the caller appends the program."""
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     return [*command, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not count."""
+    """Whether a process exists and is no zombie; False also where /proc cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

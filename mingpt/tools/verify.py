@@ -1,11 +1,11 @@
-"""Prove the promise on this machine: python -m mingpt verify [--kills 10] [--workers 1,2,3,4] [--seed 1]
+"""Prove that kills change no bit: python -m mingpt verify [--kills 10] [--workers 1,2,3,4] [--seed 1]
 
 Trains a small model undisturbed, then again while its workers are killed at seeded moments (start-up,
 forward, inside the reduction, evaluation, in the middle of a save) and their number and the strategy
 change, all under torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of
 the tokens that the workers were fed with those that configuration and text alone determine. Exit code 0 if
-all is identical, 1 with the seed that broke it otherwise. `--break` sabotages the disturbed run on purpose,
-to show that verify notices. Ten kills take one to three minutes on two CPU cores.
+all is identical and each kill was done, 1 with the seed otherwise. `--break` sabotages the disturbed run on
+purpose, to show that verify notices. Ten kills take one to three minutes on two CPU cores.
 """
 
 import json
@@ -40,7 +40,7 @@ SETTINGS = {
     "trainer.eval_every": 8, "trainer.log_every": 1, "trainer.sample_tokens": 0, "trainer.device": "cpu",
     "trainer.timeout_s": 60, "snapshot.every": 4, "snapshot.keep_last": 3,
 }  # fmt: skip
-# Settings that a job may change whenever it starts, besides the number of its workers.
+# Like the number of workers, these settings may change between generations; they change no bit.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"trainer.parallel": "ddp", "trainer.shard_optimizer": False},
     "ddp, sharded optimizer": {"trainer.parallel": "ddp", "trainer.shard_optimizer": True},
@@ -49,9 +49,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
-    """Seeded kills by step, one in each of `kills` equal parts of the run, each with one of `workers`.
+    """Return `kills` kills drawn from `seed`, by step: one in each of as many equal parts of the run.
 
-    Any five in a row that begin at a multiple of five have each of PHASES once.
+    Each is followed by one of the numbers `workers`. Kills 0 to 4, 5 to 9 and so on have each of PHASES once.
     """
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))
@@ -67,10 +67,10 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 def train(
     folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], sabotage: str = ""
 ) -> None:
-    """Train a whole run, killed as planned, at first under ddp.
+    """Train a whole run in the new folder `folder`, killed as planned, at first under ddp.
 
-    torchrun is started again for each change of the number of workers or of the strategy. Raises RuntimeError
-    if it fails.
+    torchrun is started again for each change of the number of workers or of the strategy; for other kills it
+    restarts the workers itself. Raises RuntimeError, with the end of its stderr, if torchrun fails.
     """
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(
@@ -108,7 +108,7 @@ def train(
             told = tell_kills(folder, kills, told)
             time.sleep(0.02)
         told = tell_kills(folder, kills, told)
-        if job.poll() is None and change is not None:  # the kill after which other workers go on
+        if job.poll() is None and change is not None:  # this kill changes workers or strategy
             orphans = children(job.pid)
             job.kill()
             job.wait()
@@ -123,7 +123,7 @@ def train(
 
 
 def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
-    """Write a line on stderr for each kill since the first `told`; returns how many were done by now."""
+    """Write a line to stderr for each kill done after the first `told`; return how many kills are done."""
     while told < len(kills) and marker(folder, told).exists():
         kill, told = kills[told], told + 1
         after = f"{plural(kill.workers, 'worker')}, {kill.strategy}"
@@ -132,7 +132,7 @@ def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
 
 
 def describe_generations(folder: Path) -> Iterator[str]:
-    """A line on each generation that came as far as training."""
+    """Yield the workers, steps and end of each generation that began to train; none without run.json."""
     history = load_history(folder / "run") or {"generations": []}
     for number, entry in enumerate(history["generations"]):
         steps = f"steps {entry['from_step']} to {entry['to_step']}"
@@ -142,7 +142,10 @@ def describe_generations(folder: Path) -> Iterator[str]:
 def find_problems(
     seed: int, kills: list[Kill], workers: int, work: Path, config: Config, sabotage: str = ""
 ) -> tuple[list[str], list[str]]:
-    """Train disturbed, beside the undisturbed run; returns the problems, and lines on what happened."""
+    """Train the disturbed run, compare it with the undisturbed one; return (problems, lines on the run).
+
+    Both lie in `work`. `workers` is the number to begin with. A run that fails is a problem.
+    """
     folder = work / f"seed-{seed}"
     try:
         train(folder, workers, kills, SETTINGS | {"data.path": config.data.path}, sabotage)
@@ -170,12 +173,12 @@ def find_problems(
 
 
 def last_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of the last step of the run in this folder. Raises CorruptSnapshot without one."""
+    """Return the manifest of step STEPS of `folder`/run. Raises CorruptSnapshot without a valid one."""
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
 
 def train_undisturbed(work: Path) -> Config:
-    """Train with one worker on the first characters of the embedded text, for a few epochs."""
+    """Train one worker on the first 5000 bytes of data/input.txt, for a few epochs; return its Config."""
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
     settings = SETTINGS | {"data.path": str(text)}

@@ -1,4 +1,4 @@
-"""Why a cluster does not start: each worker reports its facts, rank 0 says in sentences what is wrong.
+"""Finds out why a cluster does not start: workers report facts, rank 0 prints a sentence per fault.
 
-Nothing here needs a working process group: facts travel over the launcher's store, with time limits.
+Facts travel over the launcher's store, with time limits, so no working process group is needed.
 """

@@ -1,4 +1,4 @@
-"""Why does the cluster not start, or who holds the run folder?
+"""Find out why a cluster does not start, or which job holds a run folder.
 
     torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]     # started as the run is
     python -m mingpt doctor --endpoint HOST:PORT                            # when no worker ever starts
@@ -8,11 +8,12 @@ The first, with the flags and settings of the run, prints a row per worker and a
 0: no fault; 1: faults (torchrun does not restart the workers); 2: a mistake on the command line (torchrun
 itself exits with 1).
 
---endpoint looks at the meeting point of the agents (--rdzv_endpoint) from this host alone.
+--endpoint tries the rendezvous endpoint of the agents (--rdzv_endpoint) from this host alone. Exit code 1 if
+neither torch's store nor an agent answers there.
 
---claim shows the claim that keeps a second job from writing to the same place: a run folder, or a folder or
-URL of snapshots. --release drops it: only if its job is gone and nobody can see that; a job that lives
-notices it and ends.
+--claim shows the claims that keep a second job from writing to the same place: a run folder, or a folder or
+URL of snapshots. --release removes them. Use it only for a job that is gone while this machine cannot tell: a
+running job notices it and ends.
 """
 
 import platform
@@ -43,15 +44,15 @@ from mingpt.tools.doctor.network import (
 from mingpt.tools.plan.command import align
 from mingpt.training.claim import LEASE_S, Claim, Holder
 
-# The order of a check-up: meet, compare clocks, connect to each other, tell what was found, judge. Every wait
-# has a limit, and so has all of it. A fault ends the job in order: the workers of a job that has restarts
-# left would otherwise be started again.
-LIMIT_S = 58.0
-MEET_S, WAIT_S, ACK_S = 20.0, 12.0, 3.0
+LIMIT_S = 58.0  # of the whole check-up
+MEET_S, WAIT_S, ACK_S = 20.0, 12.0, 3.0  # of the rendezvous, of a wait for values, of the last wait
 
 
 def show_claims(where: str, release: bool) -> list[str]:
-    """A line for each claim to a run folder and to its snapshots. Raises UserError."""
+    """Return a line per claim to a run folder or a place of snapshots; with `release`, remove each claim.
+
+    Without a claim one line says so. Raises UserError if `where` is no folder or URL, or if storage fails.
+    """
     if "://" not in where and not Path(where).is_dir():
         raise UserError(f"{where} is no folder: give a run folder such as out/default, or a URL of snapshots")
     lines = []
@@ -71,7 +72,7 @@ def show_claims(where: str, release: bool) -> list[str]:
 
 
 def describe(holder: Holder) -> str:
-    """Who holds a claim to a run or its snapshots, and whether its job is alive, as far as seen from here."""
+    """Return a clause that names a claim's holder and says if its job runs, is gone or cannot be seen."""
     states = {
         True: "which is running",
         False: "which is gone: the next job takes over at once",
@@ -81,7 +82,10 @@ def describe(holder: Holder) -> str:
 
 
 def run_checkup(argv: Sequence[str]) -> NoReturn:
-    """Check this worker, to the end of its process; the command's help lists the exit codes."""
+    """Check up on all workers, then exit this process; a fault ends the job without restarts. Collective.
+
+    Exit code 0 without faults, 1 after a fault or a failure, 2 after a mistake in `argv`, the run's settings.
+    """
     launch = Launch.from_environment()
     process_exit = ProcessExit(launch)
     try:
@@ -98,7 +102,10 @@ def run_checkup(argv: Sequence[str]) -> NoReturn:
 
 
 def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
-    """The number of faults; rank 0 judges and prints. Collective."""
+    """Run the check-up with all workers; return the number of faults, the same on all ranks. Collective.
+
+    Rank 0 prints the report. Raises NonRetryableError if workers do not arrive or rank 0 stops answering.
+    """
     if not launch.is_distributed:
         return report([Findings(launch, config).take()])
     rank, rendezvous = launch.rank, meet(launch)
@@ -131,7 +138,7 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
 
 
 def meet(launch: Launch) -> Rendezvous:
-    """The rendezvous. Raises NonRetryableError if the store cannot be reached, or others do not come."""
+    """Meet all workers. Raises NonRetryableError if the store or a worker cannot be reached. Collective."""
     assert launch.master_addr is not None
     endpoint = f"{launch.master_addr}:{launch.master_port}"
     if launch.agent_hosts_store:  # the store exists before the workers do
@@ -153,7 +160,10 @@ def meet(launch: Launch) -> Rendezvous:
 def join_facts(
     hello: Mapping[int, Facts], facts: Mapping[int, Facts], rates: Mapping[int, Any]
 ) -> list[Facts]:
-    """The facts of all workers, with the outcome of the all-reduce."""
+    """Return the facts per worker, from its `hello` and its later `facts`, with its all-reduce result.
+
+    Without `facts` a worker is marked unfinished. `rates` has (MB/s, error) by rank; empty if it was not run.
+    """
     workers = []
     for rank, worker in {**hello, **facts}.items():
         there = facts.get(rank, worker | {"unfinished": "it has stopped answering in this check-up"})
@@ -163,7 +173,10 @@ def join_facts(
 
 
 def try_links(exchange: Exchange) -> Facts:
-    """Listen where gloo would, and connect to all others. Collective."""
+    """Listen at gloo's address, connect to all workers that do so, and return what was found. Collective.
+
+    The facts: `networks`, `address`, `address_error` if it cannot listen, `unreachable` (ranks with reasons).
+    """
     found: Facts = {"networks": networks()}
     port = None
     try:
@@ -181,7 +194,7 @@ def try_links(exchange: Exchange) -> Facts:
 
 
 def all_connected(facts: Mapping[int, Facts]) -> bool:
-    """Whether a process group can be made: all workers reach each other, with good devices of one type."""
+    """Whether all workers listen, reach each other and have good devices of one type. `facts` are by rank."""
     kinds = {there.get("device_type") for there in facts.values()}
     return len(kinds) == 1 and all(
         not there.get("address_error") and not there["unreachable"] and not there.get("device_error")
@@ -190,7 +203,7 @@ def all_connected(facts: Mapping[int, Facts]) -> bool:
 
 
 def report(workers: Sequence[Facts]) -> int:
-    """Print the table and the faults; returns the number of faults."""
+    """Print a row per worker and a line per fault, or "no fault found"; return the number of faults."""
     faults = find_faults(workers)
     rows = [make_row(worker) for worker in workers]
     lines = [*align([list(rows[0]), *(list(row.values()) for row in rows)]), ""]

@@ -1,9 +1,9 @@
-"""The facts that a worker finds about itself and its node; from all workers' facts, a table and sentences.
+"""The facts that a worker finds about itself and its node, and the table and sentences made from them.
 
-Facts are plain values that travel as JSON; a fact that a worker has not found is missing. Only a node's first
-worker, local rank 0, finds the facts of the node as a whole (data, folders, memory). A fact whose name ends
-with `error` is a reason in words, None if all is well. There is one sentence per fault, with host, cause and
-what to change.
+Facts are values that travel as JSON, by name; a fact that a worker has not found is missing. Only local rank
+0 finds the facts of its node: data, folders, memory. A fact whose name ends with `error` says what failed, as
+a text or as a list of texts that fills a sentence of BROKEN; it is missing or None if nothing failed. Each
+fault gets a sentence with host, cause and what to change.
 """
 
 import ipaddress
@@ -26,11 +26,11 @@ from mingpt.tools.plan.command import spelled
 from mingpt.tools.plan.workload import Workload
 
 Facts = dict[str, Any]
-VOCABULARY_UNREAD = 256  # tokens, where no setting says how many: only the state's size depends on it
+VOCABULARY_UNREAD = 256  # tokens assumed without data.vocab_size: only the state's size depends on it
 MAX_CLOCK_S = 1.0
 STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
 MAX_SETTINGS = 6  # named in one sentence
-FINDINGS_S = 20.0
+FINDINGS_S = 20.0  # limit of the wait for a worker's own facts
 # {fact that must be the same on all workers: sentence on a node where it differs from most}
 COMPARED = {
     "torch": "{name} has torch {own} and the others {most}: pip install torch=={most} there, since the bits "
@@ -56,7 +56,7 @@ COLUMNS = {
     "all-reduce": ("all_reduce_mb_s", "{:.0f} MB/s"),
     "memory for snapshots": ("memory", "{}"),
 }
-# {fact on what a worker could not do: sentence on it}
+# {fact that a worker has only if something failed: sentence on it}
 BROKEN = {
     "device_error": "{name}: {reason}",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",
@@ -70,7 +70,7 @@ BROKEN = {
 
 
 def node_names(workers: Sequence[Facts]) -> dict[int, str]:
-    """{rank: name of its node}: the host name, with the node's number where several nodes share the name."""
+    """Return {rank: name of its node}: the host name, plus the node's number if several nodes share it."""
     nodes = {(worker["host"], worker["node"]) for worker in workers}
     counts = Counter(host for host, _ in nodes)
     return {
@@ -80,9 +80,9 @@ def node_names(workers: Sequence[Facts]) -> dict[int, str]:
 
 
 def try_folder(place: str) -> str | None:
-    """Why files cannot be written and read at a path or URL; None if they can. They are removed again.
+    """Return why a file cannot be written, read and removed at a path or URL; None if it can.
 
-    Where a folder is missing, the one in which it will be made is tried.
+    If a local folder is missing, its nearest existing parent is tried. At a URL the folder is created.
     """
     folder, name = local_path(place), f"doctor-{uuid.uuid4().hex}"
     while folder is not None and not os.path.exists(folder):
@@ -100,7 +100,7 @@ def try_folder(place: str) -> str | None:
 
 
 def identity(launch: Launch) -> Facts:
-    """The facts that identify this worker."""
+    """Return the facts that identify this worker: `rank`, `node` (its number), `host`, `local_rank`."""
     return {
         "rank": launch.rank,
         "node": launch.node_rank,
@@ -110,7 +110,7 @@ def identity(launch: Launch) -> Facts:
 
 
 def find_own(launch: Launch, config: Config) -> Facts:
-    """The facts that need no look at the disk."""
+    """Return `torch`, `threads`, `config` (settings that affect the result), the device or `device_error`."""
     import torch
 
     from mingpt.distributed.device import device_name, find_device
@@ -126,7 +126,7 @@ def find_own(launch: Launch, config: Config) -> Facts:
 
 
 def find_data(config: Config) -> Facts:
-    """The fingerprint of the text or of the token shards, if their path is on this node."""
+    """Return `data_path` and, unless it is a URL, `data` (the fingerprint of the data) or `data_error`."""
     from mingpt.data.windows import open_data
 
     found: Facts = {"data_path": config.data.path}
@@ -140,7 +140,7 @@ def find_data(config: Config) -> Facts:
 
 
 def find_memory(config: Config, state_bytes: int) -> Facts:
-    """The facts on the room for snapshots in a node's memory."""
+    """Return the room for snapshots in memory, with `memory_error` if too small; {} if memory_every is 0."""
     path, needed = config.snapshot.memory_path, STATES_IN_MEMORY * state_bytes
     if not config.snapshot.memory_every:
         return {}
@@ -158,7 +158,7 @@ def find_memory(config: Config, state_bytes: int) -> Facts:
 
 
 class Findings:
-    """The facts that this worker finds alone, in the background: a disk that hangs must not hang it."""
+    """Finds this worker's facts in a thread, started at once: a hanging disk must not hang the check-up."""
 
     def __init__(self, launch: Launch, config: Config) -> None:
         self.found = identity(launch)
@@ -185,7 +185,7 @@ class Findings:
         self.found |= find_memory(config, job.state_bytes)
 
     def take(self) -> Facts:
-        """The facts that are found within FINDINGS_S."""
+        """Wait up to FINDINGS_S; return the facts found by then, with `unfinished` if one hangs or fails."""
         self.thread.join(FINDINGS_S)
         if not self.outcome.done():
             return self.found | {"unfinished": f"{self.doing}: not done after {FINDINGS_S:g} s"}
@@ -194,7 +194,7 @@ class Findings:
 
 
 def find_faults(workers: Sequence[Facts]) -> list[str]:
-    """One sentence per fault; none if the cluster is healthy."""
+    """Return a sentence per fault in the facts of all workers; empty if there is none."""
     names = node_names(workers)
     nodes = {names[worker["rank"]]: worker for worker in workers if worker["local_rank"] == 0}
     return [
@@ -207,7 +207,7 @@ def find_faults(workers: Sequence[Facts]) -> list[str]:
 
 
 def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """A sentence on each thing that a worker could not do at all, once per node."""
+    """Return a sentence per fact of BROKEN that a worker has, each one once. `names` is {rank: node}."""
     found = [
         sentence.format(name=names[worker["rank"]], rank=worker["rank"], reason=worker[fact])
         for worker in workers
@@ -218,7 +218,7 @@ def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]
 
 
 def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """A sentence per node whose fact is not as on most; of two equal halves rank 0's counts."""
+    """Return a sentence per node where `fact` differs from most workers' (in a tie, the lowest rank's)."""
     known = [worker for worker in workers if worker.get(fact) is not None]
     if not known:
         return []
@@ -243,14 +243,14 @@ def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str])
 
 
 def are_alike(one: Any, other: Any) -> bool:
-    """Whether facts are the same; clocks, the only fractions, may differ by less than MAX_CLOCK_S."""
+    """Whether two values of a fact are equal, or floats (clock offsets in s) less than MAX_CLOCK_S apart."""
     if isinstance(one, float):
         return abs(one - other) < MAX_CLOCK_S
     return bool(one == other)
 
 
 def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
-    """The settings that differ, MAX_SETTINGS of them."""
+    """Return the settings that differ, at most MAX_SETTINGS, as "key=value, the others with value; ..."."""
     differing = [
         f"{key}={own.get(key)}, the others with {most[key]}" for key in most if own.get(key) != most[key]
     ]
@@ -258,13 +258,13 @@ def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
 
 
 def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
-    """Why no node can read the text. None if any can: it reads for all."""
+    """Return one sentence if all nodes have a `data_error`, else none, as one node can read for all."""
     errors = [node.get("data_error") for node in nodes.values()]
     return [] if None in errors else [f"{' and '.join(nodes)}: {errors[0]}"]
 
 
 def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """A sentence per node that others cannot connect to."""
+    """Return a sentence per node that a worker cannot connect to: which network or firewall to change."""
     nodes: dict[str, Facts] = {}
     failed: dict[str, dict[str, str]] = {}  # {to a node: {from a node: reason}}
     for worker in workers:
@@ -287,7 +287,10 @@ def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list
 
 
 def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | None:
-    """A sentence if a node that nobody reaches listens in a network in which no other node does."""
+    """Return which interface to set on a node that no other node reaches; None if no change would help.
+
+    It helps a node on loopback, and one that shares no network with others but has an interface that would.
+    """
     node = nodes[name]
     if not node.get("address"):
         return None
@@ -309,7 +312,7 @@ def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | Non
 
 
 def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """A sentence if all workers connect to all others but a collective fails."""
+    """Return one sentence if an all-reduce, tried once all can connect, failed on a worker; else none."""
     errors = {names[one["rank"]]: one["all_reduce_error"] for one in workers if one.get("all_reduce_error")}
     sentence = (
         f"all workers can connect to each other, but an all-reduce fails on {' and '.join(errors)} "
@@ -320,7 +323,7 @@ def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> lis
 
 
 def make_row(worker: Facts) -> dict[str, str]:
-    """The cells of a worker's row, by column. Facts of a node are in the row of its first worker."""
+    """Return a worker's table row as {column: cell}, with "-" for each fact that the worker has not found."""
     cells = {"worker": str(worker["rank"])}
     cells["host"] = f"{worker['host']} {worker.get('address') or ''}".strip()
     for column, (fact, form) in COLUMNS.items():

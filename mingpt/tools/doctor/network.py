@@ -1,8 +1,8 @@
-"""The addresses of this host, who can connect to whom, and what the workers tell each other meanwhile.
+"""The doctor's look at the network: addresses of this host, connections, clocks, an all-reduce.
 
-Nothing here needs a process group. The meeting point of a cluster can be looked at from one host alone, for
-when no worker ever starts. Workers talk over the launcher's store: all keys stand under the generation's
-name, which Rendezvous makes fresh, and every wait has a limit.
+Workers pass values over the launcher's store, under the generation's name, which Rendezvous makes fresh; each
+wait for a value has a limit. `check_endpoint` needs no other worker: it tries the agents' rendezvous endpoint
+from this host, for when no worker ever starts.
 """
 
 import contextlib
@@ -48,16 +48,16 @@ ALL_REDUCE_FLOATS, ALL_REDUCE_ROUNDS = 1 << 20, 7
 
 
 def networks() -> dict[str, str]:
-    """{interface: "10.0.0.2/24"} of those that have an IPv4 address. Empty where the system does not say."""
+    """Return {interface: first IPv4 address, as "10.0.0.2/24"}; empty where the system does not tell."""
     found: dict[str, str] = {}
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not on Linux
         for name, address in ipv4_addresses():
             found.setdefault(name, address.with_prefixlen)
     return found
 
 
 def gloo_address(interfaces: Mapping[str, str]) -> str:
-    """The address on which gloo listens, by its own rule. Raises OSError with a reason in words.
+    """Return the address on which gloo will listen. OSError if GLOO_SOCKET_IFNAME has no IPv4 address.
 
     The first interface of GLOO_SOCKET_IFNAME; without that variable the first address of the host name that
     belongs to this host; else 127.0.0.1 (torch's ProcessGroupGloo, createDefaultDevice).
@@ -85,7 +85,7 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
 
 
 def listen(address: str) -> int:
-    """A port of an address at which the kernel takes connections while the process lives. Raises OSError."""
+    """Listen at `address` until this process ends; return the port that the kernel chose. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     server = socket.create_server((address, 0), family=family, backlog=ACCEPT_BACKLOG)
     port = int(server.getsockname()[1])
@@ -94,7 +94,7 @@ def listen(address: str) -> int:
 
 
 def connect(host: str, port: int) -> socket.socket:
-    """A connection, for reads of up to CONNECT_S. Raises OSError whose text is the reason in words."""
+    """Return a TCP connection; CONNECT_S limits connecting and reads. Raises OSError, in words why not."""
     try:
         return socket.create_connection((host, port), CONNECT_S)
     except OSError as error:
@@ -110,7 +110,7 @@ def why_not(error: OSError) -> str:
 
 
 def find_unreachable(targets: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Connect to all {rank: (address, port)} at once; {rank: reason} of those that cannot be reached."""
+    """Connect to all `targets`, {rank: (address, port)}, in parallel; return {rank: reason} of failures."""
 
     def failure(target: tuple[str, int]) -> str | None:
         try:
@@ -125,9 +125,9 @@ def find_unreachable(targets: Mapping[int, tuple[str, int]]) -> dict[int, str]:
 
 
 def check_endpoint(where: str) -> tuple[bool, list[str]]:
-    """Whether a store or an agent answers at one of HOST:PORT[,HOST:PORT...], and a line on each.
+    """Return whether a store or an agent answers at one of HOST:PORT[,HOST:PORT...], and a line on each.
 
-    Raises UserError for text of another form.
+    A store is torch's, an agent mingpt.launch.elastic's. Raises UserError for text of another form.
     """
     endpoints = parse_endpoints(where)
     if not endpoints:
@@ -138,7 +138,7 @@ def check_endpoint(where: str) -> tuple[bool, list[str]]:
 
 
 def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
-    """Whether agents or workers can meet there, and a line on what this host sees."""
+    """Return whether torch's store or an agent of mingpt answers at a port, and a line on what was seen."""
     target = ""
     with contextlib.suppress(OSError):  # an IPv6 address; or connecting says why
         target = f"{host} is {', '.join(socket.gethostbyname_ex(host)[2])}; "
@@ -156,7 +156,7 @@ def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
 
 
 def ask(connection: socket.socket, question: bytes) -> bytes:
-    """The first bytes of the answer; none if there is none, or the other side hangs up."""
+    """Send `question`; return up to 4096 bytes of the answer, b"" if none comes within ANSWER_S."""
     connection.settimeout(ANSWER_S)
     try:
         connection.sendall(question)
@@ -166,7 +166,7 @@ def ask(connection: socket.socket, question: bytes) -> bytes:
 
 
 def identify(answer: bytes) -> str | None:
-    """The program that answered a ping, or None. An agent answers with its id, not with {"error": ...}."""
+    """Return which program answered a ping: torch's store, or an agent (by its id); None for others."""
     if answer == STORE_PONG:
         return "a store of torch"
     try:
@@ -177,7 +177,7 @@ def identify(answer: bytes) -> str | None:
 
 
 class Exchange:
-    """Gets and puts the workers' values, by name and rank, in the store that they share."""
+    """Passes values as JSON between workers: each puts its own in the store, under a name and its rank."""
 
     def __init__(self, store: "Store", rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -186,7 +186,7 @@ class Exchange:
         self.store.set(f"doctor/{name}/{self.rank}", json.dumps(value))
 
     def get(self, name: str, rank: int, timeout_s: float) -> Any:
-        """Another rank's value; None if it does not come. A value that is there is found within any limit."""
+        """Return a rank's value, None if it does not come in time; one that is there is found in any case."""
         from torch.distributed import DistError
 
         key = f"doctor/{name}/{rank}"
@@ -198,15 +198,16 @@ class Exchange:
             return None
 
     def get_all(self, name: str, timeout_s: float) -> dict[int, Any]:
-        """{rank: value} of those that come within the time limit."""
+        """Return {rank: value} of all ranks, this one too, whose values come within `timeout_s` in all."""
         deadline = time.monotonic() + timeout_s
         values = {rank: self.get(name, rank, deadline - time.monotonic()) for rank in range(self.world_size)}
         return {rank: value for rank, value in values.items() if value is not None}
 
     def clock_offset_s(self) -> float | None:
-        """How far this clock is ahead of rank 0's, by the quickest of some messages. Collective.
+        """Return the seconds by which this clock is ahead of rank 0's; None if rank 0 is silent. Collective.
 
-        All wait for them before rank 0 sends the first. None if rank 0 is silent.
+        It is the least of several differences. Rank 0 pauses before each message, so that the others wait for
+        it.
         """
         offsets = []
         for number in range(CLOCK_ROUNDS):
@@ -221,9 +222,9 @@ class Exchange:
 
 
 def measure_all_reduce(exchange: Exchange, gpu: int | None) -> tuple[float | None, str | None]:
-    """MB/s of an all-reduce in a process group of its own, or why there is none; of a GPU or by gloo.
+    """Return (MB/s of an all-reduce, None), or (None, a line on why it failed or hung). Collective.
 
-    Collective.
+    It makes a process group that stays: NCCL if `gpu`, a device's index, is given, gloo on the CPU if None.
     """
     try:
         return run_within(2 * GROUP_TIMEOUT_S, lambda: all_reduce_rate(exchange, gpu)), None

@@ -1,9 +1,9 @@
-"""What does a run need, and what fits: memory per worker, bytes sent and disk, by strategy.
+"""Estimate what a run needs, by strategy, and what fits: memory per worker, bytes sent, disk.
 
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
 
-Nothing is trained and no large tensor allocated. With --gpu_memory, or trainer.device=cuda, workers are GPUs;
-else they share this machine's memory. Exit code 0, also where nothing fits; 2 for a mistake.
+Nothing is trained and no large tensor allocated. With --gpu_memory, which trainer.device=cuda needs, each
+worker has a GPU; else they share this machine's memory. Exit code 0, also if nothing fits; 2 for a mistake.
 """
 
 import os
@@ -42,7 +42,7 @@ COLUMNS = {
 
 
 def strategies(work: Workload) -> list[tuple[str, Workload]]:
-    """(settings as they are on a command line, the job with these settings), strategy by strategy."""
+    """Return (settings as on a command line, the job with them) of each strategy, the simplest first."""
     plain = {"parallel": "ddp", "shard_optimizer": False, "fsdp_param_dtype": None}
     return [
         (
@@ -55,7 +55,7 @@ def strategies(work: Workload) -> list[tuple[str, Workload]]:
 
 
 def advise(work: Workload, limit_bytes: int) -> str:
-    """One sentence: the first strategy that fits, or the micro-batch size with which the last one does."""
+    """Return a sentence: the first strategy that fits, a smaller micro-batch size, or other ways to fit."""
     for label, one in strategies(work):
         words = " ".join(f"trainer.{word}" for word in label.split())
         if estimate(one).peak_bytes <= limit_bytes:
@@ -71,7 +71,7 @@ def advise(work: Workload, limit_bytes: int) -> str:
 
 
 def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
-    """The lines to print. `limit_source` names what has the limit."""
+    """Return the lines to print: job, costs by strategy, advice. `limit_source` says whose the limit is."""
     planned = [(label, one, estimate(one)) for label, one in strategies(work)]
     rows = [["", *COLUMNS, "total", "sent exact", "sent fast", "fits"]]
     for label, one, memory in planned:
@@ -98,7 +98,7 @@ def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
 
 
 def describe(work: Workload) -> list[str]:
-    """Lines on the model, its state, a step and the data."""
+    """Return lines on the model, its state, a step and the data."""
     config = work.config
     snapshots = config.snapshot.keep_last + config.snapshot.keep_best
     workers = "1 worker" if work.workers == 1 else f"{work.workers:,} workers"
@@ -124,12 +124,12 @@ def describe(work: Workload) -> list[str]:
 
 
 def spelled(size: float) -> str:
-    """The size in the unit that suits it."""
+    """Return a number of bytes with the decimal unit that suits it, as "1.5 GB"."""
     return ByteSize(size).human_readable(decimal=True, separator=" ")
 
 
 def align(rows: list[list[str]]) -> list[str]:
-    """The rows as lines with columns as wide as their widest cell; the first column is left-aligned."""
+    """Return the rows as lines of aligned columns: the first one at its left edge, others at their right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -141,7 +141,7 @@ def align(rows: list[list[str]]) -> list[str]:
 
 
 def size(text: str) -> int:
-    """The bytes that "80GB", "79.6 GiB" or a plain number means. Raises ValueError, or ArgumentTypeError."""
+    """Return the bytes of "80GB" or "79.6 GiB". Raises ValueError, or ArgumentTypeError below 1 MB."""
     found: int = TypeAdapter(ByteSize).validate_python(text)
     if found < 1e6:
         raise ArgumentTypeError(f"{text} means {found} bytes: write the unit, as in 80GB")
@@ -149,7 +149,7 @@ def size(text: str) -> int:
 
 
 def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[int, str, bool]:
-    """(bytes for a worker, words on their source, whether it runs on a CPU). Raises UserError."""
+    """Return (bytes per worker, words on their source, is on CPU). UserError if a GPU's are not given."""
     if gpu_memory is not None:
         return gpu_memory, "a GPU has", False
     if config.trainer.device == "cuda":
@@ -159,14 +159,14 @@ def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[
 
 
 def planned_dtype(config: Config, on_cpu: bool) -> str:
-    """The type that trainer.dtype means; auto means bfloat16 on a GPU, and on a CPU that supports it."""
+    """Return "float32" or "bfloat16" for trainer.dtype; auto is bfloat16 on a GPU, or if fast on this CPU."""
     if not on_cpu and config.trainer.dtype == "auto":
         return "bfloat16"
     return str(resolve_dtype(config.trainer.dtype, torch.device("cpu"))).removeprefix("torch.")
 
 
 def plan(config: Config, workers: int, gpu_memory: int | None) -> list[str]:
-    """The lines to print. Raises UserError."""
+    """Return the lines to print. Raises UserError for bad `workers`, unknown memory or unreadable data."""
     if workers < 1:
         raise UserError(f"--workers must be at least 1, not {workers}")
     check_workers(config, workers)

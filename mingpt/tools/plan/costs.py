@@ -25,7 +25,7 @@ CUDA_CONTEXT_BYTES = 1_000_000_000  # not measured here
 
 
 def kept(work: Workload) -> int:
-    """The bytes that all blocks, and the layers around them, keep at the end of the forward pass."""
+    """Return the activation bytes that the whole forward pass keeps for the backward pass."""
     model, e = work.config.model, work.element_bytes
     stream = work.tokens_per_micro_batch * model.n_embd  # N C
     # A mask; the input of ln_f; its result, which is the input of the head; the bytes that the loss keeps.
@@ -36,7 +36,7 @@ def kept(work: Workload) -> int:
 
 
 def block(work: Workload) -> int:
-    """The bytes of activations that one block saves for its backward pass, without recomputation."""
+    """Return the activation bytes that one block saves for its backward pass, without recomputation."""
     model, e = work.config.model, work.element_bytes
     stream = work.tokens_per_micro_batch * model.n_embd
     # The inputs of c_attn, of the attention's c_proj, of c_fc, and of the MLP's c_proj, which is 4 C wide;
@@ -48,7 +48,7 @@ def block(work: Workload) -> int:
 
 
 def attention(work: Workload) -> int:
-    """The bytes that a block keeps between c_attn and c_proj."""
+    """Return the bytes that a block's attention keeps for its backward pass, between c_attn and c_proj."""
     model, e = work.config.model, work.element_bytes
     tokens, length = work.tokens_per_micro_batch, work.config.data.block_size
     stream = tokens * model.n_embd
@@ -72,7 +72,7 @@ def is_chunked(work: Workload) -> bool:
 
 
 def loss_kept(work: Workload) -> int:
-    """Bytes kept for the backward pass: log-softmax or, with the loss in chunks, precomputed gradients."""
+    """Return the bytes that the loss keeps for its backward pass: log-softmax or, if chunked, gradients."""
     width = work.config.model.n_embd
     if not is_chunked(work):
         return FLOAT_BYTES * work.tokens_per_micro_batch * work.vocab_size
@@ -81,7 +81,7 @@ def loss_kept(work: Workload) -> int:
 
 
 def loss_work(work: Workload) -> int:
-    """Bytes beside those kept: gradients of the logits, or a chunk of scores and what is computed from it."""
+    """Return the loss's temporary bytes: gradients of the logits, or a chunk of them and what it needs."""
     cast = 0 if work.element_bytes == FLOAT_BYTES else work.element_bytes
     if not is_chunked(work):
         return work.tokens_per_micro_batch * work.vocab_size * (2 * FLOAT_BYTES + cast)
@@ -90,7 +90,7 @@ def loss_work(work: Workload) -> int:
 
 
 def backward_work(work: Workload) -> int:
-    """Bytes of one block's backward pass: gradients of the widest activations and of the residual stream.
+    """Return the temporary bytes of a block's backward pass: gradients, widest and of the residual stream.
 
     With recompute=block, also the block's recomputed activations.
     """
@@ -102,19 +102,19 @@ def backward_work(work: Workload) -> int:
 
 
 def cast_bytes(work: Workload) -> int:
-    """Bytes per element of the copy of a weight that autocast makes in the type of the products."""
+    """Return the bytes per element of the copy that autocast makes of a weight; 0 if it makes none."""
     is_cast = work.element_bytes != FLOAT_BYTES and not work.config.trainer.fsdp_param_dtype
     return work.element_bytes if is_cast else 0
 
 
 def casts(work: Workload) -> int:
-    """Bytes of weight copies kept until the backward pass; with recompute=block, blocks keep none."""
+    """Return the bytes of weights that autocast copies and keeps; with recompute=block only the head's."""
     head = work.vocab_size * work.config.model.n_embd
     return cast_bytes(work) * (head if work.config.trainer.recompute == "block" else work.matrices)
 
 
 def evaluation_work(work: Workload) -> int:
-    """Bytes of a validation batch, which has no backward pass."""
+    """Return the temporary bytes of a validation batch, which has no backward pass."""
     block_size = work.config.data.block_size
     windows = max(work.config.trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
     tokens = windows * block_size
@@ -125,13 +125,13 @@ def evaluation_work(work: Workload) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by name: `held` from the first step to the last, and the bytes that each phase adds."""
+    """A worker's bytes by name: `held` throughout a run, and what each phase of a step adds."""
 
     held: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
 
     def terms(self) -> dict[str, int]:
-        """The terms at the peak: those held and those of the largest phase."""
+        """Return {name: bytes} at the peak: all that is held, and the terms of the largest phase."""
         largest = max(self.phases, key=lambda name: sum(self.phases[name].values()))
         return {**self.held, **self.phases[largest]}
 
@@ -141,7 +141,7 @@ class Memory:
 
 
 def estimate(work: Workload) -> Memory:
-    """The memory of a worker under the job's own strategy."""
+    """Return the first worker's memory, on its device, under the job's strategy; a GPU has no snapshots."""
     own = {"process": process(work)} | held(work)
     if not work.on_cpu:
         own["snapshots"] = 0
@@ -152,7 +152,7 @@ def estimate(work: Workload) -> Memory:
 
 
 def process(work: Workload) -> int:
-    """The bytes that do not follow from the model."""
+    """Return the bytes of Python, libraries and their buffers or, for a GPU, of its CUDA context."""
     if not work.on_cpu:
         return CUDA_CONTEXT_BYTES
     parallel = work.config.trainer.parallel
@@ -165,7 +165,7 @@ def are_updates_sharded(work: Workload) -> bool:
 
 
 def held(work: Workload) -> dict[str, int]:
-    """The bytes that a worker holds for its state: on its device, but `snapshots` in the host's memory.
+    """Return the bytes of a worker's state by name: on its device, but `snapshots` in the host's memory.
 
     Weights take B bytes. The optimizer's state takes 2 B under adamw, and B for matrices under muon. Sharded
     tensors are shared evenly. Snapshots on disk need a staging buffer for the worker's part; those in memory
@@ -179,14 +179,14 @@ def held(work: Workload) -> dict[str, int]:
 
 
 def gradient(work: Workload) -> int:
-    """The bytes of the gradient, summed over all workers, of the parameters that the worker updates."""
+    """Return the bytes of the reduced gradient with which a worker updates: all of it, or its shard."""
     return FLOAT_BYTES * work.parameters // (work.workers if are_updates_sharded(work) else 1)
 
 
 def update_work(work: Workload) -> int:
-    """Bytes of Muon's matrices in bfloat16: momentum, iteration and updates of the worker's share of them.
+    """Return the temporary bytes of Muon's update, in bfloat16: momentum, iteration and updates; 0 for adamw.
 
-    If workers hold whole matrices, also the updates of all other workers.
+    The worker has its share of them. If workers hold whole matrices, also the updates of all other workers.
     """
     own = math.ceil(work.muon_elements / work.workers)
     others = 0 if are_updates_sharded(work) else work.muon_elements - own
@@ -194,7 +194,7 @@ def update_work(work: Workload) -> int:
 
 
 def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
-    """The phases of a step in which each worker computes whole gradients."""
+    """Return {phase of a step under ddp: {term: bytes}}; each worker computes whole gradients."""
     whole = FLOAT_BYTES * work.parameters
     sums = work.partial_sums()
     head = FLOAT_BYTES * work.vocab_size * work.config.model.n_embd
@@ -213,7 +213,7 @@ def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
 
 
 def freed(work: Workload) -> int:
-    """The bytes that glibc holds free between memory in use: about a gradient and half of the activations.
+    """Return the bytes that glibc keeps when they are freed: about a gradient and half of the activations.
 
     0 on a GPU. With this term, peaks at 10.65 M and 85 M parameters were 0.86 to 1.04 of the estimate.
     """
@@ -221,14 +221,17 @@ def freed(work: Workload) -> int:
 
 
 def in_flight(work: Workload) -> int:
-    """The bytes of a bucket that are sent, received and gathered."""
+    """Return the bytes of the largest bucket as it is sent, received and gathered; 0 for one worker."""
     largest = FLOAT_BYTES * max(map(math.prod, work.shapes.values()))
     bucket = min(FLOAT_BYTES * work.parameters, BUCKET_BYTES + largest)
     return 3 * bucket if work.workers > 1 else 0
 
 
 def gathered(work: Workload) -> int:
-    """Bytes of weights that a worker has whole at a time under fsdp: the root's, and those of two blocks."""
+    """Return the bytes of whole weights that a worker holds at once under fsdp; 0 under ddp, or if alone.
+
+    They are the root's and those of two blocks, or of all blocks without fsdp_reshard.
+    """
     trainer = work.config.trainer
     if trainer.parallel != "fsdp" or work.workers == 1:
         return 0
@@ -237,12 +240,12 @@ def gathered(work: Workload) -> int:
 
 
 def gathered_bytes(work: Workload) -> int:
-    """Bytes per element of gathered weights."""
+    """Return the bytes per element of gathered weights."""
     return BFLOAT_BYTES if work.config.trainer.fsdp_param_dtype else FLOAT_BYTES
 
 
 def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
-    """The phases of a step under fsdp, block by block: a block's gradient, its parts sent and received."""
+    """Return {phase of a step under fsdp: {term: bytes}}; gradients are reduced block by block."""
     sums, own = work.partial_sums() * gradient(work), gradient(work)
     copies = 3 if work.workers > 1 else 1
     root = FLOAT_BYTES * work.root_parameters
@@ -264,7 +267,7 @@ def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
 
 
 def bytes_sent(work: Workload) -> int:
-    """Bytes sent by the worker with most partial sums to send, else a mean over the workers.
+    """Return the bytes that the worker with most partial sums sends per step, else a mean over the workers.
 
     A collective of n bytes of which each worker keeps 1 / W costs n (W - 1) / W. Gradients, weights and
     Muon's updates count; the few bytes of losses and norms do not.
@@ -276,10 +279,10 @@ def bytes_sent(work: Workload) -> int:
 
 
 def ddp_bytes(work: Workload) -> int:
-    """Bytes of partial sums to the workers that add them, and of sums, or updated weights, from these.
+    """Return the bytes of a step's collectives under ddp, before the factor (W - 1) / W of `bytes_sent`.
 
-    These are the bytes of a ring. A worker whose micro-batches are no whole subtree sends several partial
-    sums.
+    Partial sums go to the workers that add them; sums, or updated weights, go to all, as in a ring. A worker
+    whose micro-batches are no whole subtree of the sum sends several partial sums.
     """
     whole = FLOAT_BYTES * work.parameters
     if work.config.trainer.reduction == "fast":
@@ -289,17 +292,20 @@ def ddp_bytes(work: Workload) -> int:
 
 
 def fsdp_bytes(work: Workload) -> int:
-    """Bytes of weights before each round's forward pass, blocks again before the backward, and gradients."""
+    """Return the bytes of a step's collectives under fsdp: per round weights, blocks again, and gradients.
+
+    Blocks are gathered again if fsdp_reshard is set. As in `ddp_bytes`, before the factor (W - 1) / W.
+    """
     again = work.parameters - work.root_parameters if work.config.trainer.fsdp_reshard else 0
     weights = gathered_bytes(work) * (work.parameters + again)
     return work.rounds * (weights + FLOAT_BYTES * work.parameters)
 
 
 def muon_bytes(work: Workload) -> int:
-    """Bytes of updates in bfloat16, from the worker that computes them to all.
+    """Return the bytes of Muon's updates, in bfloat16, from the worker that computes them to all.
 
     If rows are sharded, each worker sends its rows of the momentum to that worker, and gets its rows of the
-    update.
+    update. 0 under adamw. As in `ddp_bytes`, before the factor (W - 1) / W.
     """
     whole = BFLOAT_BYTES * work.muon_elements
     return 2 * whole // work.workers if are_updates_sharded(work) else whole

@@ -1,6 +1,6 @@
 """The job that is planned: a configuration with the sizes that follow from it, without allocating a tensor.
 
-The vocabulary and the number of training tokens are found without reading more of the data than they need.
+Token shards are read no further than their headers; a text is read and encoded.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Workload:
     train_tokens: int | None = None  # None if the data is not known
 
     def with_trainer(self, **settings: Any) -> "Workload":
-        """The same job with other settings of the trainer section."""
+        """Return the same job with other settings of the trainer section."""
         trainer = dataclasses.replace(self.config.trainer, **settings)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, trainer=trainer))
 
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def root_parameters(self) -> int:
-        """The number of parameters of embeddings, last norm and head; under fsdp all, if gathered whole."""
+        """The number of parameters outside of the blocks; all if fsdp gathers the model as one bucket."""
         if self.config.trainer.parallel == "fsdp" and fits_one_bucket(FLOAT_BYTES * self.parameters):
             return self.parameters
         return self.parameters - self.config.model.n_layer * self.block_parameters
@@ -110,16 +110,16 @@ class Workload:
         return -(-self.micro_batches // self.workers)
 
     def neighbours(self, rank: int) -> range:
-        """The micro-batches of a rank under ddp, which gives each rank neighbouring ones."""
+        """Return the numbers of a rank's micro-batches under ddp, which are consecutive; perhaps none."""
         count = self.micro_batches
         return range(rank * count // self.workers, (rank + 1) * count // self.workers)
 
     def parts_sent(self) -> int:
-        """The most partial sums of a gradient that one rank sends to the others under ddp."""
+        """Return the most partial sums, each of a gradient's size, that a rank sends in a step under ddp."""
         return max(len(cover(self.neighbours(rank), self.micro_batches)) for rank in range(self.workers))
 
     def partial_sums(self) -> int:
-        """The most partial sums of a gradient that a rank keeps before its last micro-batch."""
+        """Return the most partial sums of a gradient that a rank keeps at a time; 0 with reduction=fast."""
         count = self.micro_batches
         if self.config.trainer.reduction == "fast":
             return 0
@@ -130,10 +130,10 @@ class Workload:
 
 
 def measure_data(config: Config) -> tuple[int, int | None]:
-    """The size of the vocabulary, and the number of training tokens, None if it is not known.
+    """Return (vocabulary size, training tokens), or (data.vocab_size, None) if data cannot be used.
 
-    Reads headers and sizes of shards, or reads and encodes a text. Raises UserError if the vocabulary cannot
-    be known. With data.vocab_size given, data that cannot be read is no error.
+    Reads headers and sizes of shards, or reads and encodes a text. Raises UserError for data that cannot be
+    used unless data.vocab_size is set.
     """
     given = config.data.vocab_size
     try:
@@ -147,7 +147,7 @@ def measure_data(config: Config) -> tuple[int, int | None]:
 
 
 def find_tokenizer(config: Config, data: Data) -> Tokenizer | None:
-    """The tokenizer that training/run_data.py would choose; None if it would train one.
+    """Return the tokenizer that training would use, if need be made of the text; None if shards have none.
 
     Raises UserError, also if the tokenizer is that of other weights, which are not read here.
     """

@@ -7,11 +7,11 @@ A file is text (UTF-8, one document), .jsonl (a document per line, under "text")
 row of the column "text"; needs pyarrow), by path, pattern ('data/*.jsonl') or URL; compressed if named so
 (.gz). A line of .jsonl may have 64 MiB.
 
-DIR gets train_00000.bin, ..., val_00000.bin, ... in llm.c's format, tokenizer.json and meta.json. Validation
-is the tail: whole documents by count of bytes, of a single document the last characters. Where the tokenizer
-has an end-of-text it follows each document; spelled in a text it is plain text. Files appear when they are
-complete. A command that was killed goes on when it is started again: it reads the text once more, and encodes
-what its finished shards do not have.
+DIR gets train_00000.bin, ..., val_00000.bin, ... in llm.c's format, tokenizer.json, meta.json, and
+prepare.json, a record of progress. Validation is the tail: whole documents by count of bytes, of a single
+document the last characters. Where the tokenizer has an end-of-text it follows each document; spelled in a
+text it is plain text. Files appear when they are complete. A command that was killed goes on when it is
+started again: it reads the text once more, and encodes what its finished shards do not have.
 
 bpe trains a byte-level BPE as GPT-2's on the training part: its first 200 MB, or less if these have more than
 4 MB of distinct words, so that memory stays below 1 GB.
@@ -39,7 +39,7 @@ from mingpt.tools.prepare.job import Options, prepare
 
 
 def check_folder(folder: Path) -> tuple[bool, list[str]]:
-    """Whether all is well, and lines that say so. Raises UserError if there is no such folder."""
+    """Check a folder of shards; return (True, [summary]) or (False, faults). UserError if it is no folder."""
     if not folder.is_dir():
         raise UserError(f"--check {folder} is no folder")
     try:
@@ -70,9 +70,9 @@ def check_folder(folder: Path) -> tuple[bool, list[str]]:
 def read_through(
     path: Path, entry: dict[str, Any] | None, meta: dict[str, Any] | None
 ) -> tuple[ShardFile, int]:
-    """A shard, and the largest of its tokens. Raises UserError for what is wrong first.
+    """Read a shard; return it and the largest of its tokens. Raises UserError for the first fault found.
 
-    `entry` is the shard's in meta.json, and `meta` all of that; both None for shards of other programs.
+    `meta` is the content of meta.json and `entry` the shard's entry there; both are None without a meta.json.
     """
     if meta and not entry:
         raise UserError(f"{path}: {META} does not list it")

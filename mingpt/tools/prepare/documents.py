@@ -1,9 +1,9 @@
-"""The way from the files that the command names to the tokens that the shards hold.
+"""Reads documents from files, splits them into training and validation, and encodes them to tokens.
 
 Files come in a fixed order; a text file is one document, so is each line of .jsonl or row of .parquet. The
 training part comes first, then the validation part, which is the tail: its documents by count of bytes, or of
 a single document its last characters. Texts come in batches, the same ones each time the files are read, so
-that work can go on at a batch's number. A text file larger than PIECE_BYTES is encoded in pieces that end
+that a killed command can go on at a batch. A text file larger than PIECE_BYTES is encoded in pieces that end
 before a line end. End-of-text follows each document.
 """
 
@@ -25,8 +25,8 @@ from mingpt.base.urls import redact
 from mingpt.data.source import COMPRESSED, KINDS, readable
 from mingpt.data.tokenizers import Tokenizer
 
-PIECE_BYTES = 1 << 17  # size of a long text's pieces, which the package encodes in parallel
-BATCH_BYTES = 1 << 21  # encoded at once; the package needs about 100 bytes for a token meanwhile
+PIECE_BYTES = 1 << 17  # size of a long text's pieces, which `tokenizers` encodes in parallel
+BATCH_BYTES = 1 << 21  # encoded at once; `tokenizers` needs about 100 bytes for a token meanwhile
 READ_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20
 ROWS_AT_ONCE = 64
@@ -40,7 +40,7 @@ BLANKS = (
 
 @dataclass(frozen=True)
 class InputFile:
-    """A path or URL. `version` changes when the file does, as far as its storage can tell."""
+    """A file to read, by path or URL. `version` changes when the file does, as far as its storage tells."""
 
     path: str
     kind: str  # text, jsonl or parquet
@@ -48,12 +48,12 @@ class InputFile:
 
     @property
     def shown(self) -> str:
-        """The file's name without credentials."""
+        """The file's path or URL without credentials."""
         return redact(self.path)
 
 
 def find_inputs(names: Sequence[str]) -> list[InputFile]:
-    """The files in the order of the names, those of a pattern sorted. Raises UserError."""
+    """Return the named files in order, those of a pattern sorted. UserError if one is missing or a folder."""
     found = [make_input(path) for name in names for path in expand(name)]
     if not found:
         raise UserError("there is no text: name at least one file, pattern or URL")
@@ -61,7 +61,7 @@ def find_inputs(names: Sequence[str]) -> list[InputFile]:
 
 
 def expand(name: str) -> list[str]:
-    """The paths that a name stands for: itself, or what its pattern matches. Raises UserError if none do."""
+    """Return the paths that a name stands for: itself, or what its pattern matches. UserError if none do."""
     is_literal = name.startswith(("http://", "https://")) or os.path.exists(name)
     if not glob.has_magic(name) or is_literal:
         return [name]
@@ -77,7 +77,7 @@ def expand(name: str) -> list[str]:
 
 
 def make_input(path: str) -> InputFile:
-    """The input file of a path. Raises UserError if there is no such file, or if it is a folder."""
+    """Return the input file of a path or URL. Raises UserError if it is missing, unreadable or a folder."""
     with readable(path):
         files, inner = fsspec.core.url_to_fs(path)
         about = files.info(inner)
@@ -93,14 +93,14 @@ def make_input(path: str) -> InputFile:
 
 @contextlib.contextmanager
 def open_input(file: InputFile) -> Iterator[io.BufferedReader]:
-    """The file's bytes, decompressed. Raises UserError, also while it is read."""
+    """Open a file, decompressed by its suffix. Raises UserError for any error until the block ends."""
     with readable(file.path), fsspec.open(file.path, "rb", compression="infer") as stream:
         yield io.BufferedReader(stream, READ_BYTES)  # network drivers give what has arrived
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a document's text, or all of the text."""
+    """A piece of a document's text, or all of the text; `is_val`: it belongs to the validation part."""
 
     text: str
     ends_document: bool
@@ -113,9 +113,9 @@ class Piece:
 
 
 def read_pieces(file: InputFile) -> Iterator[Piece]:
-    """The pieces of a file. Only a text file's document comes in several.
+    """Yield the documents of a file. Only a text file's document comes in several pieces.
 
-    Raises UserError naming file and place for what is no text.
+    Raises UserError, with file and place, for bytes that are not UTF-8, or a line or row without a text.
     """
     if file.kind == "text":
         return read_text(file)
@@ -123,7 +123,7 @@ def read_pieces(file: InputFile) -> Iterator[Piece]:
 
 
 def read_text(file: InputFile) -> Iterator[Piece]:
-    """Whole lines of about PIECE_BYTES, but for their line end and blanks before it, which come next."""
+    """Yield pieces of about PIECE_BYTES that end before a line end and its blanks, which begin the next."""
     text, offset = "", 0
     with open_input(file) as stream:
         while lines := stream.readlines(PIECE_BYTES):
@@ -157,13 +157,13 @@ def read_jsonl(file: InputFile) -> Iterator[Piece]:
 
 
 class Document(pydantic.BaseModel):
-    """A line of .jsonl or a row of .parquet; other fields may be there."""
+    """A line of .jsonl or a row of .parquet; fields other than `text` are ignored."""
 
     text: pydantic.StrictStr
 
 
 def text_of(document: bytes | dict[str, Any], place: str) -> str:
-    """The text of a line or of a row. Raises UserError, which begins with `place`."""
+    """Return the text of a line or of a row. Raises UserError, which begins with `place`, without one."""
     try:
         value = parse_json(document) if isinstance(document, bytes) else document
         text = check_json(value, Document).text
@@ -187,24 +187,24 @@ def read_parquet(file: InputFile) -> Iterator[Piece]:
 
 @dataclass
 class InputStats:
-    """Totals over documents, and their alphabet where it is asked for."""
+    """Totals over documents; the alphabet only for --tokenizer char."""
 
     documents: int = 0
     bytes: int = 0  # of UTF-8
     characters: int = 0
-    alphabet: str = ""  # the distinct characters in code-point order, where they are asked for
+    alphabet: str = ""  # the distinct characters in code-point order
 
     def add(self, piece: Piece) -> None:
-        """Count a piece in, all but `alphabet`."""
+        """Add a piece to all totals; `alphabet` stays as it is."""
         self.documents += piece.ends_document
         self.bytes += piece.bytes
         self.characters += len(piece.text)
 
 
 def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: float) -> Iterator[Piece]:
-    """All pieces; documents that begin in the last `val_fraction` of the bytes are marked as validation.
+    """Yield all pieces; documents that begin in the last `val_fraction` of the bytes get `is_val`.
 
-    The last document always is, the first never; a single one is cut. `stats`: totals of the documents.
+    The last document always does, the first never; a single one is cut by characters. `stats`: all totals.
     """
     n_train = int(stats.characters * (1 - val_fraction))  # of a single document
     n_train_bytes = int(stats.bytes * (1 - val_fraction))
@@ -228,11 +228,11 @@ def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: fl
                 begin = so_far.bytes
 
 
-Batch = list[Piece]  # of one part, to be encoded together
+Batch = list[Piece]  # all of training or all of validation, encoded together
 
 
 def read_batches(pieces: Iterator[Piece]) -> Iterator[Batch]:
-    """The pieces in batches of about BATCH_BYTES; the same ones whenever the same pieces come."""
+    """Yield batches of about BATCH_BYTES, each of training or validation alone; the same ones each time."""
     batch, size = Batch(), 0
     for piece in pieces:
         if batch and (size >= BATCH_BYTES or batch[0].is_val != piece.is_val):
@@ -245,12 +245,12 @@ def read_batches(pieces: Iterator[Piece]) -> Iterator[Batch]:
 
 
 def token_type(tokenizer: Tokenizer) -> np.dtype:
-    """The type of a token in a shard."""
+    """Return the type of a token in a shard: uint16 for a vocabulary of up to 65,536 tokens, else uint32."""
     return np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
 
 
 def encode(tokenizer: Tokenizer, batch: Batch) -> np.ndarray:
-    """(tokens,) of all texts, with end-of-text, where there is one, behind each document. For any thread."""
+    """Return a batch's tokens, (tokens,), with end-of-text, if any, after each document. Thread-safe."""
     if len(batch) == 1:  # its one piece may be a very long line
         arrays = [tokenizer.encode(batch[0].text)]
     else:
@@ -265,7 +265,7 @@ def encode(tokenizer: Tokenizer, batch: Batch) -> np.ndarray:
 
 
 def first_token_bytes(tokenizer: Tokenizer, batch: Batch) -> int:
-    """The UTF-8 bytes of text that the batch's first token covers; none if it is an end-of-text."""
+    """Return how many bytes of UTF-8 the batch's first token covers; 0 for an end-of-text, or no token."""
     for piece in batch:
         if piece.text:
             return tokenizer.first_token_bytes(piece.text)

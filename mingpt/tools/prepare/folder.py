@@ -1,8 +1,8 @@
 """The output folder: files appear in it whole or not at all, and a record says how far the command has come.
 
-`prepare.json` is the record. It is no part of the data: it tells the same command from another one. Shards
-are files of tokens in llm.c's format: full ones, then a shorter last one, first of the training part, then of
-validation.
+The record, `prepare.json`, is no part of the data. With it the same command continues, and another is
+refused. Shards are files of tokens in llm.c's format: full ones, then a shorter last one, first of the
+training part, then of validation.
 """
 
 import contextlib
@@ -47,14 +47,14 @@ def make_header(tokens: int, dtype: np.dtype) -> bytes:
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a whole file."""
+    """Return the SHA-256 of a file in hex. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn an error in writing into a UserError that tells how to go on."""
+    """Turn an OSError of the block into a UserError that names `path` and tells how to go on."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ def write_file(path: Path, content: bytes | dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[None]:
-    """Make the folder, and keep other commands like this one out. Raises UserError."""
+    """Make the folder and lock it until the block ends. Raises UserError, also if another command has it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
@@ -94,7 +94,7 @@ def open_folder(path: Path) -> Iterator[None]:
 
 
 class Shard(FileMeta):
-    """A finished shard. The next one begins in the batch number `batch`, behind `skip` of its tokens."""
+    """A finished shard. The next one begins in batch number `batch`, after its first `skip` tokens."""
 
     batch: Count
     skip: Count
@@ -105,7 +105,7 @@ class Shard(FileMeta):
 
 
 class Record(pydantic.BaseModel):
-    """The record of what a command has done so far in its folder."""
+    """The content of prepare.json: the command's options and files, and what it has done so far."""
 
     command: dict[str, Any]
     stats: InputStats | None = None
@@ -114,12 +114,15 @@ class Record(pydantic.BaseModel):
     is_complete: bool = False
 
     def save(self, folder: Path) -> None:
-        """Write the record. Raises UserError."""
+        """Write the record to the folder, whole or not at all. Raises UserError."""
         write_file(folder / RECORD, self.model_dump())
 
 
 def open_record(folder: Path, command: dict[str, Any]) -> Record:
-    """The record that the same command left before, or a new record. Raises UserError for other content."""
+    """Return the record of the same command, up to its first missing shard; a new one in an empty folder.
+
+    Raises UserError if the folder has other files, another command's record, or one that cannot be read.
+    """
     path = folder / RECORD
     try:
         record = check_json(read_json(path), Record)
@@ -146,7 +149,7 @@ def open_record(folder: Path, command: dict[str, Any]) -> Record:
 
 
 def check_tokenizer(folder: Path, digest: str | None) -> None:
-    """Raises UserError unless the folder's tokenizer.json is that of this sha256."""
+    """Raise UserError unless the folder's tokenizer.json can be read and has this SHA-256."""
     path = folder / TOKENIZER
     try:
         found = digest_of(path)
@@ -157,10 +160,10 @@ def check_tokenizer(folder: Path, digest: str | None) -> None:
 
 
 class ShardWriter:
-    """Writes the tokens of batches in their order. After each shard the record says from where to go on.
+    """Writes the tokens of batches, in their order, to shards, and saves `record` after each shard.
 
-    Batches before number `first_batch` are in finished shards. The unfinished shard is removed when
-    `unfinished` is left by an error.
+    The caller begins with batch number `first_batch`: those before it are in finished shards. The unfinished
+    shard is removed when `unfinished` is left by an error.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class ShardWriter:
         self._count = 0  # tokens in the shard at hand
 
     def write(self, tokens: np.ndarray, is_val: bool) -> None:
-        """Append the tokens of the next batch. Raises UserError if they cannot be written."""
+        """Append the next batch's tokens; training batches come first. Raises UserError if that fails."""
         if is_val and not self._is_val:
             self.finish_shard(0)
             self._is_val = True
@@ -196,7 +199,7 @@ class ShardWriter:
         self._next_batch += 1
 
     def _path(self) -> Path:
-        """The file of the shard at hand."""
+        """Return the path of the shard that is being written, or written next."""
         number = sum(shard.is_val == self._is_val for shard in self.record.shards)
         return self.folder / f"{'val' if self._is_val else 'train'}_{number:05d}.bin"
 
@@ -209,7 +212,7 @@ class ShardWriter:
         self._count += len(tokens)
 
     def finish_shard(self, skip: int = 0) -> None:
-        """Name the shard, if there is one. Going on begins at the next batch, without its first tokens."""
+        """Complete the shard, if one is open; record that the next begins `skip` tokens into this batch."""
         if self._file is None:
             return
         path = self._path()

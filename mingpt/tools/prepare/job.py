@@ -1,7 +1,7 @@
-"""The command from its arguments to a complete folder: count, make the tokenizer, encode, describe.
+"""Runs the command: counts the text, makes the tokenizer, encodes the text, writes shards and meta.json.
 
 The tokenizer is that which --tokenizer asks for: characters, a BPE trained on the text, or one from
-elsewhere. A bar on stderr shows the progress; where that is no terminal, every LINE_EVERY_S.
+elsewhere. A bar on stderr shows the progress; where that is no terminal, every LINE_EVERY_S seconds.
 """
 
 import contextlib
@@ -65,12 +65,12 @@ TOKENIZER_WORDS = ("char", "bpe", "gpt2")  # others are files
 
 
 def pause_s() -> float:
-    """Seconds between two updates of what shows the progress."""
+    """Return the seconds between two updates of the progress bar."""
     return POLL_S if sys.stderr.isatty() else LINE_EVERY_S
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
-    """A progress bar that counts bytes of text."""
+    """Return a progress bar on stderr that counts bytes of text."""
     return tqdm(
         total=total,
         desc=what,
@@ -84,7 +84,7 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
 
 
 def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
-    """A tokenizer.json of a byte-level BPE as GPT-2's, trained on the beginning of the training part.
+    """Return a tokenizer.json of a byte-level BPE as GPT-2's, trained on the first part of the training text.
 
     `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has not
     that many pairs. The same text gives the same content, whatever the number of cores. Words that are longer
@@ -121,7 +121,7 @@ def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
 
 
 def sample(pieces: Iterable[Piece], shown: "tqdm[Never]") -> Iterator[str]:
-    """Texts of the training part, until there are enough of them, or of distinct words."""
+    """Yield texts of the training part, up to SAMPLE_BYTES or SAMPLE_WORD_BYTES of distinct words."""
     words: set[str] = set()
     size = word_bytes = 0
     for piece in pieces:
@@ -165,9 +165,9 @@ class Options:
 
 
 def prepare(names: Sequence[str], out: Path, options: Options) -> str:
-    """Write the shards of the files that `names` stand for to the folder `out`; returns a summary.
+    """Write the shards of the files that `names` stand for to the folder `out`; return a summary.
 
-    A command that was killed goes on behind its last finished shard. Raises UserError.
+    A killed command goes on after its last finished shard; a complete folder is left alone. Raises UserError.
     """
     files = find_inputs(names)
     command: dict[str, Any] = {f"--{option}": value for option, value in asdict(options).items()}
@@ -193,7 +193,7 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
 
 
 def count(files: Sequence[InputFile], options: Options) -> InputStats:
-    """Read all documents once. Raises UserError for a file without text, and if a part would be empty."""
+    """Read all files once; return totals. UserError for a file without text, or one short document alone."""
     stats, alphabet = InputStats(), set[str]()
     with progress("counting") as shown:
         for file in files:
@@ -222,9 +222,9 @@ def load_or_make_tokenizer(
     options: Options,
     given: bytes | None,
 ) -> Tokenizer:
-    """The tokenizer, whose file is in the folder from now on. Raises UserError.
+    """Return the tokenizer in the folder or, the first time, a new one that is written there.
 
-    `given` is the content of the file that --tokenizer names, None where it names none.
+    `given` is the content of the file that --tokenizer names; None for char, bpe and gpt2. Raises UserError.
     """
     path = out / TOKENIZER
     if record.tokenizer is not None:
@@ -254,7 +254,7 @@ def write_shards(
     tokenizer: Tokenizer,
     options: Options,
 ) -> dict[str, Any]:
-    """Encode and write the shards that are missing; returns the content of meta.json. Raises UserError."""
+    """Write the missing shards; return what meta.json will hold. Raises UserError, also for changed input."""
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
     unpredicted_bytes: int | None = None  # bytes of the validation part's first token
@@ -295,7 +295,7 @@ def write_shards(
 def encode_batches(
     batches: Iterable[Batch], tokenizer: Tokenizer, first: int
 ) -> Iterator[tuple[Batch, np.ndarray | None]]:
-    """Each batch and its tokens, None for those before number `first`; reading and encoding overlap."""
+    """Yield each batch with its tokens, None for batches before number `first`; reading overlaps encoding."""
     pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
     with ThreadPoolExecutor(ENCODING_THREADS) as pool:
         for number, batch in enumerate(batches):
