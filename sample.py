@@ -181,7 +181,7 @@ def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Nam
 def write_samples(
     model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Write each sample after `text`, whose tokens are `prompt`; without a tokenizer, write tokens."""
+    """Write `text`, whose tokens are `prompt`, before each sample; without a tokenizer, write tokens."""
     for number, tokens in enumerate(samples(model, tokenizer, prompt, arguments)):
         if number:
             sys.stdout.write(SEPARATOR)
@@ -193,7 +193,7 @@ def write_samples(
 def samples(
     model: "GPT", tokenizer: "Tokenizer | None", prompt: list[int], arguments: argparse.Namespace
 ) -> Iterator[Iterable[int]]:
-    """Yield each sample's tokens: a single one's as they come, several samples generated together."""
+    """Yield each sample's tokens after the prompt: a single one's as they come, several once complete."""
     from mingpt.model import generate_batch
 
     for first in range(0, arguments.num_samples, BATCH):
@@ -234,7 +234,7 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
 
 
 def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """The text to continue, by default the tokenizer's default prompt, and its tokens. Raises UserError."""
+    """Return the text, or for None the tokenizer's default prompt, and its tokens. Raises UserError."""
     if text is None:
         tokens = tokenizer.default_prompt()
         return tokenizer.decode(tokens), tokens
@@ -245,7 +245,7 @@ def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[i
 
 
 def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
-    """The tokens to continue. Raises UserError unless they are given and in the vocabulary."""
+    """The tokens of --prompt_tokens. Raises UserError unless they are given and all below `vocab_size`."""
     text = arguments.prompt_tokens
     if text is None:
         raise UserError("the run has no tokenizer: give tokens to continue, as in --prompt_tokens 464,3290")
@@ -257,7 +257,10 @@ def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[i
 
 
 def write_pieces(pieces: Iterator[str], stop: str | None) -> None:
-    """Write text as it comes, up to `stop`; characters that may begin `stop` wait for the next piece."""
+    """Write text to stdout as it comes, up to `stop` if that occurs, and a newline at the end.
+
+    The last characters, which may begin `stop`, wait for the next piece.
+    """
     held, waiting = "", len(stop) - 1 if stop else 0
     for piece in pieces:
         held += piece

@@ -14,7 +14,7 @@ def main() -> None:
         from mingpt.config.cli import parse
 
         config = parse(sys.argv[1:])
-        # Plain `python`: this process becomes the agent of one worker per GPU or core, and exits as they do.
+        # Plain `python`, several workers: this process becomes their agent and exits here, as they do.
         worker.start_workers(config, sys.argv)
 
         from mingpt.training.trainer import Trainer

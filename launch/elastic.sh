@@ -1,5 +1,5 @@
 #!/bin/bash
-# torchrun for a cluster of which any node may die, joined or left by nodes in mid-run. Run it on every node:
+# torchrun for a cluster in which any node may die, join or leave in mid-run. Run it on every node:
 #
 #   launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A -- train.py ...
 #

@@ -1,7 +1,7 @@
 """The commands beside train.py and sample.py.
 
 python -m mingpt COMMAND [arguments]         # COMMAND --help explains one
-torchrun ... -m mingpt doctor [settings]     # a worker of the doctor
+torchrun ... -m mingpt doctor [settings]     # every worker runs the doctor, a check-up of the cluster
 """
 
 import importlib
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names. Raises UserError."""
+    """Run the command that the first argument names, and return its exit code. Raises UserError."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     parser = CommandParser(

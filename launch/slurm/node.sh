@@ -1,5 +1,6 @@
 #!/bin/bash
-# The agent of one node, started by srun once per node; its arguments are those of train.py, or of MINGPT_PROGRAM.
+# The agent of one node, which a batch script here starts by srun once per node. It gets the arguments of
+# train.py, or of MINGPT_PROGRAM if that is set, and MIN_NODES and FIRST_NODE from the batch script.
 set -euo pipefail
 
 # The address by which Slurm knows this node, not that of a loopback interface to which its own name may

@@ -1,4 +1,4 @@
-"""Code that every room uses: errors that decide what becomes of the job, events, files, URLs, commands.
+"""Code that every room (package of mingpt/) uses: errors that decide a job's fate, events, files, URLs.
 
 Imports no other room.
 """

@@ -1,7 +1,7 @@
-"""The frame of a command: its parser, its messages and its exit code.
+"""The parts that all commands share: a parser, messages and an exit code.
 
-A user's mistake is reported in one sentence that begins with "error:", with exit code 2. Messages and errors
-are shown without the credentials of the URLs in them.
+A user's mistake is reported in one sentence that begins with "error:", with exit code 2. This sentence, log
+lines and `write_lines` hide the credentials of URLs; the traceback of any other error does not.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code. A UserError is printed as one sentence, with exit code 2."""
+    """Run a command, with logs on stderr; return its exit code, or print a UserError and return 2."""
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])

@@ -1,20 +1,20 @@
-"""Exceptions, by what a failure means for the job. `worker.Worker` turns them into exit codes."""
+"""Exceptions, by what a failure means for the job. `launch.worker.Worker` turns them into exit codes."""
 
 
 class UserError(ValueError):
-    """A mistake that only the user can correct, described in one sentence. Ends the job with exit code 2."""
+    """A mistake that only the user can correct, in one sentence. All ranks raise it; ends the job, code 2."""
 
 
 class ExpectedError(RuntimeError):
-    """An error that one sentence explains, without a traceback. Exit code 1; torchrun may restart."""
+    """An error that one sentence explains, without a traceback. Exit code 1; the agent may restart."""
 
 
 class PeersMissing(ExpectedError):
-    """This generation ends: other workers did not arrive, or other nodes got NodeRefused."""
+    """This generation ends, for the agent to restart: workers did not arrive, or nodes got NodeRefused."""
 
 
 class StopRequested(Exception):
-    """All ranks have agreed to stop before this generation's first step, when there is nothing to save."""
+    """All ranks have agreed to stop, for `reason`, before this generation's first step: nothing to save."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"stopped by {reason}")
@@ -26,7 +26,7 @@ class NonRetryableError(ExpectedError):
 
 
 class ClaimLost(ExpectedError):
-    """This process no longer holds the claim to the run folder or snapshot folder that it writes to."""
+    """This process no longer holds the claim (a job's right to write) to its run or snapshot folder."""
 
 
 class SupersededError(ClaimLost, NonRetryableError):
@@ -46,11 +46,11 @@ class NonFiniteError(NonRetryableError):
 
 
 class CorruptSnapshot(Exception):
-    """A snapshot whose files are incomplete or fail their checksums; the message says which."""
+    """A snapshot that must not be used: incomplete, damaged, ill-formed or suspect; the message says why."""
 
 
 class UnreadableSnapshot(Exception):
-    """A snapshot or a folder of snapshots that cannot be read now and may be valid; the message says why."""
+    """A snapshot, or folder of snapshots, that cannot be read now or is not this job's, and may be valid."""
 
 
 class SaveAborted(Exception):

@@ -2,8 +2,8 @@
 
     events.subscribe("forward_end", lambda step, micro_batch: ...)
 
-A callback runs in the thread that emits the event and gets the details below as keyword arguments. Tensors
-may be changed in place. Without subscribers an event costs one dictionary lookup.
+A callback runs in the thread that emits the event, where its errors are raised. Its keyword arguments are the
+names with which the event's text below begins. Tensors among them may be changed in place.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,6 @@ def subscribe(name: str, callback: Callback) -> None:
 
 
 def emit(event: str, /, **details: Any) -> None:
-    """Run the callbacks of an event in the order of their subscription."""
+    """Run the callbacks of an event in the order of their subscription, in this thread."""
     for callback in _subscribers.get(event, ()):
         callback(**details)

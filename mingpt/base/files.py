@@ -1,4 +1,4 @@
-"""File operations for every room: atomic writes, retries, and reading JSON that may be damaged.
+"""File operations for the whole program: atomic writes, retries, and reading JSON that may be damaged.
 
 A worker must not import pydantic before it listens for signals. Code that runs until then must therefore not
 import this file.
@@ -23,7 +23,7 @@ RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of obj
 PIECE_BYTES = 16 << 20  # of a large file per request; drivers end a request to a URL after a few minutes
 MAX_JSON_BYTES = 64 << 20  # per file; a JSON file of a run or a data set has a few thousand
 MAX_JSON_VALUES = 200_000  # each may cost 70 bytes once it is parsed; a real file has thousands
-# Values in JSON that several rooms read.
+# Types of values in JSON, for several packages.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
 Sha256 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]
 Sync = Literal["nothing", "file", "folder"]
@@ -41,11 +41,11 @@ def atomic_file(
 ) -> Iterator[io.FileIO]:
     """Open a file for writing that appears at `path` when the block ends, or not at all.
 
-    Until then the file is called `partial`, by default `<name>.partial` beside `path`. An error removes it,
-    and the previous file at `path` stays. `sync` tells what is made durable: nothing, the file before it is
-    renamed, or also its folder afterwards. `before_rename` is called right before the rename, since storage
-    may have hung for long. It raises an error or returns False if the file must not appear any more; after
-    False the partial file stays, because the folder belongs to another job.
+    The file is unbuffered: use `write_all`. Until the end it is called `partial`, by default `<name>.partial`
+    beside `path`. An error removes it, and the previous file at `path` stays. `sync` tells what is made
+    durable: nothing, the file before it is renamed, or also its folder afterwards. `before_rename` is called
+    right before the rename, since storage may have hung for long. It raises an error or returns False if the
+    file must not appear any more; after False the partial file stays: the folder is another job's.
     """
     partial = partial or Path(path).with_name(f"{Path(path).name}.partial")
     try:
@@ -78,7 +78,7 @@ def write_atomic(
 
 
 def write_all(write: Callable[[memoryview], int | None], content: bytes | memoryview) -> None:
-    """Call `write` until all bytes are written; on a disk that fills up it takes a part, then raises."""
+    """Call `write`, which returns how many bytes it took, until all are written. Passes on its errors."""
     remaining = memoryview(content)
     while remaining:
         written = write(remaining) or 0
@@ -86,7 +86,7 @@ def write_all(write: Callable[[memoryview], int | None], content: bytes | memory
 
 
 def fsync_path(path: str | Path) -> None:
-    """Make a file durable, or the renames and removals in a folder."""
+    """Make a file durable, or the renames and removals in a folder. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,7 +105,7 @@ def remove_quietly(path: str | Path) -> None:
 
 
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:
-    """Return the result of `work`, which is tried again after a pause of each of `pauses_s` seconds.
+    """Return the result of `work`; if it raises, try again after each of `pauses_s` (seconds).
 
     Before a pause, `on_failure` gets the error to log it; it raises if another attempt is of no use. The
     error of the last attempt is raised.
@@ -178,7 +178,7 @@ def check_json(value: Any, form: type[T]) -> T:
 
 
 def bad_json(error: pydantic.ValidationError) -> BadJson:
-    """Return the error for the first wrong value, with the reason."""
+    """Return the BadJson for the first value that pydantic found wrong."""
     first = error.errors(include_url=False, include_input=False)[0]
     return BadJson(first["msg"], first["loc"])
 

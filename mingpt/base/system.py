@@ -33,7 +33,7 @@ def run_within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def try_within(limit_s: float, work: Callable[[], object]) -> bool:
-    """Whether `work` ends within `limit_s` seconds. Its exception is printed, as for any thread."""
+    """Whether `work` ends within `limit_s` seconds, be it by an exception, which its thread prints."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -41,7 +41,7 @@ def try_within(limit_s: float, work: Callable[[], object]) -> bool:
 
 
 def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    """Run `work` in a daemon thread; the future gets its result or its exception."""
+    """Start `work` in a daemon thread. Returns a future of its result or exception, and the thread."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""URLs: opened by the drivers of fsspec, and shown without their credentials.
+"""Opens URLs by the drivers of fsspec, and hides their credentials in all that is shown.
 
-Credentials are never shown: not on the terminal, in a log, or in a file of the run. URLs are shown as
+Whoever writes to the terminal, a log or a file of the run redacts the text first. URLs are shown as
 `sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in the environment, which is
 never printed.
 """
@@ -19,7 +19,7 @@ QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as of S3; a ? without = bel
 
 
 def redact(text: str) -> str:
-    """The text without the passwords, tokens and queries of its URLs."""
+    """The text with *** for the passwords, tokens and queries of its URLs."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])
@@ -29,16 +29,16 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """The value, a string or nested dictionaries, with all strings redacted."""
+    """The value with all strings in nested dictionaries redacted; keys, lists and others stay as they are."""
     if isinstance(value, dict):
         return {key: redact_all(one) for key, one in value.items()}
     return redact(value) if isinstance(value, str) else value
 
 
 def open_url(where: str, what: str | None = None) -> tuple[Any, str]:
-    """The file system of a path or URL, and the path in that file system. Listings are not cached.
+    """The fsspec file system of a path or URL, which caches no listings, and the path in that file system.
 
-    Raises UserError if the driver is not installed; the message calls the URL `what`.
+    Raises UserError if there is no driver; the message calls the URL `what`, by default `where`.
     """
     import fsspec  # takes a while, and a worker does not need it before it listens for signals
 

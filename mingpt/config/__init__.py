@@ -1,6 +1,6 @@
 """Every setting of a run on one page, checked before torch is imported; the command line that sets them.
 
-Uses pydantic and YAML, and imports no room but base.
+Uses pydantic and YAML, and imports no package of mingpt but base.
 """
 
 from mingpt.config.settings import (

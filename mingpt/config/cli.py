@@ -44,10 +44,10 @@ OTHER_NAMES = {
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """The configuration that a command line asks for; see the top of this file.
+    """Return the configuration that a command line, without the program's name, asks for.
 
-    --help and --print_config print and raise SystemExit(0). Raises UserError with one sentence for anything
-    wrong.
+    Its form is at the top of this file. --help and --print_config print and raise SystemExit(0). Raises
+    UserError with one sentence for anything wrong.
     """
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(help_text())
@@ -61,7 +61,10 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    """The configuration file's path, None if none is given, and {dotted key: value} for the settings."""
+    """Return the config file's path, None if none is given, and {dotted key: Text}. Raises UserError.
+
+    Neither keys nor values are checked, but no key may be given two values.
+    """
     for before, word in itertools.pairwise(argv):
         is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not Path(word).exists()
         if word.startswith("=") or is_value:
@@ -107,7 +110,7 @@ class Loader(yaml.SafeLoader):
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings of a config file, as {dotted key: value}. Raises UserError."""
+    """Return the settings of a config file as {dotted key: value}, unchecked. Raises UserError."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
         is_mapping = isinstance(content, dict | None)
@@ -131,7 +134,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def build(flat: dict[str, Any]) -> Config:
-    """A checked Config from {dotted key: value}.
+    """Return a checked Config from {dotted key: value}; a setting that is not given has its default.
 
     Raises UserError for an unknown key, a wrong type or range, or settings that contradict each other.
     """
@@ -158,9 +161,10 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(value: Any, setting: Setting) -> Any:
-    """Convert a value from YAML or a command line for pydantic's check. Raises UserError.
+    """Return a value from YAML or a command line (Text) as pydantic's check takes it.
 
-    A text setting keeps its text.
+    A text setting keeps its text; "null" becomes None if the setting may be null. Raises UserError for true
+    or false as a number or a choice.
     """
     is_optional = type(None) in typing.get_args(setting.type)
     if setting.type is str or is_optional:  # pydantic reads an optional number from text

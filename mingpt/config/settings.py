@@ -1,9 +1,9 @@
 """Every setting of a run on one page: type, default, range, meaning, and whether it can change the result.
 
 gpt2_train_cfg.yaml repeats the defaults; `train.py` reads it unless another file is given. Settings that can
-change the result must be the same when a run is resumed; see training/start.py. cli.py reads files and
-command lines. Nothing here imports torch, so a wrong setting is reported at once. Functions below the page
-list settings by their dotted keys, and convert configurations to dictionaries and YAML.
+change the result must be the same when a run is resumed, unless snapshot.resume=changed. cli.py reads files
+and command lines. Nothing here imports torch, so a wrong setting is reported at once. Functions below the
+page list settings by their dotted keys, and convert configurations to dictionaries and YAML.
 """
 
 import dataclasses
@@ -294,7 +294,7 @@ def check(config: Config) -> None:
 
 
 def check_workers(config: Config, workers: int) -> None:
-    """Raises UserError if a step has fewer micro-batches than the job's first generation has workers."""
+    """Raises UserError if a step has fewer micro-batches than `workers`, with which a job starts."""
     batch_size, micro_batch_size = config.trainer.batch_size, config.trainer.micro_batch_size
     micro_batches = batch_size // micro_batch_size
     if micro_batches >= workers:
@@ -311,7 +311,7 @@ def check_workers(config: Config, workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A setting of Config, under its dotted key."""
+    """The facts of one setting of Config; `key` is dotted, such as "model.n_layer"."""
 
     key: str
     type: Any
@@ -321,7 +321,7 @@ class Setting:
     limits: dict[str, float]  # {"at least": 1}
 
     def allowed(self) -> str:
-        """The values that the setting may take, in words."""
+        """Return the values that the setting may take in words, such as "a whole number at least 1"."""
         if self.key in AUTO_OR:
             return AUTO_OR[self.key]
         options = [kind for kind in typing.get_args(self.type) if kind is not type(None)]
@@ -351,7 +351,7 @@ def find_limits(rules: Iterable[Any]) -> dict[str, float]:
 
 
 def settings() -> dict[str, Setting]:
-    """Every setting by its dotted key, in the order of this page."""
+    """Return {dotted key: Setting} for every setting, in the order of this page."""
     found = {}
 
     def walk(section: Any, prefix: str) -> None:
@@ -369,7 +369,7 @@ def settings() -> dict[str, Setting]:
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn {"model": {"n_layer": 4}} into {"model.n_layer": 4}."""
+    """Turn {"model": {"n_layer": 4}} into {"model.n_layer": 4}; an empty dictionary stays as a value."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, dict) and value:
@@ -380,14 +380,17 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """{dotted key: value} of the settings that can change the result, of a nested configuration."""
+    """Return {dotted key: value} of a nested configuration's settings that can change the result.
+
+    A setting that it lacks has its default; keys that are no settings are left out.
+    """
     given = flatten(dict(config))
     known = settings().items()
     return {key: given.get(key, setting.default) for key, setting in known if setting.affects_result}
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The settings that affect the result and differ, as "key: old -> new", of two nested configurations."""
+    """Return "key: old -> new" of each setting that can change the result and differs; both are nested."""
     was, now = result_settings(old), result_settings(new)
     return [f"{key}: {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]
 

@@ -1,7 +1,7 @@
-"""Turn text or token shards into windows for training and evaluation, and assign windows to workers.
+"""Turn text or token shards (.bin files of tokens) into windows, and assign the windows to workers.
 
-Each window of an epoch is read exactly once, whatever the number of workers. Uses no model and no process
-group.
+Each window of an epoch is trained on exactly once, whatever the number of workers. Uses no model and no
+process group.
 """
 
 import importlib
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Their module imports torch, which would cost `prepare` a second and, with CUDA, half a gigabyte.
+    # Imported on first use: windows.py imports torch, which would cost `prepare` a second and, with CUDA,
+    # half a gigabyte.
     if name in __all__:
         return getattr(importlib.import_module("mingpt.data.windows"), name)
     raise AttributeError(f"module 'mingpt.data' has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""Any Hugging Face tokenizer.json, run by the `tokenizers` package, which is imported on first use.
+"""Run any Hugging Face tokenizer.json by the `tokenizers` package, which is imported on first use.
 
 The file tells whether a tokenizer is byte-level, so that the bytes of each token can be counted, and whether
-it is of GPT-2's kind, so that a text can be cut in pieces and still have the same tokens.
+it is of GPT-2's kind, so that a text can be cut in pieces and still have the same tokens. The functions that
+read a `spec`, a parsed tokenizer.json, raise KeyError, TypeError or AttributeError for an unknown form.
 """
 
 import json
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as PackageTokenizer
 
-# GPT-2's pattern ends a word at every whitespace, and a run of whitespace never begins before its first
-# character. After whitespace the pattern looks ahead. Patterns such as cl100k's join punctuation and line
-# breaks.
+# Where whitespace follows another character, GPT-2's pattern always ends a word, so a text can be cut there.
+# After whitespace it cannot, since the pattern looks ahead; nor with patterns such as cl100k's, which join
+# punctuation and line breaks.
 CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
-KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # behaviors of Split
+KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # all of Split but Removed
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 PIECE_CHARACTERS = 1 << 16
-PIECES_AT_ONCE = 16  # while it encodes, the package needs about 100 bytes per token
+PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
 LOSS_CHARACTERS = 1 << 18  # the beginning of a text, in which `loses` looks
 MAX_TOKENS = 1 << 24  # arrays have an element for each number up to the highest
 
@@ -41,12 +42,12 @@ def byte_alphabet() -> set[str]:
 
 
 def decodes_bytes(spec: dict[str, Any]) -> bool:
-    """Whether tokens decode to their bytes, one after the other; `spec` is a tokenizer.json."""
+    """Whether tokens decode to their bytes, joined: whether the decoder is ByteLevel alone."""
     return [part.get("type") for part in parts_of(spec.get("decoder"), "decoders")] == ["ByteLevel"]
 
 
 def encodes_bytes(spec: dict[str, Any]) -> bool:
-    """Whether the tokens of any text stand for its UTF-8 bytes; `spec` is a tokenizer.json with a BPE."""
+    """Whether the tokens of any text surely stand for exactly its UTF-8 bytes; the model must be a BPE."""
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     model = spec["model"]
     return (
@@ -63,14 +64,14 @@ def encodes_bytes(spec: dict[str, Any]) -> bool:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether an added token that is not special may stand for other bytes of a text than its own."""
+    """Whether an added token may stand for other bytes of a text than its own; False for a special one."""
     is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
     takes_blanks = token.get("lstrip") or token.get("rstrip")
     return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:
-    """Whether the tokens of the pieces of `split_text`, joined, are the tokens of the whole text."""
+    """Whether, for any text, the pieces of `split_text` surely have the tokens of the whole, if joined."""
     split = spec.get("pre_tokenizer") or {}
     return (
         spec.get("normalizer") is None
@@ -84,7 +85,7 @@ def can_be_cut(spec: dict[str, Any]) -> bool:
 
 
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The members of a Sequence, or the part itself; none if `part` is None."""
+    """Return the members of a Sequence, which are under the key `name`; else [part], or [] for None."""
     if part is None:
         return []
     return part[name] if part.get("type") == "Sequence" else [part]
@@ -95,9 +96,10 @@ def added_tokens(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def split_text(text: str, size: int) -> Iterator[str]:
-    """Yield pieces of `size` characters or somewhat more; each but the first begins with a line break.
+    """Yield pieces that join to `text`. Each but the last has at least `size` characters, maybe far more.
 
-    A line longer than `size` is cut at a space. A text without whitespace stays whole.
+    The next piece begins with a line break, if there is one within `size` further characters, else with the
+    next line break or space. Only one that follows a character other than whitespace counts.
     """
     start = 0
     while start < len(text):
@@ -117,7 +119,7 @@ class JsonTokenizer(Tokenizer):
     stored_as_tensor = True
 
     def __init__(self, content: bytes) -> None:
-        """Raises ValueError for content that cannot be used, UserError if the package is missing."""
+        """Raises ValueError if no usable tokenizer.json is given, UserError if the package is missing."""
         self._content = content
         self._tokenizer = load_with_package(content)
         spec: dict[str, Any] = json.loads(content)
@@ -157,11 +159,11 @@ class JsonTokenizer(Tokenizer):
         return self._content
 
     def __len__(self) -> int:
-        """The highest token + 1; a vocabulary may leave numbers out."""
+        """The highest token + 1; the vocabulary may leave numbers below it out."""
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of the whole text, (tokens,); GPT-2's kind encodes it in pieces, to save memory."""
+        """The text's tokens, (tokens,), in the smallest unsigned type. UserError for a lone surrogate."""
         pieces = split_text(text, PIECE_CHARACTERS) if self._can_be_cut else iter([text])
         arrays = [np.empty(0, dtype=self._dtype)]
         while some := list(islice(pieces, PIECES_AT_ONCE)):
@@ -169,7 +171,7 @@ class JsonTokenizer(Tokenizer):
         return np.concatenate(arrays)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, encoded on all cores. Raises UserError for invalid Unicode."""
+        """The tokens of each text, encoded on all cores. Raises UserError for a lone surrogate."""
         for text in texts:
             check_unicode(text)  # some versions of the package raise TypeError, others encode other text
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # from 0.20.1
@@ -181,7 +183,7 @@ class JsonTokenizer(Tokenizer):
         return "".join(self.decode_pieces(tokens))
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of tokens as they arrive; an incomplete character waits for its bytes, or the end.
+        """Yield the text in pieces as tokens arrive; an incomplete character waits for its bytes, or the end.
 
         A decoder may treat the first token specially, and turns an incomplete character into U+FFFD. Tokens
         are therefore decoded together with the tokens of the piece before.
@@ -204,9 +206,9 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray | None:
-        """The number of bytes per token, (vocabulary,) int64, 0 for special tokens.
+        """The number of bytes per token, (vocabulary,) int64; 0 for special tokens and unused numbers.
 
-        None unless the tokens of any text stand for all its bytes.
+        None unless the tokens of any text surely stand for all its bytes.
         """
         if not self._has_bytes or any(self._is_in_texts(token) for token in self._is_special):
             return None
@@ -218,7 +220,7 @@ class JsonTokenizer(Tokenizer):
         return sizes
 
     def loses(self, text: str) -> bool:
-        """Whether decoding changes the beginning of the text, other than blanks at its ends."""
+        """Whether decoding changes the first LOSS_CHARACTERS by more than whitespace at their ends."""
         if self.token_bytes() is not None:
             return False
         beginning = text[:LOSS_CHARACTERS]
@@ -226,7 +228,7 @@ class JsonTokenizer(Tokenizer):
         return decoded.strip() != beginning.strip()
 
     def _is_in_texts(self, token: int) -> bool:
-        """Whether a special token, which has no bytes, may be a token of plain text."""
+        """Whether this added token is special, so has no bytes, and yet may be a token of plain text."""
         string = self._tokenizer.id_to_token(token) or ""
         return self._is_special[token] and token in self._encode_one(string).ids
 
@@ -254,7 +256,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_with_package(content: bytes) -> "PackageTokenizer":
-    """The package's tokenizer for the content.
+    """Return the package's tokenizer for a tokenizer.json, set to encode as `JsonTokenizer` describes.
 
     Raises ValueError for other content, UserError if the package is missing.
     """
@@ -290,7 +292,10 @@ def check_unicode(text: str) -> None:
 
 
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
-    """A CharTokenizer, which needs no package, if one has written the file; else a JsonTokenizer."""
+    """Return a CharTokenizer, which needs no package, if one has written the file; else a JsonTokenizer.
+
+    Raises ValueError for content that cannot be used, UserError if the package is missing.
+    """
     return CharTokenizer.from_tokenizer_json(content) or JsonTokenizer(content)
 
 

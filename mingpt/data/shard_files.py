@@ -27,7 +27,7 @@ UINT16: np.dtype[Any] = np.dtype("<u2")
 UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
-BLOCK_BYTES = 4096  # a fingerprint covers the first block, the last and two between
+BLOCK_BYTES = 4096  # a fingerprint (a hash) covers the first block, the last and two between
 VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not medieval, nor eval
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
@@ -50,14 +50,14 @@ class Meta(pydantic.BaseModel):
 
     format: Literal[1]
     complete: Literal[True]
-    val_bytes: Count | None
+    val_bytes: Count | None  # of the validation text, after its first token; None if tokens lose text
     tokenizer: TokenizerMeta
     files: Annotated[list[FileMeta], pydantic.Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A checked file: `tokens` of type `dtype` from byte `offset` on."""
+    """A checked file of `size` bytes, with `tokens` tokens of type `dtype` from byte `offset` on."""
 
     path: str
     size: int
@@ -70,8 +70,8 @@ class ShardFile:
 def find_files(path: str) -> tuple[Path, list[str], bool]:
     """The folder, the names of the files to read in any order, and whether `path` is the whole folder.
 
-    `path` is a folder, a pattern or a file. Raises UserError if a folder or pattern has no .bin file, or if a
-    pattern matches files in several folders.
+    `path` is a folder, a pattern, or a file, which may be missing. Raises UserError if a folder cannot be
+    read, if a folder or pattern has no .bin file, or if a pattern matches files in several folders.
     """
     whole = os.path.isdir(path)
     if whole:
@@ -105,14 +105,14 @@ def has_pattern(path: str) -> bool:
 
 
 def is_validation(name: str) -> bool:
-    """Whether `val`, `valid` or `validation` is a word of the name, with no letter beside it."""
+    """Whether `val`, `valid` or `validation`, in lower case, is in the name with no letter beside it."""
     return VALIDATION.search(name) is not None
 
 
 def in_order(folder: Path, names: Iterable[str]) -> list[str]:
     """The names in the order of reading: training before validation, then by prefix and number (_2, _10).
 
-    Raises UserError naming the first file that a prefix's numbering lacks, or two files with one number.
+    Raises UserError naming the first file missing between two of one prefix, or two files with one number.
     """
     by_key: dict[tuple[bool, str, int], str] = {}
     for name in names:
@@ -138,9 +138,10 @@ def in_order(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
-    """Check a file's header and take its fingerprint. `entry` is the file's entry in meta.json, if any.
+    """Check a file's size, and return it with its fingerprint. `entry` is its entry in meta.json, if any.
 
-    Raises UserError, naming the file, unless its size agrees with its header or name, and with `entry`.
+    Raises UserError, naming the file, if it cannot be read, or unless its size agrees with its header or name
+    and with `entry`. The SHA-256 in `entry` is not checked; the fingerprint depends on it.
     """
     try:
         with open(path, "rb") as file:
@@ -163,9 +164,9 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
 
 
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
-    """The number of tokens, the first token's byte offset and the tokens' type.
+    """The number of tokens, the first token's byte offset and the tokens' type, of a file of `size` bytes.
 
-    Raises UserError naming the file.
+    Raises UserError, naming the file, unless `size` agrees with the header, its first HEADER_BYTES, or name.
     """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]
@@ -193,7 +194,7 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
 
 
 def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
-    """SHA-256 in hex of a file's name, size and 4 KiB at 4 fixed places; a smaller file counts whole."""
+    """SHA-256 in hex of a file's name, size and 4 KiB at 4 fixed places, which cover a file up to 16 KiB."""
     digest = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(name), size))
     last = size - BLOCK_BYTES
     for place in (0, last // 3, last * 2 // 3, last) if last > 0 else (0,):
@@ -205,7 +206,8 @@ def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """The checked content of the folder's meta.json; None if there is none.
 
-    Raises UserError if it is damaged, belongs to another program, or says that prepare has not finished.
+    Raises UserError if it cannot be read, is damaged or another program's, or says that prepare has not
+    finished.
     """
     path = folder / "meta.json"
     try:

@@ -1,4 +1,4 @@
-"""Token shards as one array: a folder or pattern of nanoGPT's or llm.c's .bin files, never read whole.
+"""Read token shards (nanoGPT's or llm.c's .bin files of tokens) as one array, by windows, never whole.
 
 No file is mapped into memory: a file that is cut short, or a network that fails, would end the process by a
 signal, and the resident memory would grow with the data.
@@ -48,7 +48,7 @@ def is_shards(path: str) -> bool:
 
 
 def local_path(path: str) -> str | None:
-    """The path in this machine's file system; None for a URL of another kind."""
+    """Return the local path that a path, file:// or local:// URL names, ~ expanded; None for other URLs."""
     for scheme in LOCAL:
         path = path.removeprefix(scheme)
     return None if "://" in path else os.path.expanduser(path)
@@ -56,9 +56,10 @@ def local_path(path: str) -> str | None:
 
 @contextlib.contextmanager
 def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file. An error until the block ends becomes one sentence that names the file.
+    """Open a checked file. An OSError until the block ends becomes one sentence that names the file.
 
-    Raises UserError if the file is gone or has another size, ExpectedError if reading fails, which may pass.
+    Raises UserError if the file is gone, may not be read or has another size than when it was checked, and
+    ExpectedError if reading fails in another way, which may pass.
     """
     try:
         with open(file.path, "rb") as stream:
@@ -77,7 +78,7 @@ def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
 
 
 class TokenShards:
-    """The tokens `first` .. `stop` of all files, one after the other: one array, read by windows.
+    """The tokens `first` to `stop` - 1 of all files, one after the other, as one array, read by windows.
 
     A file is open only while some of it is read, so any thread or forked process may read.
     """
@@ -90,7 +91,7 @@ class TokenShards:
         return self._stop - self._first
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """The tokens s .. s + length for each start s, also across files; (B, length) int64.
+        """The `length` tokens from each of `starts` on, also across files; (len(starts), length) int64.
 
         Raises IndexError for a window outside of the array, UserError if a file has changed or is gone,
         ExpectedError if reading fails.
@@ -106,7 +107,7 @@ class TokenShards:
         return windows
 
     def where(self, position: int) -> str:
-        """The place of a token, its number in its file and the file, for an error message."""
+        """Return the place of the token at `position`, for an error message: "token 7 of FILE"."""
         number = self._file_at(position + self._first)
         token = position + self._first - self._borders[number]
         return f"token {token:,} of {self._files[number].path}"
@@ -121,10 +122,10 @@ class TokenShards:
     def _pieces(
         self, starts: Sequence[int] | np.ndarray, length: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield the reads in the order of the files, so that a batch opens few files.
+        """Yield the reads, window by window in the order of position, so that a batch opens few files.
 
         A read: number of the file, row (place in `starts`), column (place in the window), first token in the
-        file, number of tokens.
+        file, number of tokens. Raises IndexError for a window outside of the array.
         """
         for row in np.argsort(starts).tolist():
             start = int(starts[row])
@@ -140,11 +141,11 @@ class TokenShards:
 
 @dataclass(frozen=True)
 class ShardData:
-    """Token shards, split and checked.
+    """Checked token shards, split into a training and a validation part.
 
-    `files` has each file's fingerprint by name, in the order of reading; `fingerprint` is the SHA-256 over
-    these in hex. `meta` is the folder's meta.json; its `val_bytes` is None if the files that are read are not
-    the files that it lists.
+    `files` has each file's fingerprint (a hash) by name, in the order of reading; `fingerprint` is the
+    SHA-256 over these in hex. `meta` is the folder's meta.json, if there is one; its `val_bytes` is None if
+    the files that are read are not the files that it lists.
     """
 
     fingerprint: str
@@ -156,9 +157,11 @@ class ShardData:
 
 
 def open_shards(path: str, val_fraction: float) -> ShardData:
-    """Find, order and check the files; split them by name, or by `val_fraction` if no name has the word val.
+    """Find, order and check the files, and split them into a training and a validation part.
 
-    Raises UserError, naming the file, unless all are token shards and each part has at least 2 tokens.
+    Files with the word val in their names are for validation. If there is none, the last `val_fraction` of
+    the tokens is. Raises UserError for a URL, for files that are missing or no whole token shards, if
+    meta.json lists other files than a folder has, or unless each part has at least 2 tokens.
     """
     local = local_path(path)
     if local is None:

@@ -1,7 +1,7 @@
 """Read the bytes of a text, or a tokenizer by name, from a path or any fsspec URL.
 
-A remote text is cached and checked against a checksum. A tokenizer is a tokenizer.json, GPT-2's two files in
-a folder, or GPT-2's tokenizer, which is downloaded.
+A remote text is cached; any text is checked against `data.sha256`, if that is set. A tokenizer is a
+tokenizer.json, GPT-2's two files in a folder, or GPT-2's tokenizer, which is downloaded and cached.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ class AbsentFile(UserError):
 
 
 def read_bytes(config: DataConfig) -> bytes:
-    """The text's bytes. Raises UserError if they cannot be read or have another sha256 than `data.sha256`."""
+    """The bytes at data.path, as `read_cached` reads them. UserError if unreadable, or not of data.sha256."""
     return read_cached(config.resolved_path, config.sha256, "data.path", "data.sha256")
 
 
 def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: str) -> bytes:
-    """The bytes at a path or URL; remote files are cached.
+    """The bytes at a path or URL; remote files are cached, and without `sha256` never downloaded again.
 
-    Raises UserError if they cannot be read or have another checksum than `sha256` (None accepts any). Its
+    Raises UserError if they cannot be read or have another SHA-256 than `sha256` (None accepts any). Its
     message begins with `setting`, the setting that gives the path, and may name `checksum_setting`.
     """
     remote = "://" in path and not path.startswith(LOCAL)
@@ -94,14 +94,17 @@ def has_checksum(content: bytes, sha256: str | None) -> bool:
 
 
 def download(path: str, setting: str) -> bytes:
-    """The bytes at a path or URL. Raises UserError, naming the package if its driver is not installed."""
+    """The bytes at a path or URL, not cached. Raises AbsentFile or UserError, beginning with `setting`."""
     with readable(path, f"{setting} "), fsspec.open(path, "rb") as file:
         return bytes(file.read())
 
 
 @contextlib.contextmanager
 def readable(path: str, begin: str = "") -> Iterator[None]:
-    """Turn any exception of a driver into a UserError that begins with `begin` and the path."""
+    """Turn an exception in the block, but a UserError, into one that begins with `begin` and the path.
+
+    It is AbsentFile if the file does not exist.
+    """
     try:
         yield
     except UserError:
@@ -116,12 +119,12 @@ def readable(path: str, begin: str = "") -> Iterator[None]:
 
 
 def relative_to(path: str) -> str:
-    """The folder where a relative path starts, for an error message; "" for other paths."""
+    """Return the folder where a relative path starts, in words for an error message; "" for other paths."""
     return "" if "://" in path or os.path.isabs(path) else f" (relative paths start at {Path.cwd()})"
 
 
 def failed_request(error: Exception) -> BaseException | None:
-    """The error that fsspec's HTTP driver hides behind FileNotFoundError: no connection, timeout, refusal."""
+    """What fsspec's HTTP driver hides behind FileNotFoundError: no connection, timeout, refusal; or None."""
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
     return cause if is_of_driver and getattr(cause, "status", None) not in (404, 410) else None
@@ -135,12 +138,12 @@ def hint_to_prepare(path: str) -> str:
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer that `read_named_tokenizer` finds. Raises UserError for a file that is no tokenizer."""
+    """Read and parse the tokenizer that `read_named_tokenizer` describes. Raises UserError if that fails."""
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
 
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """The tokenizer in `content`. Raises UserError, beginning with `setting`, for unusable content."""
+    """The tokenizer in a tokenizer.json's `content`. UserError, with `setting` and `name`, if unusable."""
     try:
         return parse_tokenizer_json(content)
     except UserError:
@@ -150,7 +153,7 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 
 
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
-    """The content of a tokenizer.json; `name` is gpt2, or a path or fsspec URL of the file or its folder.
+    """The content of a tokenizer.json; `name` is gpt2, or a path or fsspec URL of the .json or its folder.
 
     A folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
     UserError, which begins with `setting`, for files that cannot be read.
@@ -167,7 +170,7 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
 
 
 def read_folder(folder: str, setting: str) -> bytes:
-    """The content of the folder's tokenizer.json, or of a tokenizer.json made from GPT-2's two files."""
+    """The content of the folder's tokenizer.json, or of one made from GPT-2's two files; else UserError."""
     try:
         return download(f"{folder}/tokenizer.json", setting)
     except AbsentFile:
@@ -187,7 +190,7 @@ def read_folder(folder: str, setting: str) -> bytes:
 
 
 def join_vocabulary(vocab: bytes, merges: bytes, source: str) -> bytes:
-    """A tokenizer.json made from GPT-2's two files. Raises UserError, beginning with `source`, for others."""
+    """Make a tokenizer.json from GPT-2's two files. UserError, beginning with `source`, for another form."""
     try:
         tokens = parse_json(vocab)
         ids = sorted(tokens.items(), key=lambda item: item[1])

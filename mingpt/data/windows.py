@@ -1,8 +1,8 @@
-"""The tokens of a text or of shards, their windows, and the windows that each worker reads at a step.
+"""Turn a text or token shards into tokens and windows, and choose the windows that each worker reads.
 
-The data are split first: no character or token of the validation part is ever trained on. A window is
-`block_size + 1` neighbouring tokens: an input, and its targets one token to the right. A batch of windows is
-one gather from the array. Their order is a seeded permutation per epoch, cut into micro-batches.
+The data are split first: the model never trains on the validation part, whose characters a tokenizer may
+know. A window is `block_size + 1` neighbouring tokens: an input, and its targets one token to the right. The
+order of windows is a seeded permutation per epoch, cut into micro-batches.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from mingpt.data.tokenizers import TOKENIZERS, CharTokenizer, Tokenizer
 PREFETCH_BATCHES = 64  # gathered, and moved to the device, together
 PREFETCH_FROM_DISK = 128  # windows of token shards that are read ahead
 FEISTEL_ROUNDS = 6
-PREFETCH_STEPS = 32  # a permutation of a thousand windows costs about as much as one of ten
+PREFETCH_STEPS = 32  # permuted at once: a thousand windows cost about as much as ten
 MIX_1, MIX_2, GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 MASK_64 = 0xFFFFFFFFFFFFFFFF
 GPT2_VOCABULARY = 50257  # tokens; for shards without a tokenizer
@@ -40,7 +40,7 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     """All windows of a token array or of token shards, by the position of their first token.
 
     `dataset[start]` is (inputs, targets), each (block_size,) int64; `__getitems__` gathers a batch at once.
-    With `vocab_size` a window that holds another token raises UserError.
+    Reading a token of shards that is `vocab_size` or more raises UserError; an array is not checked.
     """
 
     def __init__(
@@ -57,14 +57,15 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def __getitems__(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The inputs and targets of the windows from `starts` on, each (len(starts), block_size) int64."""
+        """Inputs and targets of the windows that begin at `starts`, each (len(starts), block_size) int64."""
         windows = self.read(starts, self.block_size + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def read(self, starts: Sequence[int], length: int) -> Tensor:
-        """The tokens from each of `starts` on, (len(starts), length) int64.
+        """The `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        Raises UserError for a token outside of the vocabulary.
+        Raises IndexError past the end; with shards also UserError for a token outside of the vocabulary, and
+        the errors of `TokenShards.read`.
         """
         if isinstance(self.tokens, Tensor):
             return self.tokens[torch.as_tensor(starts).unsqueeze(1) + torch.arange(length)].long()
@@ -81,9 +82,10 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def batches(
         self, starts: Iterable[int], batch_size: int, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the windows that begin at `starts` in batches: inputs, targets, then both on the device.
+        """Yield the windows that begin at `starts` in batches: (inputs, targets, then both on `device`).
 
-        Raises UserError for a batch that cannot be used, after the batches before it.
+        `starts`, which may be endless, is read ahead; the last batch may be smaller. The errors of `read` for
+        a batch of shards are raised after the batches before it.
         """
         remaining = iter(starts)
         if isinstance(self.tokens, Tensor):
@@ -102,7 +104,7 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield windows that have been read in batches, in the form of `batches`."""
+        """Yield the windows of (inputs, targets), already read, as batches in the form of `batches`."""
         on_device = [part.to(device) for part in on_cpu]
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
@@ -178,14 +180,14 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 class ElasticSampler(DistributedSampler[int]):
     """Assign the windows of a shuffled epoch to any number of workers.
 
-    The order depends on (seed, epoch) alone. Save on eight workers, resume on three: each window of the epoch
+    The order depends on (seed, epoch) alone: if another number of workers goes on, each window of the epoch
     is still read exactly once. The whole state is `windows_seen`, one integer: the windows that all workers
-    have read.
+    have read before this sampler. `seek` sets it, iterating does not.
 
     An epoch's windows lie end to end from an offset that the epoch draws, in the order of a permutation. A
     step takes the next `batch_size` windows, across the end of an epoch too, in micro-batches of
-    `micro_batch_size`. Iterating yields the first positions of this worker's windows, from `windows_seen` on,
-    without end.
+    `micro_batch_size`. Iterating yields the start of each of this worker's windows, from `windows_seen` on,
+    without end; nothing for a worker without micro-batches.
     """
 
     def __init__(
@@ -210,14 +212,14 @@ class ElasticSampler(DistributedSampler[int]):
         self.windows_seen = 0
 
     def seek(self, windows_seen: int) -> None:
-        """Continue after the first `windows_seen` windows, whichever workers have read them. O(1)."""
+        """Let iterating begin after the run's first `windows_seen` windows, whoever has read them. O(1)."""
         self.windows_seen = windows_seen
 
     def micro_batches_by_rank(self) -> list[range]:
         """The micro-batches that each rank reads, out of the m micro-batches of a step.
 
-        Rank r of n reads r * m // n to (r + 1) * m // n, which are contiguous and even shares; with
-        `takes_turns`, r, r + n, r + 2 n, ... Surplus workers read none.
+        Rank r of n reads range(r * m // n, (r + 1) * m // n): contiguous shares that differ by one at most;
+        with `takes_turns`, r, r + n, r + 2 n, ... Surplus workers read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:
@@ -228,7 +230,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """The tokens at which `count` windows begin, from the run's window number `first` on; (count,)."""
+        """The positions where `count` windows begin, from window number `first` of the run on; (count,)."""
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)
@@ -263,13 +265,13 @@ class Corpus:
     tokenizer: Tokenizer | None
     vocab_size: int  # rows of the embedding; at least the tokenizer's size
     fingerprint: str  # of the data, 64 hexadecimal digits
-    files: Mapping[str, str] = field(default_factory=dict)  # token shards and their fingerprints
-    val_bytes: int | None = None  # of the validation text in UTF-8, after its first token, if tokens keep all
+    files: Mapping[str, str] = field(default_factory=dict)  # fingerprints of token shards; none for a text
+    val_bytes: int | None = None  # of the validation text in UTF-8, after its first token; None: unknown
     entropy_floor: float | None = None  # nats per token of the validation part, if known
 
 
 class TextData:
-    """A text, whose tail is the validation part. Raises UserError if it is empty, JSON lines or not UTF-8."""
+    """A text, not yet split. Raises UserError if it is empty, not UTF-8, or named .jsonl or .ndjson."""
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
         if not content:
@@ -292,23 +294,24 @@ Data = TextData | ShardData
 
 
 def open_data(config: DataConfig) -> Data:
-    """The text or the token shards, as this machine has them. Raises UserError."""
+    """Read the text or the token shards of `data.path` on this machine. Raises UserError if unusable."""
     if is_shards(config.path):
         return open_shards(config.path, config.val_fraction)
     return TextData(read_bytes(config), config)
 
 
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:
-    """The corpus of a text, with a tokenizer trained on it. Raises UserError for an unusable text."""
+    """The corpus of a text, with a tokenizer made by `train_tokenizer`. UserError for an unusable text."""
     data = TextData(content, config)
     return tokenize(data, config, train_tokenizer(data, config))
 
 
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
-    """The corpus of the data, in the tokens of `tokenizer`; a text needs a tokenizer.
+    """The corpus of the data. A text is encoded by `tokenizer`, which it needs; shards stay as they are.
 
-    `rows` is the number of embedding rows of the model to continue, if there is one. Raises UserError for
-    data that are too short for the split, or that the tokenizer cannot encode.
+    `rows` is the number of embedding rows of the model to continue, if there is one. The last
+    `data.val_fraction` of a text is for validation. Raises UserError if a part is shorter than a window, if
+    the tokenizer cannot encode the text, or if it has more tokens than data.vocab_size.
     """
     meta = data.meta if isinstance(data, ShardData) else None
     vocab_size = rows or vocabulary_size(config, tokenizer, meta)
@@ -338,14 +341,15 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 
 
 def train_tokenizer(data: TextData, config: DataConfig) -> Tokenizer:
-    """A tokenizer for this text, of the kind that `data.tokenizer` names; characters for auto."""
+    """Make a tokenizer of this text, of the kind `data.tokenizer` (auto: char). KeyError if it is no kind."""
     return TOKENIZERS["char" if config.tokenizer == "auto" else config.tokenizer].train(data.text)
 
 
 def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[str, Any] | None) -> int:
-    """The number of rows of a new model's embedding; `meta` is the content of the shards' meta.json.
+    """The number of rows of a new model's embedding: data.vocab_size, else the tokenizer's tokens.
 
-    Raises UserError if `data.vocab_size` has fewer rows than the tokenizer has tokens.
+    Without both, it is what `meta`, the content of the shards' meta.json, says, else GPT-2's. Raises
+    UserError if `data.vocab_size` has fewer rows than the tokenizer has tokens.
     """
     size = meta["tokenizer"]["vocab_size"] if meta else GPT2_VOCABULARY
     size = size if tokenizer is None else len(tokenizer)
@@ -355,7 +359,7 @@ def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """The nats per character in the .json beside the text, if it describes this text and this split."""
+    """The nats per character in the .json beside the text, if it describes this text and split, else None."""
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:
         about = read_json(beside)

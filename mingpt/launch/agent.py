@@ -29,19 +29,23 @@ from mingpt.distributed.signals import SIGNALS, StopSignal
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-MAX_WORKERS = 8
+MAX_WORKERS = 8  # with `trainer.workers=auto`
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop need time to write a snapshot
 BACKEND = "mingpt-one-node"
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
-    """The number of workers that `trainer.workers` means on this machine. Raises UserError if too many."""
+    """The number of workers that `trainer.workers` means on this machine. UserError if a number is too large.
+
+    auto is one per GPU, else one per `trainer.threads` cores, but at most MAX_WORKERS and the number of
+    micro-batches in a step. It is one with Apple's GPU, and with snapshots in a process's memory.
+    """
     trainer = config.trainer
     if trainer.workers != "auto":
         check_workers(config, trainer.workers)
         return trainer.workers
     if trainer.device == "mps" or (config.snapshot.path or "").startswith("memory://"):
-        return 1  # only one worker can use Apple's GPU, or snapshots in a process's memory
+        return 1  # several workers cannot share these
     available = usable_cores() // launch.threads(trainer)
     if trainer.device != "cpu":
         import torch
@@ -56,8 +60,8 @@ def choose_workers(config: Config, launch: Launch) -> int:
 class StopRequest:
     """The first signal that told this job to stop. torch's agent obeys it when it next calls the rendezvous.
 
-    The handler raises nothing: SignalException is an Exception, which torch's rendezvous may swallow, and one
-    that is raised while workers are started leaves them running.
+    Until then the handler raises nothing: torch's rendezvous may swallow SignalException, which is an
+    Exception, and one that is raised while workers are started leaves them running.
     """
 
     def __init__(self, status_file: Path) -> None:
@@ -66,7 +70,7 @@ class StopRequest:
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. After a further signal the workers get theirs again, and exit at once."""
+        """The signal handler: note the first. After `obey` it obeys once more, and workers exit at once."""
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
             self.obey()
@@ -74,7 +78,7 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        `before_start`: no worker runs that could write the status file.
+        `before_start`: no worker runs that could write the status file, so it is written here.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -85,7 +89,7 @@ class StopRequest:
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def exit_code(self) -> int:
-        """The exit code of a job that was told to stop. Prints a sentence if the log does not have it."""
+        """The exit code of the stopped job by the status file, 1 without one. Prints the file's sentence."""
         try:
             code, sentence = self.status_file.read_text().split(" ", 1)
         except (OSError, ValueError):  # rank 0 was killed before it wrote the file, or the disk is full
@@ -128,7 +132,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
                 raise
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
-        # A failure after which rank 0 ends the job by a signal may be seen before that signal.
+        # A worker that ends the job writes the status file and sends a signal. Its exit may be seen first.
         if stop.first and (stop.status_file.exists() or not failures):
             code = stop.exit_code()
         else:
@@ -183,7 +187,7 @@ def register_rendezvous(stop: StopRequest) -> None:
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
-    """The LaunchConfig of `torchrun --standalone`."""
+    """The LaunchConfig of `torchrun --standalone`, with the rendezvous BACKEND and its logs in `folder`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

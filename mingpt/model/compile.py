@@ -1,13 +1,14 @@
 """Decide whether a model is compiled, and compile it: torch.compile for the loss, checked before it is used.
 
-With trainer.compile=auto a model is compiled if that saves the time of the first compilation twice. The
-choice is a function of the configuration and of the kind of device alone, so that it is the same for any
-number of workers and on every machine of a kind. Times are therefore estimates: planned FLOPs at the rates in
-COSTS. A wrong rate costs time, and never the promise of the same bits.
+With trainer.compile=auto a new run is compiled if that saves the time of the first compilation twice. The
+choice is a function of the configuration, the vocabulary and the kind of device alone, so that it is the same
+for any number of workers and on every machine of a kind. Times are therefore estimates: planned FLOPs at the
+rates in COSTS. A wrong rate costs time, and never the promise of the same bits. A resumed run keeps
+to its choice.
 
 Where compiling fails, training goes on without it. On a GPU a small model's kernels end sooner than Python
-can launch the next ones. There the compiled passes are also captured as CUDA graphs, once their replays are
-seen to give the bits of the first run.
+can launch the next ones. There, if the caller asks for it, the compiled passes are also captured as CUDA
+graphs, which are used if their replays give the bits of the first call.
 """
 
 import importlib
@@ -46,8 +47,8 @@ class Costs:
 
 # cpu: a core of an Intel Xeon with AMX, bfloat16, torch 2.13. It reached 0.12 TFLOP/s at the default run and
 # at nanoGPT's CPU size, 0.3 at 10.65 M; the compiler saved 0.50, 0.39 and 0.25 of a micro-batch, and took
-# 22 s for 2 blocks and 25 s for 4. The constants are two such cores at the best of these rates, and a little
-# less than the smallest share. compile_cost.py of commit 496a4e0 measured them.
+# 22 s for 2 blocks and 25 s for 4. The constants are nearly two such cores at the best of these rates, and
+# the smallest share less a little. compile_cost.py of commit 496a4e0 measured them.
 # cuda: estimates, not measured.
 COSTS = {
     "cpu": Costs(flops_per_s=5e11, saved_share=0.2, start_s=20.0, block_s=2.0),
@@ -57,7 +58,7 @@ COSTS = {
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """Whether the model is compiled, and why, in words."""
+    """Whether the model is to be compiled, and why, in words."""
 
     is_compiled: bool
     reason: str
@@ -103,7 +104,7 @@ def choose_compile(
 
 
 def import_compiler() -> None:
-    """Import the compiler, which takes longer than torch itself."""
+    """Import the compiler, which takes longer than to import torch, so that later compiling starts sooner."""
     importlib.import_module("torch._inductor.compile_fx")
 
 
@@ -113,7 +114,8 @@ def compile_model(
     """The loss compiled for (B, T) tokens and targets of the example's shape; None if compiling fails.
 
     With `graphs`, small models on a GPU use CUDA graphs. The second value tells whether they do: then each
-    call overwrites the loss and gradients of the call before. Compiled code belongs to the calling thread.
+    call overwrites the loss and gradients of the call before. Call the result in the thread that compiled it.
+    A failure is logged. The trial passes seed torch with 0 and set all gradients to None.
     """
     small = loss.model.flops_per_token() * example.numel() < MAX_GRAPH_FLOPS
     modes = [("default", "torch.compile")]
@@ -140,7 +142,7 @@ def compile_model(
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
     """Whether a block like the model's can be compiled for (B, T, C) activations; fills the compiler's cache.
 
-    `dtype` is the type of the block's weights.
+    `dtype` is the type of the block's weights; only the shape and device of `x` matter. A failure is logged.
     """
     try:
         import torch._inductor.config as inductor
@@ -158,14 +160,14 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compile each block by itself, since sharded weights come and go between the blocks."""
+    """Have each block compiled by itself, at its first call: sharded weights come and go between blocks."""
     for block in model.h:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
-    """Whether two alternating inputs give the same loss and gradients, bit by bit, at every call."""
+    """Whether two alternating inputs give the same loss and gradients, bit by bit, as at their first call."""
     generator = torch.Generator().manual_seed(0)
     shape = example.shape
     inputs = [torch.randint(0, loss.model.vocab_size, shape, generator=generator) for _ in range(2)]
@@ -182,7 +184,7 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 
 @contextmanager
 def random_weights(loss: LossModule) -> Iterator[None]:
-    """Replace the weights until the block ends: if matrices are zero, gradients may be zero, too."""
+    """Make the weights random until the block ends: if matrices are zero, gradients may be zero, too."""
     weights = list(loss.parameters())
     with torch.no_grad():
         saved = [weight.clone() for weight in weights]
@@ -197,7 +199,7 @@ def random_weights(loss: LossModule) -> Iterator[None]:
 
 
 def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Autocast) -> list[Tensor]:
-    """Copies of the loss and of every parameter's gradient; the originals are freed, as in training."""
+    """Seed torch with 0, and return copies of the loss and all gradients, which are then set to None."""
     torch.manual_seed(0)  # the same dropout each time
     try:
         with autocast():

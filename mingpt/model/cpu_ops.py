@@ -34,7 +34,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor) -> Tensor:
-    """The inverse of the root mean square along the last dimension, which is kept with size 1."""
+    """1 / sqrt(mean of x^2 + EPSILON) along the last dimension, kept with size 1; in float32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
     return square.div_(x.size(-1)).add_(EPSILON).rsqrt_()
@@ -47,7 +47,7 @@ def norm_backward(grad: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """F.rms_norm(x, x.shape[-1:]), in autocast's type."""
+    """F.rms_norm(x, x.shape[-1:], eps=EPSILON), in autocast's type if it is on, else in that of x."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
@@ -90,7 +90,7 @@ class _GELU(torch.autograd.Function):
 
 @functools.cache
 def gelu_tables() -> tuple[Tensor, Tensor]:
-    """GELU and its slope for every bfloat16 number, in the order of their bits as uint16; both as int16."""
+    """GELU and its slope for each bfloat16 number, by its bits as uint16; (65536,) bfloat16 bits in int16."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     y = F.gelu(numbers, approximate="tanh")
     slope = torch.ops.aten.gelu_backward(torch.ones_like(numbers), numbers, approximate="tanh")
@@ -109,7 +109,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def random_bytes(shape: torch.Size) -> Tensor:
-    """Draw uint8 from torch's generator, eight at a time: a twentieth of the time of as many floats."""
+    """Draw uniform uint8 from torch's CPU generator, in a twentieth of the time of as many floats."""
     size = math.prod(shape)
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
     return drawn.view(torch.uint8)[:size].view(shape)
@@ -122,7 +122,7 @@ def dropout_threshold(dropout: float) -> tuple[int, float]:
 
 
 def dropout_mask(shape: torch.Size, dropout: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """A mask of ones and zeros, and the factor. A boolean mask would take seven times as long."""
+    """Draw a mask of ones and zeros; return it and the factor that restores the mean. Booleans are slower."""
     byte, factor = dropout_threshold(dropout)
     return torch.ge(random_bytes(shape), byte, out=torch.empty(shape, dtype=dtype)), factor
 
@@ -141,12 +141,12 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """F.dropout(x, probability), where the probability is rounded to a multiple of 1/256."""
+    """F.dropout(x, probability), where a probability above 0 is rounded to n / 256, 0 < n < 256."""
     return _Dropout.apply(x, probability) if probability else x  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D / 2) of the last dimension into `out`, which is not `x`; -sin inverts it."""
+    """Rotate pairs (i, i + D / 2) of the last dimension into `out`, not x itself; return it. -sin inverts."""
     half = x.size(-1) // 2
     first, second = x[..., :half], x[..., half:]
     out_first, out_second = out[..., :half], out[..., half:]
@@ -237,7 +237,7 @@ class _Attention(torch.autograd.Function):
 
 
 def row_ranges(length: int) -> list[tuple[int, int]]:
-    """The first and the last + 1 of the queries in each product."""
+    """The first query of each product and its last + 1, for `length` queries, at most ROWS in each."""
     return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 
@@ -246,8 +246,9 @@ def attention(
 ) -> Tensor:
     """Causal self-attention of (B, T, 3 C) queries, keys and values: softmax(q k^T / sqrt(D) + mask) v.
 
-    Returns (B, T, C). `mask` is (T, T), minus infinity above the diagonal. Given (T, D / 2) cosines and
-    sines, queries and keys are first divided by their root mean square and rotated.
+    Returns (B, T, C). `mask` is (T, T) or larger, minus infinity above the diagonal. Given (T, D / 2) or
+    longer cosines and sines, queries and keys are first divided by their root mean square and rotated.
+    `dropout` is the probability for the softmax, rounded as in `dropout`.
     """
     if cos is not None and sin is not None:
         # (T, 1, 1, D / 2)

@@ -3,15 +3,15 @@
 | | `gpt2` (Radford et al. 2019) | `modern` |
 |---|---|---|
 | positions | learned, added (`wpe`) | rotary, on queries and keys (Su et al. 2021) |
-| normalisation | LayerNorm with weight and bias | RMSNorm without parameters, on queries and keys too |
+| normalisation | LayerNorm with weight and bias | RMSNorm, no parameters, on `wte`, queries and keys too |
 | MLP | 4 x, tanh-approximated GELU | 4 x, squared ReLU |
 | biases | everywhere | nowhere |
 | head | tied to `wte` | its own matrix |
-| weights begin as | N(0, 0.02) | N(0, 1 / fan_in); `wte` N(0, 1); head zero |
+| weights begin as | N(0, 0.02) | N(0, 1 / sqrt(fan_in)); `wte` N(0, 1); head zero |
 | `c_proj` begins as | N(0, 0.02 / sqrt(2 n_layer)) | zero |
 
-B is the batch, T the length of the input, C = n_embd, H = n_head, D = C / H, V = vocab_size. Each initial
-weight comes from a random stream of its own, so a worker can draw them one by one.
+N(0, s) has standard deviation s. B is the batch, T the length of the input, C = n_embd, H = n_head,
+D = C / H, V = vocab_size. Each parameter has a random stream of its own, so a worker can draw one by one.
 """
 
 import hashlib
@@ -131,7 +131,7 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y))
 
     def attend(self, qkv: Tensor, block: int, positions: Positions, cache: "Cache | None") -> Tensor:
-        """Map (B, T, 3, H, D) queries, keys and values to (B, T, H, D)."""
+        """Map (B, T, 3, H, D) queries, keys and values to (B, T, H, D), and extend the cache, if given."""
         start = cache.length if cache else 0
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
         if positions.rotary:
@@ -284,7 +284,10 @@ class Cache:
         self.length = 0
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, H, T, D) keys and values; returns all keys and values, (B, H, length + T, D)."""
+        """Append a block's (B, H, T, D) keys and values; returns all of its, each (B, H, length + T, D).
+
+        Call it for the blocks in their order: `length` grows at the last one.
+        """
         assert not self.length or key.size(2) == 1, "several tokens would see those after them"
         end = self.length + key.size(2)
         for stored, new in zip(self.stored[:, block], (key, value), strict=True):
@@ -300,8 +303,8 @@ def choose(
 ) -> int:
     """Draw a token from (V,) logits; temperature 0 takes the most likely one.
 
-    The tokens are the `top_k` most likely ones, and of these the fewest whose probabilities sum to at least
-    `top_p` (Holtzman et al. 2020, section 3.1).
+    The tokens are the `top_k` most likely ones (all if None or 0), and of these the fewest whose
+    probabilities sum to at least `top_p` (Holtzman et al. 2020, section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
         return int(logits.argmax())
@@ -330,12 +333,11 @@ def generate_batch(
 ) -> Iterator[list[int | None]]:
     """Yield `count` times the next token of each sample that continues `prompt`, one sample per seed.
 
-    The prompt must hold at least one token. A sample's tokens are None from `end` on, and nothing is yielded
-    when all have ended. Only the first `vocab_size` tokens are drawn, where the embedding has more rows. The
-    same seeds give the same tokens on the same device; each sample has a random stream of its own, and other
-    samples beside it change no more than the rounding of its logits. When the cache's `block_size` positions
-    are full, the newer half of the context is read into a fresh cache, so a token costs two positions on
-    average.
+    The prompt must hold at least one token. The token `end` and those after it are None, and the iterator
+    ends once all samples have. Until then, or until it is closed, the model is in eval mode. Only the first
+    `vocab_size` tokens are drawn, where the embedding has more rows. The same seeds give the same tokens on
+    the same device; each sample has a random stream of its own, and other samples beside it change no more
+    than the rounding of its logits. At `block_size` positions the older half of the context is dropped.
     """
     was_training = model.training
     model.eval()

@@ -50,7 +50,7 @@ def import_transformers() -> Any:
 def hf_fields(
     config: ModelConfig, *, vocab_size: int, block_size: int, end_of_text: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of transformers' configuration. Its sampling ends at `end_of_text`, if given."""
+    """The arguments of transformers' configuration class. Its sampling ends at `end_of_text`, if given."""
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "max_position_embeddings": block_size,
@@ -68,7 +68,7 @@ def hf_fields(
 
 
 def fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """The values that fields must have for this architecture, {field: values}; the first one is written."""
+    """{field of transformers' configuration: its allowed values} for this model; the first one is written."""
     if config.arch == "gpt2":
         return {
             "n_inner": (None, 4 * config.n_embd),
@@ -93,7 +93,7 @@ def fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def config_from_hf(theirs: Any) -> ModelConfig:
-    """The ModelConfig that a configuration of transformers describes, without its dropout.
+    """The ModelConfig that a configuration of transformers describes, with our default dropout.
 
     Raises UserError, naming the field, for a model that these architectures do not compute.
     """
@@ -122,7 +122,7 @@ def another_kind(name: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
 
 
 def hf_names(name: str, arch: str) -> list[str]:
-    """The names of the tensors of transformers for a parameter of GPT, in the order of its rows."""
+    """The names of the tensors of transformers that make up a parameter of GPT, in the order of its rows."""
     if arch == "gpt2":
         return [f"transformer.{name}"]
     if name == "lm_head.weight":
@@ -134,7 +134,7 @@ def hf_names(name: str, arch: str) -> list[str]:
 
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The parameters of GPT as the tensors of transformers' class, all contiguous. GPT-2's head is `wte`."""
+    """The parameters of GPT as transformers' tensors, contiguous; without gpt2's head, which is `wte`."""
     found = {}
     for name, tensor in tensors.items():
         parts = [tensor]
@@ -151,7 +151,7 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
     """The parameters `names` of GPT from tensors of transformers: the inverse of `to_hf`.
 
-    The tensors are removed from `theirs`, so that none is held twice.
+    The tensors are removed from `theirs`, so that none is held twice. Results may not be contiguous.
     """
     ours = {}
     for name in names:

@@ -1,9 +1,9 @@
-"""Norm, dropout and activations in three versions each; layers without initial weights; positions.
+"""Norm, dropout and activations in up to three versions; layers without initial weights; positions.
 
 On the CPU the functions of cpu_ops.py are used. Other devices and a compiler use torch's own operations,
 except where the CPU's compiler generates slow code for them. The causal mask and the rotary tables depend on
-the positions alone and are shared by all blocks. They are computed on the CPU and copied, so that they have
-the same bits on every device.
+the positions alone and are shared by all blocks. The tables are computed on the CPU and copied, so that they
+have the same bits on every device.
 """
 
 import math
@@ -66,7 +66,7 @@ class Dropout(nn.Module):
 
 
 def compiled_dropout(x: Tensor, probability: float) -> Tensor:
-    """F.dropout for the CPU's compiler, which would draw one number at a time."""
+    """Compute `cpu_ops.dropout` in a form for the CPU's compiler, which would draw one number at a time."""
     if not probability:
         return x
     byte, factor = cpu_ops.dropout_threshold(probability)
@@ -117,7 +117,10 @@ class Rotary(nn.Module):
 
 
 class Positions(nn.Module):
-    """The mask, (T, T), minus infinity above the diagonal; `rotary` is None if positions are learned."""
+    """Holds `mask`, (block_size, block_size), minus infinity above the diagonal, and `rotary`.
+
+    `rotary` is None if positions are learned.
+    """
 
     def __init__(self, rotary: Rotary | None, block_size: int) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """The head and its loss: cross-entropy over the vocabulary, in chunks of rows where the vocabulary is large.
 
 GPT-2's 50,257 logits for each of 16 x 1,024 tokens are 3.3 GB in float32, and their gradient as much again.
-Here at most MAX_LOGITS logits exist at a time: the loss is a mean, so a chunk's part of the gradient can be
-computed with its logits, and no product is computed twice (compare Hsu et al. 2024, "Liger Kernel").
+Here at most MAX_LOGITS logits, or ROW_MULTIPLE rows, exist at once: the loss is a mean, so a chunk's part of
+the gradient can be computed with its logits, and no product is computed twice (compare Hsu et al. 2024,
+"Liger Kernel").
 
 On a GPU the vocabulary is padded to a multiple of VOCAB_MULTIPLE inside the product, as tensor cores need it;
 parameters and results keep their size.
@@ -33,7 +34,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def needs_chunking(x: Tensor, weight: Tensor) -> bool:
-    """Whether (..., C) features have more logits than may exist at once."""
+    """Whether (..., C) features and a (V, C) head give more than MAX_LOGITS logits."""
     return x.numel() // x.size(-1) * weight.size(0) > MAX_LOGITS
 
 
@@ -70,7 +71,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """F.cross_entropy(F.linear(x, weight), targets) in nats, a float32 scalar.
 
-    `x` has (N, C) features, `weight` is the (V, C) head, and there are (N,) targets.
+    `x` has (N, C) features, `weight` is the (V, C) head, and there are (N,) targets, all in range(V).
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

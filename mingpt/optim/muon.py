@@ -33,7 +33,7 @@ class Exchange:
     workers: int
     # Whether each worker holds rows(n)[rank] of each tensor with n rows; else each holds all rows.
     is_sharded: bool
-    # The number of rows of a tensor to the rows of each rank.
+    # rows(n): the rows that each rank holds of a tensor with n rows, one range per rank.
     rows: Callable[[int], Sequence[range]]
     # all_to_all(elements, send, receive): sends (sum(send),) elements to the ranks in order, returns the
     # (sum(receive),) elements received; `send` and `receive` are counts per rank.
@@ -46,8 +46,9 @@ class Exchange:
 class Muon:
     """Muon, with updates scaled to the root mean square of AdamW's updates (Liu et al. 2025).
 
-    `weights` are this worker's rows of matrices of these shapes, contiguous, updated in place. All workers
-    call `step` together.
+    `weights` are this worker's rows of at least one matrix, contiguous, updated in place; `shapes` has the
+    whole shape of each. All workers construct it with the same names in the same order, and call `step`
+    together.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update every weight in place from its gradient of the same shape. Gradients are not changed."""
+        """Update the weights in place from gradients of their shapes, which are not changed. Collective."""
         assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
         buffers = {name: state["momentum_buffer"] for name, state in self.state.items()}
         momentum = self.config.momentum
@@ -123,7 +124,7 @@ class Muon:
         return gradient.lerp(buffer, self.config.momentum).bfloat16()
 
     def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The updates of this worker's matrices from Nesterov momentum, in the order of `names_by_rank`."""
+        """Return {name: update} of this worker's matrices, given whole, in the order of `names_by_rank`."""
         updates = {}
         for batch in self.batches_by_rank[self.exchange.rank]:
             computed = newton_schulz(torch.stack([wide(matrices[name]) for name in batch]))
@@ -132,14 +133,17 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract flat updates from their weights, scaled by the shape of the whole matrix."""
+        """Subtract flat updates from their weights in place, scaled by `lr` and the whole matrix's shape."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
 
 
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
-    """Assign batches of equally shaped matrices to workers: the costliest first, to the least loaded."""
+    """Return each worker's batches of names: the costliest batch goes first, to the least loaded worker.
+
+    A batch has matrices of one shape, some of them perhaps transposed. All workers get the same answer.
+    """
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():
         by_shape.setdefault(tuple(sorted(shape)), []).append(name)
@@ -172,7 +176,7 @@ def wide(matrix: Tensor) -> Tensor:
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """Bring all singular values of (N, rows, columns) matrices near one, in bfloat16 (Jordan 2024).
+    """Return (N, rows, columns) matrices in bfloat16 with all singular values brought near one (Jordan 2024).
 
     There may be no more rows than columns.
     """

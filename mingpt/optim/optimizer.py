@@ -25,7 +25,8 @@ CPU_MULTIPLE = 16  # elements
 class AdamW:
     """AdamW: weights with two or more dimensions decay, others do not.
 
-    `weights` has each whole parameter or some of its rows, contiguous, updated in place.
+    `weights` has each whole parameter or some of its rows, contiguous, updated in place; `shapes` has the
+    whole shapes. Nothing is communicated.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class AdamW:
 
 
 def missing(tensor: Tensor) -> int:
-    """The number of elements that a tensor lacks to the multiple that its device's kernel needs."""
+    """Return how many elements a tensor lacks to a multiple of CPU_MULTIPLE; 0 if it is not on the CPU."""
     return -tensor.numel() % CPU_MULTIPLE if tensor.device.type == "cpu" else 0
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy of its elements with zeros behind them, (n,)."""
+    """Return the tensor itself if it needs no padding, else a copy of its elements and zeros, (n,)."""
     if not missing(tensor):
         return tensor
     longer = tensor.new_zeros(tensor.numel() + missing(tensor))
@@ -104,7 +105,7 @@ def unpadded(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def cosine(progress: float) -> float:
-    """Half a period of a cosine (Loshchilov and Hutter 2017)."""
+    """Return a factor that falls from 1 to 0 as half a period of a cosine (Loshchilov and Hutter 2017)."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -148,12 +149,12 @@ class Optimizer:
             self.parts.append(Muon(hidden, shapes, config, exchange))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update every weight at this learning rate from its gradient. Gradients are not changed."""
+        """Update the weights in place from gradients of their shapes, which are not changed. Collective."""
         for part in self.parts:
             part.step(lr, gradients)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state as {"<parameter>.<state>": tensor}; the tensors themselves, not copies."""
+        """This worker's state as {"<parameter>.<state>": tensor}; the tensors themselves, not copies."""
         return {
             f"{name}.{key}": value
             for part in self.parts
@@ -170,7 +171,7 @@ def uses_muon(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> boo
 def state_shapes(
     parameters: Mapping[str, tuple[int, ...]], config: OptimizerConfig
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of `Optimizer.state_dict()` for parameters of these shapes, without allocating them."""
+    """Return the shapes of `Optimizer.state_dict()`, unsharded, for {name: shape} of the parameters."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in parameters.items():
         if uses_muon(name, shape, config):

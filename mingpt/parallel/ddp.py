@@ -1,7 +1,7 @@
-"""Every rank holds all weights; DistributedDataParallel's own reduction, `trainer.reduction=fast`.
+"""Each rank holds all weights: the base of such strategies, and DistributedDataParallel, `reduction=fast`.
 
-Parameters lie in buckets, each of which is reduced by one collective. With `shard_optimizer` each rank
-updates its rows, and all ranks gather them. The bits of DDP's reduction depend on the number of workers; the
+With `shard_optimizer` each rank updates its rows of each parameter, and all ranks gather them, a bucket of
+parameters at a time. The bits of DistributedDataParallel's reduction depend on the number of workers; the
 bits of exact.py's reduction do not.
 """
 
@@ -30,7 +30,7 @@ def fits_one_bucket(nbytes: int) -> bool:
 
 
 def make_buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of the parameters in each bucket, in the likely order of a backward pass.
+    """The indices of the parameters in each bucket, the last first, as a backward pass likely reaches them.
 
     A bucket is closed once it holds BUCKET_BYTES, so that a large weight shares it with small ones.
     """
@@ -46,7 +46,7 @@ def make_buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers on the meta device uninitialised memory. Shared tensors stay shared."""
+    """Replace parameters and buffers on the meta device by uninitialised ones. Shared ones stay shared."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -115,7 +115,7 @@ class WholeWeights(Strategy):
 
     @torch.no_grad()
     def gather_weights(self, names: list[str]) -> None:
-        """Gather the updated rows of these parameters on all ranks. Collective."""
+        """Copy each rank's updated rows of these parameters to all ranks, in place. Collective."""
         counts = [numel_by_rank(self.shapes[name], self.world_size) for name in names]
         sizes = [sum(count[rank] for count in counts) for rank in range(self.world_size)]
         pieces = [self.weights[name][self.my_rows(name)].flatten() for name in names]

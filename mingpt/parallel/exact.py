@@ -39,7 +39,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class BucketReducer:
     """Adds the workers' partial sums, bucket by bucket, along the tree, which has `leaves` leaves.
 
-    `covers` has the nodes whose sums each rank sends. `memory` is the memory that all ranks share, if any.
+    `covers` has, by rank, the nodes whose sums a rank sends. `memory` is what all ranks share, if anything.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class BucketReducer:
     ) -> Future[Tensor]:
         """Begin to add a bucket: the result is the whole sum if `gathers`, else this rank's chunk of it.
 
-        `pieces` has, for each of this rank's nodes, the vectors that make up its part, (sum(sizes),) in all;
-        `sizes` are the sizes of the ranks' chunks. A rank may have no nodes, so the empty tensor `like` gives
-        their type and device.
+        Collective. On a GPU call `synchronize` before the sum is used. `pieces` has, for each of this rank's
+        nodes, the vectors that make up its part, (sum(sizes),) in all; `sizes` are the sizes of the ranks'
+        chunks. A rank may have no nodes, so the empty tensor `like` gives their type and device.
         """
         future: Future[Tensor] = Future()
         if self.memory is None:
@@ -102,7 +102,7 @@ class BucketReducer:
     def sum_along_tree(
         self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """Add this rank's chunk of all parts along the tree; if `gathers`, all ranks then get all chunks."""
+        """Return the whole sum if `gathers`, else this rank's chunk; arguments as in `reduce`. Collective."""
         events.emit("reduction_start")
         if self.memory is not None:
             return self.sum_in_memory(self.memory, pieces, sizes, like, gathers)
@@ -126,7 +126,7 @@ class BucketReducer:
         return gathered[:size]
 
     def add(self, parts: list[Tensor]) -> Tensor:
-        """The sum of all nodes along the tree, in the memory of the first."""
+        """Return the sum of the parts along the tree, in the memory of the first; overwrites others, too."""
         stack: PartialSums[Tensor] = []
         nodes = [node for nodes in self.covers for node in nodes]
         for (level, index), part in zip(nodes, parts, strict=True):
@@ -163,7 +163,7 @@ class BucketReducer:
 
 
 def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
-    """Cut each part into chunks of these sizes, one for each rank; one vector of all chunks, rank by rank.
+    """Return one vector of the chunks of all parts, rank by rank; a part is cut into chunks of `sizes`.
 
     `like` gives the type and device of the empty vector if there are no parts.
     """
@@ -176,7 +176,7 @@ def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
 
 
 def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """The sums left + right, stored in `right`."""
+    """Add each tensor of `left` to that of `right`, in place; return `right`."""
     torch._foreach_add_(right, left)
     return right
 
@@ -229,7 +229,7 @@ class ExactReduction(WholeWeights):
         return gradient
 
     def on_grad_ready(self, number: int) -> None:
-        """Send each bucket whose gradients are complete. Buckets have the same order on all ranks."""
+        """In the last micro-batch, send buckets that this gradient completes, in one order on all ranks."""
         if not self.is_last:
             return
         for missing in self.missing:
@@ -238,7 +238,7 @@ class ExactReduction(WholeWeights):
             self.send(self.buckets[len(self.sent)])
 
     def send(self, bucket: list[int]) -> None:
-        """Add this bucket of the last micro-batch to the partial sums, and begin to reduce the sums."""
+        """Add the last micro-batch's bucket to the partial sums, and begin to reduce it. Collective."""
         pieces: list[list[Tensor]] = []
         if self.my_micro_batches:
             sums = [
@@ -255,13 +255,13 @@ class ExactReduction(WholeWeights):
         )
 
     def forget_partial_sums(self, bucket: list[int]) -> None:
-        """Free the partial sums that have been copied into a bucket."""
+        """Drop a bucket's partial sums, so that their memory is freed once the reduction has copied them."""
         for _, _, tensors in self.partial_sums:
             for number in bucket:
                 tensors[number] = tensors[number].new_empty(0)
 
     def pieces_by_rank(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients as vectors, in the order of the ranks that add them."""
+        """The gradients as vectors; if updates are sharded, their rows as vectors, rank by rank."""
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]
         rows = [split_rows(len(gradient), self.world_size) for gradient in gradients]
@@ -297,7 +297,7 @@ class ExactReduction(WholeWeights):
         self.sent = []
 
     def take_sum(self, bucket: list[int], total: Tensor) -> None:
-        """Store a bucket's sum as the parameters' gradients: all of it, or this rank's rows."""
+        """Store a bucket's sum: all of it in the parameters' `grad`, or this rank's rows in `sums`."""
         for number in bucket:
             name, parameter = self.names[number], self.parameters[number]
             if self.updates_are_sharded:

@@ -1,9 +1,10 @@
 """FSDP2, `trainer.parallel=fsdp`: each rank holds its rows of every weight, gradient and optimizer state.
 
-A block's weights are gathered for its forward and its backward pass and freed after each, so all ranks pass
-through the blocks together. They take micro-batches in turns, in rounds, and a rank without a micro-batch in
-the last round computes a dummy that is not counted. After each backward pass of a block its gradients are
-scattered. A model that fits one bucket of ddp.py is gathered and scattered whole.
+A block's weights are gathered for its forward and its backward pass and freed after each (without
+`trainer.fsdp_reshard` after the backward pass only), so all ranks pass through the blocks together. They take
+micro-batches in turns, in rounds, and a rank without a micro-batch in the last round computes a dummy that is
+not counted. After each backward pass of a block its gradients are scattered. A unit is what is gathered and
+scattered at once: a block, the weights outside of blocks, or a whole model that fits one bucket of ddp.py.
 
 `reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank adds the ranks' micro-batches,
 in their order along the tree of tree.py, to its rows of the sum. ExactReduction gives the same bits.
@@ -140,7 +141,7 @@ class ExactFSDPReduction(FSDPReduction):
         self.scatters: list[TreeReduceScatter] = []
         super().__init__(setup)
         self.first = 0  # the number of rank 0's micro-batch in the round under way
-        self.partial_sums: PartialSums[list[Tensor]] = []  # of a single rank
+        self.partial_sums: PartialSums[list[Tensor]] = []  # if there is a single rank
         for unit in self.units:
             if self.areas:
                 unit.set_custom_all_gather(SharedAllGather(self.areas))
@@ -215,7 +216,7 @@ class Areas:
 
 
 class SharedAllGather:
-    """The all-gather that FSDP2 calls for a block: all ranks write to the first rank's segment."""
+    """The all-gather that FSDP2 calls for a unit: all ranks write to the first rank's segment."""
 
     def __init__(self, areas: Areas) -> None:
         self.areas = areas
@@ -249,7 +250,7 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce (workers * n,), the ranks' rows of this rank's gradients, to (n,)."""
+        """Reduce the ranks' gradients, (workers * n,) each, to this rank's rows, (n,), in `output_tensor`."""
         self.strategy.note_digest(self.number, input_tensor)
         reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
@@ -294,7 +295,7 @@ class TreeReduceScatter(ReduceScatter):
             strategy.areas.memory.end()
 
     def add(self, chunks: Sequence[Tensor], output_tensor: Tensor) -> None:
-        """Add the chunks of a round to the partial sums; in the last round, the sum is the output."""
+        """Add a round's chunks, by rank, to the partial sums; the last round writes the sum to the output."""
         strategy = self.strategy
         count = strategy.setup.micro_batches
         for rank, chunk in enumerate(chunks):
@@ -314,7 +315,7 @@ class TreeReduceScatter(ReduceScatter):
             ]
 
     def exchange(self, input_tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-        """This rank's rows, (n,), of each rank's gradients; the caller may change them."""
+        """This rank's rows, (n,), of each rank's gradients, which the caller may change. Collective."""
         rank, workers = self.strategy.rank, self.strategy.world_size
         if self.strategy.areas is None:
             received = torch.empty_like(input_tensor)
@@ -334,7 +335,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def make_group(is_distributed: bool, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of all ranks, or of this process alone if there is no launcher."""
+    """A new process group of all ranks, or of this process alone without a launcher. Collective."""
     if not is_distributed and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))

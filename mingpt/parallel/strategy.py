@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from mingpt.distributed import DistributedContext
 
-Forward = Callable[[Tensor, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor], Tensor]  # (B, T) tokens and targets to the mean loss
 
 
 def split_rows(rows: int, workers: int) -> list[range]:
-    """The rows of each rank: chunks of ceil(rows / workers), of which the last may be shorter or empty.
+    """The rows of each rank: chunks of ceil(rows / workers), of which the last ones may be shorter or empty.
 
     torch.chunk makes the same chunks of dimension 0, as FSDP2 shards a parameter.
     """
@@ -164,7 +164,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        """The context for the forward and backward pass of a micro-batch."""
+        """The context for the passes of micro-batch `number`: each of `my_micro_batches`, in their order."""
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -177,7 +177,8 @@ class Strategy(ABC):
     def unreduced(self) -> AbstractContextManager[dict[str, str]]:
         """The context for a backward pass that is not counted, after `start_step`, before any micro-batch.
 
-        Afterwards the context's value has a `digest` of each gradient as it would enter the reduction.
+        Afterwards the context's value has, by name, a `digest` of each parameter's or block's gradient as it
+        would enter the reduction.
         """
 
     def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, str]:

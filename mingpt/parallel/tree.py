@@ -32,7 +32,7 @@ def push(
 
 
 def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """The fewest nodes that hold exactly these neighbouring leaves, from left to right."""
+    """The fewest nodes, left to right, that hold exactly these neighbouring ones of the `total` leaves."""
     stack: PartialSums[None] = []
     for leaf in leaves:
         push(stack, 0, leaf, None, total, lambda *_: None)

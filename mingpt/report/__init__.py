@@ -1,6 +1,6 @@
-"""The reports that a person reads of a run: log lines, metrics.jsonl, loss.png, timeline.png, run.json.
+"""The reports that a person reads of a run: log.txt, metrics.jsonl, loss.png, timeline.png, run.json.
 
-Rank 0 reports. Where nodes share no disk, the first worker of each node also reports to the node's own disk.
+Rank 0 reports. Where nodes share no disk, one worker of each node also reports to the node's own run folder.
 
 Metrics are functions of a step's statistics; sinks are places that the metrics' values go to.
 """

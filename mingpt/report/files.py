@@ -1,7 +1,7 @@
-"""The files of a run. If a file cannot be written, that is logged once, and its content is kept and retried.
+"""Write the files of a run. A file that cannot be written ends no run: its content is kept and tried again.
 
-metrics.jsonl has a line per record, written at once, each with its `step`; the records of all generations
-make one curve.
+metrics.jsonl has a JSON object per record, written at once, each with its `step`. The records of all
+generations (the workers between two restarts) make one curve.
 """
 
 import functools
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, one at a time; a line cut short by a crash is left out."""
+    """Yield the records of a metrics.jsonl, none if it is missing; logs other lines. Raises OSError."""
     return (record for _, record in read_lines(path) if record is not None)
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """(line, its record) in their order, one at a time; None for a line that is not a record."""
+    """Yield (line with its newline, its record) in order; None, and a log line, for a line that is none."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -43,7 +43,10 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 class WriteStatus:
-    """Logs once that a file cannot be written, and once that it can be written again."""
+    """Logs one line when writing a file begins to fail, and one when it works again.
+
+    Call `failed` or `worked` after each attempt.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_failing = path, False
@@ -61,7 +64,8 @@ class WriteStatus:
             log.warning(f"{self.path} is written again")
 
 
-MayWrite = Callable[[], bool]  # called before a file is touched: the folder may be another job's by now
+# Called before a file is touched. False: the folder is another job's by now, so the file is left as it is.
+MayWrite = Callable[[], bool]
 
 
 def always() -> bool:
@@ -69,7 +73,10 @@ def always() -> bool:
 
 
 class SmallFile:
-    """A file that is written whole; the latest content is kept until it is on disk."""
+    """A file that is replaced whole. Its latest content is kept until a write or `retry` succeeds.
+
+    Methods raise no OSError: `status` logs it. They may be called in several threads.
+    """
 
     def __init__(self, path: Path, may_write: MayWrite = always) -> None:
         self.path, self.may_write, self.status = path, may_write, WriteStatus(path)
@@ -79,17 +86,17 @@ class SmallFile:
         self.background = ThreadPoolExecutor(max_workers=1)
 
     def write(self, content: str | bytes) -> None:
-        """Replace the file; on return it is durable, unless a logged line says that it cannot be written."""
+        """Replace the file and fsync it. If that fails or `may_write` is False, keep the content."""
         self.unwritten = content
         self.retry()
 
     def write_in_background(self, content: str | bytes) -> None:
-        """Replace the file soon; if contents come faster than they are written, only the latest is."""
+        """Replace the file soon, in a thread; of contents that wait there, only the latest is written."""
         self.unwritten = content
         self.background.submit(self.retry)
 
     def retry(self) -> None:
-        """Write the content that is not on disk yet."""
+        """Try to write the content that is not on disk yet, if there is any."""
         with self.lock:
             content = self.unwritten
             if content is None or not self.may_write():
@@ -105,11 +112,11 @@ class SmallFile:
 
 
 class LineFile:
-    """A file to which whole lines are appended. Safe for use by several threads.
+    """A file to which whole lines are appended. Safe for use by several threads. Logs OSError, raises none.
 
-    A line that cannot be written waits in memory, with all later ones, until there is room. At most
-    `max_pending` lines wait (None: all of them); the oldest are dropped. `prepare` is called before the first
-    line is written, again and again until it works. It may raise OSError.
+    A line that cannot be written waits in memory, with all later ones, until a write or `retry` succeeds. At
+    most `max_pending` lines wait (None: all of them); the oldest are dropped. Each attempt calls `prepare`
+    first, until it has once worked; it may raise OSError.
     """
 
     def __init__(
@@ -126,13 +133,13 @@ class LineFile:
         self.lock = threading.RLock()  # reentrant: if this is log.txt, a line that `status` logs comes here
 
     def write(self, line: bytes) -> None:
-        """Append a line, which ends with a newline."""
+        """Append a line, which must end with a newline."""
         with self.lock:
             self.pending.append(line)
             self.retry()
 
     def retry(self, sync: bool = False) -> None:
-        """Write the lines that wait, and with `sync` make all lines durable."""
+        """Try to write the lines that wait, and with `sync` make all lines durable."""
         with self.lock:
             if not self.may_write():
                 return
@@ -154,7 +161,7 @@ class LineFile:
 
 
 def append(handle: int, line: bytes) -> None:
-    """Write a whole line. If this raises OSError, no part of the line is left in the file."""
+    """Write a whole line to a file descriptor. If this raises OSError, no part of the line stays there."""
     size = os.fstat(handle).st_size
     try:
         write_all(functools.partial(os.write, handle), line)
@@ -164,7 +171,7 @@ def append(handle: int, line: bytes) -> None:
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: one curve, however often the run was killed."""
+    """Appends each record to metrics.jsonl. Constructing it drops the records that will come again."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
@@ -172,11 +179,10 @@ class JsonlSink(Sink):
         self.file.retry()
 
     def prepare(self) -> None:
-        """Drop the records past the step of the start.
+        """Truncate the file before its first record past the step from which this generation starts.
 
-        Records of step 0 are dropped if the run starts there, since they come again. Dropping is a
-        truncation, which needs no room on the disk. A line cut short by a crash is dropped, too. Raises
-        OSError.
+        Records of step 0 are dropped if it starts there, since they come again; so is a line cut short by a
+        crash. This needs no room on the disk. Raises OSError.
         """
         kept_bytes, step = 0, self.run.first_step
         for line, record in read_lines(self.path):

@@ -1,4 +1,4 @@
-"""The package's log: to the terminal, and to run_dir/log.txt on rank 0.
+"""The package's log: to the terminal, and to run_dir/log.txt on ranks that keep a run folder.
 
 Training shows a progress bar or one line per record, an evaluation shows one line.
 """
@@ -15,12 +15,12 @@ from mingpt.report.files import LineFile, MayWrite, always
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
-PATIENCE = 3  # evaluations
+PATIENCE = 3  # evaluations in a row, without a new lowest loss, before the warning
 log = logging.getLogger(__name__)
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes lines to stderr above a progress bar."""
+    """Writes lines to stderr, above a progress bar if there is one; a closed stderr is no error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None or sys.stderr.closed:
@@ -32,7 +32,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class FileHandler(logging.Handler):
-    """Writes lines to log.txt."""
+    """Appends lines, each with its time, to the file at `path`; they wait while it cannot be written."""
 
     def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
@@ -45,10 +45,9 @@ class FileHandler(logging.Handler):
 
 
 def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> None:
-    """Send the log to the terminal, and to run_dir/log.txt if this rank keeps the run folder.
+    """Send the log to the terminal and, unless `run_dir` is None, to run_dir/log.txt.
 
-    Ranks other than 0 show their warnings on the terminal, since only they know what is wrong with their
-    node.
+    Replaces what an earlier call set up. Ranks other than 0 show only warnings on the terminal.
     """
     logger = logging.getLogger("mingpt")
     for handler in logger.handlers[:]:
@@ -66,7 +65,7 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> N
 
 
 class RisingLoss(Sink):
-    """Warns once the validation loss has stayed above its lowest for PATIENCE evaluations in a row."""
+    """Logs one line when PATIENCE evaluations in a row have brought no new lowest validation loss."""
 
     def __init__(self, run: RunInfo) -> None:
         self.lowest, self.lowest_step, self.above = math.inf, 0, 0
@@ -90,7 +89,7 @@ class RisingLoss(Sink):
 
 
 class ConsoleSink(Sink):
-    """A progress bar on a terminal, else a line per record."""
+    """Shows training as a progress bar on rank 0's terminal, else as log lines; evaluations as log lines."""
 
     def __init__(self, run: RunInfo) -> None:
         self.max_steps = run.max_steps

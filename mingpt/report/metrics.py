@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Dense bfloat16 peak in FLOP/s, from the vendors' data sheets.
+# Dense bfloat16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets.
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100": 989e12,
@@ -24,18 +24,18 @@ Values = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StepStats:
-    """The statistics of a step. Rates and times are per step, over the steps since the last record."""
+    """The statistics of a step. Times are means over the steps since the last record, in seconds."""
 
     step: int
     loss: float  # nats per token, mean over the step
     lr: float
     grad_norm: float  # before clipping
-    windows_seen: int
+    windows_seen: int  # since the run began; a window is block_size + 1 tokens
     block_size: int
     batch_size: int  # windows per step
     step_s: float  # without evaluation and snapshots
     data_s: float  # the part of step_s spent on fetching batches
-    flops_per_token: float
+    flops_per_token: float  # of a forward and backward pass
     world_size: int
     device_name: str
 
@@ -45,12 +45,12 @@ def tokens_per_s(stats: StepStats) -> float:
 
 
 def model_flops_utilization(stats: StepStats) -> float | None:
-    """The share of the devices' peak FLOP/s (Chowdhery et al. 2022); None if the peak is not known."""
+    """Return the share used of the devices' bfloat16 peak (Chowdhery et al. 2022); None if it is unknown."""
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in stats.device_name), None)
     return stats.flops_per_token * tokens_per_s(stats) / stats.world_size / peak if peak else None
 
 
-# A metric that is None for these stats is left out of the record.
+# Each function returns its metric's value; one that is None or not finite is left out of the record.
 METRICS: dict[str, Callable[[StepStats], float | None]] = {
     "train/loss": lambda stats: stats.loss,
     "lr": lambda stats: stats.lr,
@@ -64,7 +64,7 @@ METRICS: dict[str, Callable[[StepStats], float | None]] = {
 
 
 def training_values(stats: StepStats) -> dict[str, float]:
-    """{name: value} of every metric whose value is known and finite."""
+    """Return {name: value} of every metric in METRICS whose value is known and finite."""
     values = {name: metric(stats) for name, metric in METRICS.items()}
     return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
@@ -79,12 +79,12 @@ class RunInfo:
     restarts: list[int]  # steps at which later generations began
     entropy_floor: float | None  # entropy of the validation part in nats per token, if it is known
     may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's
-    is_main: bool = True  # false for a second run folder, on another node's disk
+    is_main: bool = True  # whether this is rank 0; false for another run folder, on another node's disk
     run_id: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # the configuration; URLs without credentials
     generation: int = 1  # its number in run.json
     parameters: int = 0  # number of the model's parameters; 0 if not known
-    previous_end: str | None = None  # how the generation before was killed, if it was
+    previous_end: str | None = None  # one line if the generation before was killed or made room for a node
 
 
 class Sink:
@@ -94,13 +94,13 @@ class Sink:
         """Take the values of metrics after `step`."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Take a text after `step`: the sample of an evaluation."""
+        """Take a text after `step`, such as the sample text of an evaluation, under a name."""
 
     def on_step(self, step: int) -> None:
         """Note that a step is complete; there need not be values for it."""
 
     def replay(self, step: int, values: Values) -> None:
-        """Take the values that earlier generations logged, up to the step of the start, in their order."""
+        """Take the values of an earlier generation's record; called for each in order, before any `log`."""
 
     def close(self) -> None:
-        """Finish at the end of the run or of this generation."""
+        """Finish when the run ends, fails or is stopped. A generation that is killed does not call it."""

@@ -43,9 +43,9 @@ Edges = list[list[float]]  # (generations, phases + 1): where phases begin and e
 
 
 class LossPlot(Sink):
-    """Draws loss.png, then timeline.png from run.json.
+    """Draws loss.png, then timeline.png from run.json, in a thread. A failure is logged and ends no run.
 
-    It draws at each evaluation, unless the drawing before is not finished, and at the end.
+    It draws at each evaluation, unless the drawing before is not finished; `close` draws and waits.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -76,7 +76,7 @@ class LossPlot(Sink):
         self.start_drawing().result()
 
     def draw(self, curves: dict[str, Curve]) -> None:
-        """Draw both plots and write them; one line says why if that fails."""
+        """Draw both plots and write them. Raises nothing: one line says why a plot cannot be made."""
         draws = (
             functools.partial(draw_loss, run=self.run, curves=curves),
             functools.partial(draw_timeline, run_dir=self.run.run_dir),
@@ -90,7 +90,7 @@ class LossPlot(Sink):
 
 @functools.cache
 def figure_of(name: str) -> Any:
-    """The figure for all drawings of this name. Its canvas holds their pixels. Raises ImportError."""
+    """Return the matplotlib figure that all drawings of this name reuse in turn. Raises ImportError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -100,7 +100,7 @@ def figure_of(name: str) -> Any:
 
 
 def to_png(name: str, draw: Callable[[Any], None]) -> bytes:
-    """The PNG of a plot that `draw` draws on an empty figure."""
+    """Return a PNG of what `draw` draws on the figure of this name, emptied before. Raises ImportError."""
     figure, picture = figure_of(name), io.BytesIO()
     figure.clear()
     draw(figure)
@@ -137,7 +137,7 @@ def draw_loss(figure: Any, run: RunInfo, curves: dict[str, Curve]) -> None:
 
 
 def split(generation: Generation, done: int) -> list[float]:
-    """The seconds of each phase in COLORS, after generations that have done `done` steps."""
+    """Return a generation's seconds in each phase of COLORS; earlier generations had come to step `done`."""
     seconds = generation.seconds or max(0.0, generation.seen - generation.began)
     if not generation.phases:
         return [0.0, 0.0, 0.0, 0.0, 0.0, seconds]
@@ -149,9 +149,10 @@ def split(generation: Generation, done: int) -> list[float]:
 
 
 def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float, float, float]]]:
-    """The edges of the phases on an axis of seconds, and the pauses cut out of it as (left, width, seconds).
+    """Return the edges of the phases on an axis of seconds, and the pauses cut out of it.
 
-    A pause in which nothing ran is cut out if it is longer than an average generation.
+    A pause in which nothing ran is cut out if it is longer than an average generation. It is (left and width
+    on the axis, its true seconds). There must be at least one generation.
     """
     busy_s = sum(max(0.0, one.seen - one.began) for one in generations)
     starts = [one.began - one.phases.get("start_s", 0.0) for one in generations]
@@ -170,19 +171,19 @@ def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float,
 
 
 def shorten(end: str) -> str:
-    """A few words of how a generation ended."""
+    """Shorten a phrase on how a generation ended to at most 34 characters."""
     words = re.split(r" \(|;|:", end.removeprefix("the workers were ").removeprefix("the "))[0]
     words = re.sub(r"workers \d+(, \d+){3,}", lambda ranks: f"{ranks[0].count(',') + 1} workers", words)
     return textwrap.shorten(words, 34, placeholder=" ...")
 
 
 def unit_of(seconds: float) -> str:
-    """The largest unit of which `seconds` holds at least three."""
+    """Return the largest unit of UNITS of which `seconds` holds at least three, else "seconds"."""
     return next((name for name, unit_s in UNITS.items() if seconds >= 3 * unit_s), "seconds")
 
 
 def draw_timeline(figure: Any, run_dir: Path) -> None:
-    """Draw a run on an empty figure of matplotlib's. Raises OSError or BadJson if run.json is unusable."""
+    """Draw a run's timeline on an empty figure. Raises OSError or BadJson if its run.json is unusable."""
     from matplotlib.ticker import MaxNLocator
 
     history = check_json(read_json(run_dir / "run.json"), History)
@@ -238,7 +239,7 @@ def draw_bars(axes: Any, generations: Sequence[Generation], edges: Edges, hosts:
 
 
 def draw_ends(axes: Any, generations: Sequence[Generation], edges: Edges) -> None:
-    """Mark how generations ended; names as many ends as there is room for, the last ones first."""
+    """Mark where generations ended, and name as many ends as there is room for, the last ones first."""
     ends = [(edge[-1], one.end) for one, edge in zip(generations, edges, strict=True) if one.end != "running"]
     colors = [ORDERLY if re.match("finished|stopped|.* joined$", how) else FAULT for _, how in ends]
     # If there are many ends, their marks are above the lanes, else they cross all lanes.

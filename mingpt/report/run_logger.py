@@ -1,6 +1,6 @@
 """The RunLogger, which reports a run: the plan, the metrics, how it ended.
 
-Seconds per step are measured between two records, without the time of what is no part of a step.
+Seconds per step are measured between two records, without evaluations and waits for snapshots.
 """
 
 import logging
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Measures the time since the last `reset`. Whoever fetches batches adds to `data_s`.
+    """Measures the seconds per step since the last `reset`. Whoever fetches batches adds seconds to `data_s`.
 
-    `phases` are the seconds of what is no part of a step, since the timer was made.
+    `phases` is {phase: seconds} of what is no part of a step, since the timer was made.
     """
 
     def __init__(self, step: int) -> None:
@@ -41,11 +41,11 @@ class StepTimer:
         self.reset(step)
 
     def reset(self, step: int) -> None:
-        """Begin to measure, after `step`."""
+        """Begin to measure anew, after `step`, with `data_s` at zero; `phases` go on."""
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
     def exclude(self, work: Callable[[], T], phase: str) -> T:
-        """Do work that is no part of a step's time, and count its seconds to a phase."""
+        """Return the result of `work`, whose seconds count to `phase` and not to the steps."""
         began = time.perf_counter()
         result = work()
         taken_s = time.perf_counter() - began
@@ -54,17 +54,18 @@ class StepTimer:
         return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
-        """(total, fetching data) in seconds per step, from `reset` up to this step."""
+        """Return (total, fetching data) in seconds per step, from `reset` to `step`, at least one later."""
         steps = step - self.first_step
         return (time.perf_counter() - self.began) / steps, self.data_s / steps
 
 
 class RunLogger:
-    """Reports a run. Drops the records of earlier generations past the step from which the run goes on.
+    """Reports a run, on a rank that keeps a run folder, from the step `start.step` on.
 
-    Open it once that step is known. `is_main` is true on rank 0 alone, for reports that are made once and not
-    in every run folder. No file that cannot be written ends the run: one line says so, and its content is
-    kept and retried.
+    Constructing it writes config.yaml, begins a generation in run.json, and drops the records past that step
+    from metrics.jsonl. `check_claim` raises ClaimLost, and `may_write` is false, once the folder belongs to
+    another job or a later generation. `is_main` is true on rank 0 alone, for reports that are made once and
+    not in every run folder. No file that cannot be written ends the run: one line says so.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class RunLogger:
             self.history.note_missing(recorded + 1, start.logged_step)
 
     def replay(self, path: Path, step: int) -> None:
-        """Give the sinks the records of earlier generations up to `step`."""
+        """Give the sinks the records of earlier generations up to `step`. Logs an OSError."""
         try:
             for record in read_records(path):
                 if record["step"] <= step:
@@ -131,7 +132,7 @@ class RunLogger:
         self.last[kind] = record
 
     def repeated_failure(self) -> str | None:
-        """One sentence if going on would only repeat a failure; the run is then marked as failed."""
+        """Return one sentence, and report a failed run, if going on would repeat a failure; else None."""
         sentence = self.history.repeated_failure()
         if sentence:
             self.failed(self.history.generations[-1]["from_step"], sentence)
@@ -145,7 +146,10 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """Log what is going to happen; in a restart, only how the generation before ended."""
+        """Log what is going to happen; in a restart, only how the generation before ended.
+
+        `assignment` has each rank's micro-batches of a step, `snapshots` the folder or URL of snapshots.
+        """
         if self.previous_end:
             log.log(logging.WARNING if self.is_main else logging.INFO, "%s", self.previous_end)
         if self.start.is_restart:
@@ -183,9 +187,9 @@ class RunLogger:
             sink.on_step(step)
 
     def log_values(self, step: int, values: Values) -> None:
-        """Give the values of metrics after `step` to all sinks.
+        """Give the values of metrics after `step` to all sinks, which write them.
 
-        Raises SupersededError if another job writes there by now.
+        Raises ClaimLost if another job or a later generation writes to the run folder by now.
         """
         self.check_claim()
         self.remember({"step": step, **values})
@@ -197,7 +201,7 @@ class RunLogger:
         self.history.note_step(stats.step, stats.step_s, phases)
 
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
-        """Record that a step's update, from these windows, was left out; it is the `count`-th such update."""
+        """Record that the update of `step`, from these windows, was left out, the run's `count`-th one."""
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.content["updates_skipped"] = count
 
@@ -219,7 +223,10 @@ class RunLogger:
     def ended(
         self, step: int, stopped_by: str | None, snapshots: str, phases: dict[str, float] | None = None
     ) -> None:
-        """Report that the run stands at `step`, durably. Raises SupersededError."""
+        """Report that the run has finished, or was stopped by a request, with a durable snapshot of `step`.
+
+        Closes the sinks: nothing can be reported after it. Raises ClaimLost, as `log_values` does.
+        """
         self.check_claim()
         how = f"stopped by {stopped_by}" if stopped_by else "finished"
         self.history.content["durable_step"] = step
@@ -228,7 +235,7 @@ class RunLogger:
         log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.config.run_dir}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
-        """Record the end, and close the sinks. Metrics that cannot be written now are lost."""
+        """Record the end, and close the sinks. Metrics that cannot be written now are noted as lost."""
         self.flush()
         first_missing = self.records.first_waiting()
         if first_missing is not None:
@@ -239,9 +246,9 @@ class RunLogger:
 
 
 def is_reported(run_dir: Path) -> bool:
-    """Whether run.json of a run at its last step records its end, as far as run.json can be read.
+    """Whether the folder of a run at its last step needs no further report: run.json records its end.
 
-    A folder that holds only snapshots, such as a copy, needs no report.
+    True, too, if run.json is damaged, or if there is neither it nor metrics.jsonl, as in a copy of snapshots.
     """
     if not (run_dir / "run.json").exists():
         return not (run_dir / "metrics.jsonl").exists()
@@ -257,6 +264,6 @@ def describe_strategy(trainer: TrainerConfig) -> str:
 
 
 def describe_part(part: CharDataset) -> str:
-    """The number of the part's tokens, and of the files that hold them."""
+    """Return a phrase on a part's tokens and, for token shards, files, such as "900 tokens in 2 files"."""
     files = f" in {plural(part.tokens.file_count(), 'file')}" if isinstance(part.tokens, TokenShards) else ""
     return f"{len(part.tokens):,} tokens{files}"

@@ -43,8 +43,8 @@ class Destination(Sink):
 class Follower(Sink):
     """Hands values to a destination in a thread of its own.
 
-    If the destination fails, the run goes on: one line says so, and the destination gets no more values. All
-    calls return at once, except `close`, which takes at most CLOSE_S.
+    If the destination fails, the run goes on: one line says so, and the destination gets no more values. If
+    it is too slow, it misses some. All calls return at once, except `close`, which takes at most CLOSE_S.
     """
 
     def __init__(self, run: RunInfo, destination: Destination) -> None:
@@ -77,7 +77,7 @@ class Follower(Sink):
         self.tasks.put(task)
 
     def _work(self) -> None:
-        """Follow the run. Raises nothing: a line says why the destination has failed."""
+        """Follow the run, in the thread. Raises nothing: a line says why the destination has failed."""
         try:
             self._follow()
         except ModuleNotFoundError as error:
@@ -88,7 +88,7 @@ class Follower(Sink):
         self.is_over = True
 
     def _follow(self) -> None:
-        """Open the destination, do the tasks in their order, and close it."""
+        """Open the destination, do the tasks in order, and close it; stop if the run is another job's."""
         self._add_missing(self.destination.open(self.run.first_step))
         for task in iter(self.tasks.get, None):
             if not self.run.may_write():
@@ -97,7 +97,7 @@ class Follower(Sink):
         self.destination.close()
 
     def _add_missing(self, first_missing: int) -> None:
-        """Hand over the records of earlier generations that the destination lacks."""
+        """Hand over the records of earlier generations from step `first_missing` on. Raises OSError."""
         last_step = self.run.first_step
         lacks_none = first_missing > last_step or last_step == 0  # the records of step 0 come again
         for record in read_records(self.run.run_dir / "metrics.jsonl"):
@@ -108,7 +108,7 @@ class Follower(Sink):
                 self.destination.log(record["step"], values)
 
     def _report(self, what: str) -> None:
-        """Log what is wrong, once."""
+        """Log what is wrong; only the first call does."""
         if not self.is_reported:
             self.is_reported = True
             log.warning(f"{self.destination.label} {what}")
@@ -150,10 +150,11 @@ class TensorBoard(Destination):
 
 
 class Tracker(Destination):
-    """One run of the tracker for the whole run: a later generation goes on with it, by the run's id.
+    """An experiment tracker, which shows all generations as one run: by the run's id, or a name with it.
 
     Steps that the tracker has are not sent again, and steps that it lacks come from metrics.jsonl. The
-    package itself looks after credentials and where the values are kept, and <PACKAGE>_PROJECT is obeyed.
+    package itself looks after credentials and where the values are kept. The environment variable
+    <PACKAGE>_PROJECT names the project; without it the folder above the run folder does.
     """
 
     def __init__(self, run: RunInfo, package: str) -> None:
@@ -174,7 +175,7 @@ class Tracker(Destination):
         return self.first_step
 
     def init_arguments(self) -> dict[str, Any]:
-        """The arguments of the package's `init`."""
+        """Return the keyword arguments of the package's `init`."""
         folder = self.run.run_dir.resolve()
         project = re.sub(r"[^\w.-]+", "-", folder.parent.name).strip("-")
         arguments = {

@@ -1,7 +1,8 @@
-"""Snapshots as files: written atomically, checked when read, in a folder, at a URL or in /dev/shm.
+"""Write and read snapshots, the saved states of a run: files in a folder, at a URL or in /dev/shm.
 
-A snapshot exists when its manifest does and its checksums hold. saver.py decides which snapshots are kept.
-This room uses tensors by name, and the rows of them that each rank holds, but no model.
+A snapshot exists when its manifest, a JSON file that lists the others, exists and its checksums hold.
+saver.py decides which snapshots are kept. This package knows tensors by name, and the rows of them that each
+rank holds, but no model.
 """
 
 from mingpt.snapshot.layout import TensorSpec, specs_of

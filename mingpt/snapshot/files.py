@@ -1,12 +1,12 @@
-"""Files in a folder or at any fsspec URL, which appear whole or not at all.
+"""Read and write files in a folder or at an fsspec URL. In a folder or object store they appear whole.
 
 In a folder a file is written under another name, fsynced and renamed. At a URL a small file is uploaded by a
 single PUT, a large file in parts (S3's multipart upload), which become an object when all have arrived.
 
 S3 keeps, and charges for, the parts of an unfinished upload until it is aborted. An upload that fails is
 aborted at once. An upload whose process was killed is aborted when the next generation prepares the folder:
-that generation has the claim to the place, so no other job may write there. A lifecycle rule of the bucket
-(AbortIncompleteMultipartUpload) does the same for runs that never start again.
+its job has the claim, the exclusive right to write to the place, so no other job has uploads there. A
+lifecycle rule of the bucket (AbortIncompleteMultipartUpload) does the same for runs that never start again.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def discard(file: Any, path: str) -> None:
-    """Abort the upload of a file that is open for writing, so that nothing appears."""
+    """Abort an object's upload, so that nothing appears; close any other kind of file. Errors are logged."""
     try:
         if isinstance(file, AbstractBufferedFile):
             file.closed = True  # to close the file, also by garbage collection, would complete the upload
@@ -56,10 +56,10 @@ def discard(file: Any, path: str) -> None:
 def write_chunks(
     file: Any, chunks: Iterable[memoryview], name: str, size: int, handle: int | None = None
 ) -> str:
-    """Hash chunks and write them to `file`, at the rate of the slower of both; returns their SHA-256.
+    """Write `chunks`, `size` bytes in all, to `file` and hash them meanwhile; returns their SHA-256 in hex.
 
-    With a `handle`, a thread flushes the written bytes to disk meanwhile, so that little is left for the last
-    fsync. Raises the errors of `file`.
+    `name` is for the progress events. `handle` is the file's descriptor, if it lies on a disk: a thread
+    flushes it meanwhile, so that little is left for the caller's fsync. Raises the errors of `file`.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -79,11 +79,11 @@ def write_chunks(
 
 
 class FileStore:
-    """The files at `url`. Raises UserError if no driver for it is installed.
+    """Reads and writes the files at `url`, a path or URL. Raises UserError if its driver is not installed.
 
-    A failed read, or upload to an object store, is retried after each of `retries_s` seconds. Files of more
-    than `upload_part_bytes` are uploaded in parts. `check_claim` is called before a file gets its name; it
-    raises ClaimLost if this job no longer has the claim to the place.
+    A failed read, or upload to a URL, is retried after each of `retries_s` seconds. Files of more than
+    `upload_part_bytes` are uploaded in parts. `check_claim` is called before a file gets its name; it raises
+    ClaimLost if this job no longer has the claim to the place. By default nothing is checked.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FileStore:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """The names of all files at the place."""
+        """The names of all files and folders at the place, sorted; none if it does not exist."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
@@ -113,20 +113,21 @@ class FileStore:
             return []
 
     def list_names(self) -> list[str]:
-        """The names of all files, listed with retries. Raises UnreadableSnapshot if that fails."""
+        """The same as `names`, with retries. Raises UnreadableSnapshot if the last attempt fails."""
         try:
             return with_retries(self.names, f"the folder {self.url}", self.retries_s)
         except CorruptSnapshot as error:  # a loop of links
             raise UnreadableSnapshot(str(error)) from None
 
     def write_atomic(self, name: str, content: Content) -> None:
-        """Write a file so that it appears whole and durable, or not at all."""
+        """Write a file so that it appears whole and durable, or not at all. Raises as `write_stream` does."""
         self.write_stream(name, [memoryview(content)], len(content))
 
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Write a file atomically from chunks of `size` bytes together; returns their SHA-256.
+        """Write a file atomically from `chunks`, `size` bytes in all; returns their SHA-256 in hex digits.
 
-        A failed upload is tried again, unless `chunks` is an iterator, which only its maker can begin again.
+        The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost, OSError or
+        a driver's error. A failed upload is tried again, unless `chunks` is an iterator.
         """
         if not self.is_local:
             self.check_claim()
@@ -137,7 +138,7 @@ class FileStore:
             return write_chunks(file, chunks, name, size, file.fileno())
 
     def upload(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Upload an object and check its size; retried, since object stores have short failures."""
+        """Upload an object and check its size; returns its SHA-256. Retried as `write_stream` says."""
 
         def on_failure(error: Exception) -> None:
             if isinstance(error, ClaimLost):
@@ -169,14 +170,15 @@ class FileStore:
         return sha256
 
     def remove_file(self, name: str) -> None:
-        """Remove a file that may not exist."""
+        """Remove a file, which may not exist. In a folder `fsync_folder` makes this durable."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 
     def abort_unfinished_uploads(self) -> None:
         """Abort unfinished uploads of snapshots' files to S3, at most the first 1,000, to free their parts.
 
-        A failure is only logged: a user who may write objects may not be allowed to list uploads.
+        Call it with the claim to the place. Without S3 it does nothing. A failure is only logged: a user who
+        may write objects may not be allowed to list uploads.
         """
         if not hasattr(self.files, "call_s3"):
             return
@@ -192,6 +194,6 @@ class FileStore:
             log.info(f"unfinished uploads to {path}* cannot be looked for ({reason_of(error)})")
 
     def fsync_folder(self) -> None:
-        """Make renames and removals durable."""
+        """Make renames and removals in a folder on disk durable; at a URL, do nothing."""
         if self.is_local:
             fsync_path(self.root)

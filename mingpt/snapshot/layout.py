@@ -1,4 +1,4 @@
-"""The names of a snapshot's files, the place of each tensor in them, and the buffers they are written from.
+"""Names a snapshot's files, gives each tensor its place in them, and makes the buffers they are written from.
 
 `step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights and
 `step_00001200.optimizer.safetensors` its optimizer's state, so that sampling and export read weights alone. A
@@ -6,8 +6,8 @@ group of tensors that is too large for one file lies in `step_00001200-00001-of-
 A tensor's place depends on the tensors' names, types and shapes and on `part_bytes`, never on the number of
 workers. A `Run` tells which rank holds which bytes of a file.
 
-Copying into a `StagingBuffer` is the only part of a snapshot that training waits for: the pages exist, and
-each tensor has its place. The buffer itself is then hashed and written.
+Training waits while its tensors are copied into a `StagingBuffer`, whose pages exist and in which each tensor
+has its place. The buffer itself is then hashed and written in the background.
 """
 
 import bisect
@@ -49,7 +49,7 @@ RowsByRank = Callable[[str], list[range] | None]
 
 
 def file_name(step: int, kind: str) -> str:
-    """The name of a snapshot's file: kind "json" for the manifest, "safetensors" for weights in one file."""
+    """The name of a step's manifest (kind "json"), or of its weights if in one file (kind "safetensors")."""
     return f"step_{step:08d}.{kind}"
 
 
@@ -60,12 +60,15 @@ def tensor_file_name(step: int, group: str, part: int, parts: int) -> str:
 
 
 def unfinished_name(step: int) -> str:
-    """The name of the file that exists while the snapshot of a step is being written."""
+    """The name of the empty file that exists from the beginning of a step's save until its end."""
     return f"partial-step_{step:08d}"
 
 
 def step_of(name: str, kind: str | None = None) -> int | None:
-    """The step to whose snapshot the file `name` (of kind "json", "safetensors" or any) belongs, or None."""
+    """The step in the name of a snapshot's file; None for other names, or a file of another kind than `kind`.
+
+    A file's kind is "json" (the manifest) or "safetensors" (weights or optimizer's state); None takes both.
+    """
     match = FILE_NAME.fullmatch(name)
     if not match:
         return None
@@ -78,7 +81,7 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
-    """The steps of the snapshots' files (of this kind, or of either) among these names; newest first."""
+    """The steps with a file among these names, of this kind as in `step_of`; each once, newest first."""
     found = {step_of(name, kind) for name in names}
     return sorted((step for step in found if step is not None), reverse=True)
 
@@ -90,7 +93,7 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
 
 
 def are_tensor_files(names: Sequence[str], step: int) -> bool:
-    """Whether these are all tensor files of a snapshot of this step, in their order: weights first."""
+    """Whether these are the names of all tensor files of a snapshot of this step, in order: weights first."""
     weights, optimizer = GROUPS
     optimizer_parts = sum(optimizer in name for name in names)
     parts_of = {weights: len(names) - optimizer_parts, optimizer: optimizer_parts}
@@ -104,7 +107,7 @@ def are_tensor_files(names: Sequence[str], step: int) -> bool:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The type and the shape of a full (unsharded) tensor, from which a file's layout is computed."""
+    """The type and shape of a tensor, or of a rank's rows of it, from which a file's layout is computed."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,7 +119,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A safetensors file: its first bytes, and where in it each tensor begins."""
+    """The plan of a safetensors file: its first bytes, and where in it each tensor begins."""
 
     name: str
     header: bytes  # the first bytes of the file: the length of the JSON, and the JSON
@@ -129,10 +132,11 @@ def specs_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec]) -> dict[s
 
 
 def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PART_BYTES) -> list[FileLayout]:
-    """The files of the snapshot of `step`: first the weights, then the optimizer's state, if any.
+    """The layouts of the tensor files of `step`: first the weights, then the optimizer's state, if any.
 
-    A group of more than `part_bytes` with its header is cut into parts: each part takes tensors in their
-    order until the next tensor would not fit. A tensor that is larger than `part_bytes` has a part alone.
+    `specs` has the whole tensors; the names of optimizer state begin with OPTIMIZER. A group of more than
+    `part_bytes` with its header is cut into parts: each part takes tensors in `file_order` until the next
+    tensor would not fit. A tensor that is larger than `part_bytes` has a part alone.
     """
     layouts = []
     for group in GROUPS:
@@ -151,7 +155,7 @@ def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, TensorSpec]]:
-    """The tensors of each part, in the order of the file; at least one part, which may be empty."""
+    """The tensors of each part that `make_layout` makes, in `file_order`; an empty part if there are none."""
     parts: list[dict[str, TensorSpec]] = [{}]
     text_bytes, data_bytes = 0, 0  # of the part's header entries, and of its tensors
     for name in file_order(specs):
@@ -169,7 +173,7 @@ def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, Te
 
 
 def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
-    """A tensor's entry in a header, after a comma, in whose place the first entry has a brace.
+    """A tensor's entry in a header as JSON, with a comma before it; the caller drops that of the first entry.
 
     `begin` counts from the first tensor's first byte.
     """
@@ -197,7 +201,10 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes `begin` to `end` of a file, which one rank holds from `offset` of its part of the tensor on."""
+    """Bytes `begin` to before `end` of a file, a piece of the tensor `name` that `rank` holds.
+
+    The piece begins at byte `offset` of that rank's part of the tensor.
+    """
 
     begin: int
     end: int
@@ -209,7 +216,10 @@ class Run:
 def find_runs(
     layout: FileLayout, specs: Mapping[str, TensorSpec], rows_by_rank: RowsByRank, main_rank: int
 ) -> list[Run]:
-    """The runs of a file's tensors, in order; a tensor that all ranks hold comes from the main rank."""
+    """The runs of a file after its header, in order and without gaps; `specs` has the whole tensors.
+
+    A tensor that all ranks hold comes from the main rank.
+    """
     runs = []
     for name, begin in layout.begins.items():
         held, row_bytes = {main_rank: range(1)}, specs[name].nbytes  # whole, as if it had one row
@@ -222,7 +232,7 @@ def find_runs(
 
 
 def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """The parts of the runs, which are in order, between two bytes of the file."""
+    """The runs, which are in order, cut to the bytes `begin` to before `end` of the file."""
     first = bisect.bisect_right(runs, begin, key=lambda run: run.end)
     pieces = []
     for run in runs[first:]:
@@ -234,9 +244,9 @@ def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
 
 
 class StagingBuffer:
-    """A safetensors file in memory, with room for tensors of these names, shapes and types.
+    """A safetensors file in memory with room for tensors of these names, shapes and types; `fill` fills it.
 
-    `allocate` may provide the bytes.
+    `allocate` may provide the bytes: (size,) uint8. By default they are pinned if a tensor is on a GPU.
     """
 
     def __init__(
@@ -262,7 +272,7 @@ class StagingBuffer:
             self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a state into the buffer. On return the state may change again."""
+        """Copy tensors, one of each name in the buffer, into it. On return they may change again."""
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
             slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -275,15 +285,15 @@ class StagingBuffer:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 
     def chunks(self, layout: FileLayout) -> list[memoryview]:
-        """The bytes of a file whose tensors all lie in this buffer, in views of at most 16 MiB."""
+        """The bytes of a file, header included, whose tensors are in this buffer: views of at most 16 MiB."""
         return [memoryview(layout.header), *map(memory_of, self.pieces(layout.begins))]
 
     @property
     def content(self) -> memoryview:
-        """All bytes of the buffer."""
+        """All bytes of the buffer, header included, without copying them."""
         return memory_of(self.buffer)
 
 
 def memory_of(piece: Tensor) -> memoryview:
-    """Return the writable memory of (n,) uint8 on the CPU."""
+    """Return the writable memory of (n,) uint8 on the CPU, without copying it."""
     return memoryview(piece.numpy())  # type: ignore[arg-type]

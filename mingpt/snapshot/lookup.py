@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 def open_snapshot(
     where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
 ) -> Snapshot:
-    """A snapshot by its path or URL, or the newest of a run or snapshot folder. Raises UserError.
+    """Open and verify a snapshot: that of the file `where`, or the newest good one of the folder `where`.
 
-    With `weights_only`, files of optimizer state are not read beyond their headers. With `best`, `where` is a
-    folder, and the result is its snapshot with the lowest validation loss. A bad snapshot in a folder is
-    skipped, and logged in one line.
+    Raises UserError if there is none. `check` may refuse a snapshot. With `weights_only`, files of optimizer
+    state are not read beyond their headers. With `best`, `where` is a folder, and the result is its snapshot
+    with the lowest validation loss. A bad snapshot in a folder is skipped, and logged in one line.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -77,7 +77,7 @@ def open_snapshot(
 
 
 def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
-    """The steps of the snapshots that have a validation loss, the lowest loss first."""
+    """The steps whose manifest has a validation loss, lowest first; a bad manifest is skipped and logged."""
     losses: dict[int, float] = {}
     for step in steps:
         try:
@@ -91,8 +91,9 @@ def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
 
 
 def possible_places(where: str) -> list[str]:
-    """The places of a run folder's snapshots: `snapshot.path` of its config.yaml, `snapshots/`, the folder.
+    """The places where a folder's or URL's snapshots may be, in the order in which to look.
 
+    These are `snapshot.path` of its config.yaml if it is a run folder, `snapshots/` in it, and the folder.
     Raises UserError for a config.yaml that is damaged.
     """
     places = [f"{where.rstrip('/')}/snapshots", where]
@@ -104,9 +105,10 @@ def possible_places(where: str) -> list[str]:
 
 
 def read_safetensors(where: str) -> dict[str, Tensor]:
-    """The tensors of another program's safetensors file, at a path or URL.
+    """The tensors, by name, of another program's safetensors file at a path or URL.
 
-    Raises CorruptSnapshot, UnreadableSnapshot if reading fails, or UserError if the driver is not installed.
+    Raises CorruptSnapshot if it is missing, damaged or not finite, UnreadableSnapshot if reading fails, or
+    UserError if the driver is not installed.
     """
     files, path = open_url(where, "it")
     file = TensorFile(SourceFile(files, path, "the file", RETRIES_S))

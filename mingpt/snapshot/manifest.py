@@ -1,4 +1,4 @@
-"""The manifest: the tensor files of a snapshot with their sizes and SHA-256, and a checksum of itself.
+"""The manifest: JSON about a snapshot, with the SHA-256 of its tensor files and a checksum of itself.
 
 Schema 2 lists `files`; its `bytes` and `sha256` are computed over all of them. In schema 1 they belong to the
 only tensor file. A checksum protects against accidents, not against a file from elsewhere. Every field is
@@ -32,7 +32,7 @@ Scalar = bool | Number | Name | None
 def parse_object(content: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `content`. Raises CorruptSnapshot, whose message calls the content `what`.
 
-    It is read strictly, since anybody may have written it.
+    It is read strictly (see `parse_json`), since anybody may have written it.
     """
     try:
         parsed = parse_json(content, strict=True)
@@ -44,13 +44,13 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 class Part(pydantic.BaseModel):
-    """Types are strict: neither `true` nor "1" is 1. Other fields may be there."""
+    """An object in a manifest, with strict types: neither `true` nor "1" is 1. Other fields may be there."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
 
 
 class DataFields(Part):
-    """The text, or the token shards, that were trained on."""
+    """The text, or the token shards (`files`: fingerprints by name), that were trained on."""
 
     path: str
     sha256: Sha256
@@ -58,14 +58,14 @@ class DataFields(Part):
 
 
 class TokenizerFields(Part):
-    """The tokenizer: characters in `vocabulary`, a tokenizer.json among the tensors, or none."""
+    """The tokenizer, if `kind` is not "none": its bytes are in `vocabulary` or in the tensor `tokenizer`."""
 
     kind: Name
     vocab_size: int = pydantic.Field(ge=1, lt=2**63)
 
 
 class SoftwareFields(Part):
-    """The facts besides the configuration that the bits depend on."""
+    """The facts besides the configuration on which the result depends, down to the bits."""
 
     __pydantic_extra__: dict[str, Scalar]
     torch: Name
@@ -85,7 +85,7 @@ class FileRecord:
 
 
 class ShardFields(pydantic.BaseModel):
-    """The part of a sharded state in a snapshot: the rows that one rank held, and perhaps whole tensors."""
+    """The part of a sharded state in a snapshot in memory: one rank's rows, and perhaps whole tensors."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
@@ -101,7 +101,7 @@ class ShardFields(pydantic.BaseModel):
 
 
 class Fields(Part):
-    """The fields of schema 1, with types and ranges."""
+    """The fields of a manifest of schema 1, with types and ranges; schema 2 has them, too."""
 
     step: Count
     windows: Count
@@ -110,28 +110,29 @@ class Fields(Part):
     tokenizer: TokenizerFields | None = None
     data: DataFields
     software: SoftwareFields
-    audit: Sha256
+    audit: Sha256  # a hash over all tokens that were trained on
     metrics: dict[str, dict[str, Number]]
     sha256: Sha256
     bytes: Count
     after: Count = 0  # in a memory snapshot: the newest step on disk when it was saved
     shard: ShardFields | None = None  # in a memory snapshot of a part
-    replayed_step: Count | None = None  # the last step at which all workers computed the same
+    replayed_step: Count | None = None  # the last step at which the workers were compared and agreed
     discarded_after: list[Count] = []  # see is_suspect
+    # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
 
 
 class PartedFields(Fields):
-    """The fields of schema 2."""
+    """The fields of a manifest of schema 2."""
 
     files: list[FileRecord]
 
 
 def is_suspect(manifest: Mapping[str, Any], discarded_after: Sequence[int]) -> bool:
-    """Whether a snapshot may hold wrong results of a worker.
+    """Whether a snapshot may hold wrong results of a worker, by the steps in the run's `discarded_after`.
 
-    Each time that workers differed in the run, `discarded_after` got the last step that was trusted. A
-    manifest lists the entries that were known when it was written.
+    Each time that workers computed differently, the last step that is trusted was added to them. A manifest
+    lists those known when it was written. A snapshot is suspect if it is past a step that was added later.
     """
     later = discarded_after[len(manifest.get("discarded_after", [])) :]
     return any(manifest["step"] > step for step in later)
@@ -151,7 +152,7 @@ def joint_sha256(records: Sequence[FileRecord]) -> str:
 
 
 def encode_manifest(fields: dict[str, Any], records: Sequence[FileRecord]) -> bytes:
-    """The bytes of the manifest for these tensor files. Raises UserError if there are too many bytes."""
+    """The bytes of a manifest, without metrics that are not finite. Raises UserError past MAX_BYTES."""
     body = {
         "schema": SCHEMA,
         **fields,
@@ -168,7 +169,7 @@ def encode_manifest(fields: dict[str, Any], records: Sequence[FileRecord]) -> by
 
 
 def is_finite(record: dict[str, Any]) -> bool:
-    """Whether JSON can hold a record of metrics: it has no infinite numbers and no NaN."""
+    """Whether all values of a record of metrics are finite numbers, as JSON needs."""
     return all(isinstance(value, (int, float)) and math.isfinite(value) for value in record.values())
 
 
@@ -179,7 +180,7 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> dict[str, Any]:
-    """The checked manifest in `content`. Raises CorruptSnapshot, or UserError for a later schema version."""
+    """The manifest in `content`, all checked. Raises CorruptSnapshot, or UserError for a later schema."""
     manifest = parse_object(content, "its manifest")
     if not is_intact(manifest, content):
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
@@ -197,7 +198,10 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
 
 
 def check_files(manifest: dict[str, Any]) -> None:
-    """Raises CorruptSnapshot unless the files belong to one snapshot and agree with its size and SHA-256."""
+    """Raises CorruptSnapshot unless the manifest lists the files of its step, and their size and SHA-256.
+
+    No file is read. A manifest of schema 1 lists no files and passes.
+    """
     if manifest["schema"] == OLDEST_SCHEMA:
         return
     records = file_records(manifest)
@@ -217,7 +221,7 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """Raises UserError for a later schema, whose snapshots are left alone, and CorruptSnapshot for none."""
+    """Raises UserError for a later schema, whose snapshots are left alone, CorruptSnapshot for no schema."""
     schema = manifest.get("schema")
     if type(schema) is not int or schema < OLDEST_SCHEMA:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
@@ -229,7 +233,7 @@ def check_schema(manifest: dict[str, Any]) -> None:
 
 
 def read_config(manifest: dict[str, Any]) -> Config:
-    """The configuration that a manifest records. Raises CorruptSnapshot.
+    """The configuration that a manifest records. Raises CorruptSnapshot if a setting has a wrong value.
 
     Settings that this version does not know are ignored, and missing settings have their defaults.
     """

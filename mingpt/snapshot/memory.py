@@ -2,10 +2,10 @@
 
 They lie in a folder such as /dev/shm, which outlives the workers but not the node; the folder of a run is
 named after the random id in its run.json. If each rank holds the whole state, the first worker of the node
-writes it. A sharded state is written in parts, see `shard` in the manifest, and each part is copied to the
-next node, so that a lost node costs a few steps, too. One copy is made between two steps; checksums and the
-copies on the next node follow in the background. An orderly end removes the snapshots. If the folder is
-absent or too small, one line says so, and the run continues with its snapshots on disk alone.
+writes it. A sharded state is written in parts, one per rank, and each part is copied to the next node, so
+that a lost node costs a few steps, too. One copy is made between two steps; checksums and the copies on the
+next node follow in the background. An orderly end removes the snapshots. If the folder is absent or too
+small, one line says so, and the run continues with its snapshots on disk alone.
 """
 
 import glob
@@ -36,7 +36,10 @@ log = logging.getLogger(__name__)
 
 
 class MemorySnapshots:
-    """The snapshots of a run in this machine's memory. A node writes to its own folders, and reads all."""
+    """The folders on this machine, under `path`, with a run's snapshots in memory.
+
+    A node's workers write to its own folders, and read all. `owner` is its agent, by default this process.
+    """
 
     def __init__(
         self, path: str, run_id: str, run_dir: Path, node_rank: int, owner: Process | None = None
@@ -52,17 +55,17 @@ class MemorySnapshots:
         return Slots(self.root / f"node-{self.node_rank}{suffix}", self.owner)
 
     def folders(self) -> list[Path]:
-        """List the folders of all nodes; none if the last worker has just removed them."""
+        """List the run's folders on this machine, of all nodes; none if there are none yet, or any more."""
         return [self.root / name for name in sorted(glob.glob("node-*", root_dir=self.root))]
 
     def find(
         self, newer_than: int, saved_after: int | None, check: Check = accept_all
     ) -> list[tuple[SnapshotStore, Snapshot]]:
-        """Return the snapshots past the step `newer_than` that fulfil `check`, newest first.
+        """Return (store, snapshot) of the snapshots past `newer_than` that fulfil `check`, newest first.
 
-        Only manifests and headers are read; `verify` of its store tells whether a snapshot is valid. A
-        manifest records the newest step on disk when it was written. A snapshot does not count if that step
-        is newer than `saved_after`.
+        Only manifests and headers are read; `store.verify` tells whether a snapshot is valid. A manifest
+        records the newest step on disk when it was written. A snapshot does not count if that step is newer
+        than `saved_after`; with None all count. Raises UserError for a manifest of a later schema.
         """
         stores = [SnapshotStore(str(path)) for path in self.folders()]
         found = [(step, store) for store in stores for step in store.steps() if step > newer_than]
@@ -77,7 +80,7 @@ class MemorySnapshots:
         return snapshots
 
     def remove_newer(self, step: int) -> None:
-        """Remove the snapshots past `step`, from which the job starts: the user has turned back to it."""
+        """Remove this run's snapshots on this machine past `step`, from which the job starts; -1 for all."""
         for path in self.folders():
             store = SnapshotStore(str(path))
             for newer in store.steps():
@@ -85,7 +88,7 @@ class MemorySnapshots:
                     store.remove(newer)
 
     def remove_leftovers(self) -> None:
-        """Remove folders that other runs of this user left a day ago, unless their jobs may be alive."""
+        """Remove, and log, folders of this user's other runs that `is_leftover` calls left behind."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
                 remove_folder(root, "another run left it more than a day ago")
@@ -93,7 +96,7 @@ class MemorySnapshots:
     def unused_folders(self, used: Container[str]) -> list[SnapshotStore]:
         """Return this run's folders that no worker writes to.
 
-        `used` are the names of the folders that workers of this generation write to.
+        `used` are the names of the folders that this node's workers of this generation write to.
         """
         found = []
         for path in self.folders():
@@ -105,7 +108,7 @@ class MemorySnapshots:
 
 
 def is_leftover(root: Path) -> bool:
-    """Whether nothing changed in a run's folder for a day and no process of its job may be alive."""
+    """Whether a run's folder is this user's, nothing in it changed for a day, and no agent may be alive."""
     try:
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             return False
@@ -118,16 +121,16 @@ def is_leftover(root: Path) -> bool:
 
 
 def remove_after_end(path: Path) -> None:
-    """Remove the snapshots in `path` of the job whose agent this process is; the job is finished."""
+    """Remove from `path` all folders of the finished run whose agent is this process. Raises nothing."""
     for folder in path.glob("mingpt-*/node-*"):
         if read_owner(folder) == this_process():
             shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return the rank that keeps a copy of each rank's part: ranks of the next node, in turn.
+    """Return, by rank, the rank that keeps a copy of its part: ranks of the next node, in turn.
 
-    `node_of` has the node of each rank. After the last node comes the first. On one node there are no copies.
+    `node_of` has the node of each rank. After the last node comes the first. On one node all are None.
     """
     nodes = sorted(set(node_of))
     if len(nodes) < 2:
@@ -141,10 +144,10 @@ def plan_copies(node_of: Sequence[int]) -> list[int | None]:
 
 
 class MemorySaver:
-    """Saves a state to memory: each rank its tensors, and a copy of a part on the next node.
+    """Saves a state to memory: each rank writes its tensors, and a rank of the next node copies its part.
 
     A save counts when all its parts are written; until then no rank overwrites the save before. The
-    constructor, `allocate` and `save` are collective.
+    constructor, `allocate` and `save` are collective: all ranks of `sharding` call them.
     """
 
     def __init__(self, snapshots: MemorySnapshots, sharding: Sharding) -> None:
@@ -154,7 +157,7 @@ class MemorySaver:
         places = sharding.all_gather_object((snapshots.node_rank, self.own.folder.name))
         # The rank that keeps a copy, by the rank whose part it is.
         self.keepers = plan_copies([node for node, _ in places])
-        # The folders that workers of this node write to; a node of this name may have been another before.
+        # The names of the folders that this node's workers write to; earlier generations may leave others.
         self.used = {folder for node, folder in places if node == snapshots.node_rank}
         for rank, keeper in enumerate(self.keepers):
             if keeper is not None and places[keeper][0] == snapshots.node_rank:
@@ -167,9 +170,10 @@ class MemorySaver:
         self.disabled = False
 
     def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
-        """Allocate room for two states like `tensors`, and for two copies; then saving is only a copy.
+        """Allocate room for two states like `tensors`, and for two of each part that this rank copies.
 
-        `start_step` is the step from which this generation starts; no later snapshot is kept.
+        `start_step` is the step from which this generation starts: later snapshots in the folders are
+        removed. If any rank has no room, saving is disabled on all. A second call does nothing. Collective.
         """
         if self.own.buffers or self.disabled:
             return
@@ -182,13 +186,13 @@ class MemorySaver:
             self.open_copies(start_step)
 
     def on_any_rank(self, problem: str | None) -> str | None:
-        """Return the problem of the first rank that has one. Collective."""
+        """Return the problem of the first rank that has one; None if none has. Collective."""
         return next(filter(None, self.sharding.all_gather_object(problem)), None)
 
     def make_room(self, start_step: int | None) -> str | None:
-        """Remove the snapshots that other numbers of workers have left; returns the problem, if any.
+        """On a node's first worker, clear the folders that no worker writes to; returns the problem, if any.
 
-        In each folder that `remove_outdated` may remove, the newest snapshot up to `start_step` is kept.
+        The newest snapshot up to `start_step` is kept in each. If `start_step` is None, nothing is removed.
         """
         if self.sharding.local_rank > 0 or start_step is None:
             return None
@@ -212,7 +216,7 @@ class MemorySaver:
         return None
 
     def open_copies(self, start_step: int | None) -> None:
-        """Allocate room for the copies that this rank keeps. If any rank has none, no copies are made.
+        """Allocate room for the copies that this rank keeps. If any rank has no room, none are made.
 
         Collective.
         """
@@ -245,7 +249,8 @@ class MemorySaver:
     ) -> None:
         """Copy the tensors that this rank holds, and write manifests and copies in the background.
 
-        All ranks skip the save if any has not finished the last one: it would overwrite the save before that.
+        On return the tensors may change. All ranks skip the save if any has not finished the last one: it
+        would overwrite the save before that. A failed write disables saving at the next save. Collective.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -263,7 +268,7 @@ class MemorySaver:
         self.thread.start()
 
     def is_free(self) -> bool:
-        """Whether all ranks have finished the last save. If a rank could not, saving is disabled."""
+        """Whether no rank is still saving. If one has failed, False, and saving is disabled. Collective."""
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.sharding.all_gather_object((is_busy, self.problem))
         if any(busy for busy, _ in states):
@@ -274,7 +279,7 @@ class MemorySaver:
         return not problem
 
     def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
-        """Write checksums and manifests, and exchange copies, in the background thread."""
+        """Write checksums and manifests, and exchange copies, in a thread; return early if a rank is gone."""
         try:
             manifest = manifest | late_fields()
             part = self.own.buffer
@@ -286,7 +291,7 @@ class MemorySaver:
             return  # the main thread loses the same peer, and reports it
 
     def commit(self, slots: Slots, manifest: dict[str, Any], rank: int) -> None:
-        """Make a buffer the snapshot of a rank's part, unless something has failed.
+        """Make the buffer of `slots` the snapshot of a rank's part; an error is kept in `problem`.
 
         A rank that cannot write still takes part in the save, since other ranks wait for its messages. They
         learn of the problem when the next save begins.
@@ -311,9 +316,9 @@ class MemorySaver:
         }
 
     def exchange_copies(self, buffer: StagingBuffer) -> None:
-        """Send this rank's part to its keeper, and receive the parts that this rank keeps, piece by piece.
+        """Send this rank's rows in `buffer` to the rank that keeps their copy, and receive those it keeps.
 
-        Raises SaveAborted if one of these ranks is gone.
+        Does nothing if no copies are made. Raises SaveAborted if one of these ranks is gone. Collective.
         """
         keeper = self.keepers[self.sharding.rank]
         if self.group is None or keeper is None:
@@ -328,16 +333,16 @@ class MemorySaver:
             self.group.send_and_receive(outgoing, incoming)
 
     def remove_outdated(self, step: int) -> None:
-        """Remove folders with older snapshots that no worker writes to, once the snapshot of `step` exists.
+        """Remove the folders that no worker writes to and that have no snapshot past `step`.
 
-        Called by the first worker of each node. Not collective.
+        The snapshot of `step` exists. Called by the first worker of each node, without an exchange.
         """
         for store in self.snapshots.unused_folders(self.used):
             if max(store.steps(), default=0) <= step:
                 remove_folder(Path(store.url), f"older than the snapshot of step {step}")
 
     def disable(self, problem: str) -> None:
-        """Save nothing from now on, and free the memory. All ranks call it, and rank 0 logs the problem."""
+        """Remove this rank's snapshots, and save no more. All ranks call it, and rank 0 logs the problem."""
         self.disabled = True
         if self.sharding.rank == 0:
             log.warning(
@@ -353,7 +358,7 @@ class MemorySaver:
         self.kept = {}
 
     def remove(self) -> None:
-        """Remove this run's snapshots from memory. All ranks call it; not collective."""
+        """Wait for the save to end, and remove the run's snapshots. All ranks that save to memory call it."""
         if self.thread:
             self.thread.join()
         self.own.remove()

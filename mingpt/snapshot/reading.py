@@ -52,7 +52,7 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
 
 
 def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnapshot:
-    """The error of a snapshot whose part `what` could not be read."""
+    """Return CorruptSnapshot if `what` is missing or no file, else UnreadableSnapshot, or `error` if one."""
     if isinstance(error, (CorruptSnapshot, UnreadableSnapshot)):
         return error
     if isinstance(error, FileNotFoundError):
@@ -63,7 +63,7 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 
 
 class SourceFile:
-    """A file in a folder or at a URL, called `what` in messages. Raises the errors of `with_retries`."""
+    """Reads a file of the fsspec file system `files`, as `with_retries` does; messages call it `what`."""
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
@@ -136,7 +136,8 @@ class EntryFields(pydantic.BaseModel):
 
 
 Entries = Mapping[str, TensorEntry]
-# A function that raises CorruptSnapshot if a snapshot with this manifest cannot hold these tensors.
+# A function that raises CorruptSnapshot or UnreadableSnapshot if a snapshot with this manifest and these
+# tensors must not be used.
 Check = Callable[[dict[str, Any], Entries], None]
 
 
@@ -145,9 +146,10 @@ def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
 
 
 class TensorFile:
-    """A safetensors file with a valid header; tensors are read on request.
+    """A safetensors file, whose header is read and checked at once, and whose tensors are read on request.
 
-    Raises CorruptSnapshot, or UnreadableSnapshot if reading fails.
+    Raises CorruptSnapshot if the header is wrong or the size is not `expected_size` (None: any), and
+    UnreadableSnapshot if reading fails. Numbers and checksums are not checked.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
@@ -162,7 +164,7 @@ class TensorFile:
         self.entries = parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), self.size, file.what)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """A tensor, or its rows `begin` to before `end` (of dimension 0), in memory of its own."""
+        """A tensor, or its rows `begin` to before `end` (of dimension 0), in new memory. KeyError if none."""
         entry = self.entries[name]
         dtype, shape, row_bytes = DTYPES[entry.dtype], entry.shape, 0
         if shape:
@@ -176,7 +178,7 @@ class TensorFile:
 
 
 def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEntry]:
-    """The tensors of a file, by name. Raises CorruptSnapshot unless they fill the file without gaps."""
+    """The entries in a header, by name. Raises CorruptSnapshot unless they fill the file without gaps."""
     parsed = parse_object(header, f"the header of {what}")
     parsed.pop("__metadata__", None)
     start = LENGTH_BYTES + len(header)

@@ -1,10 +1,10 @@
-"""Two files in a node's memory that hold a snapshot each and are written in turn.
+"""Slots: two files in a node's memory that hold a snapshot each and are written in turn.
 
 The files are mapped once and overwritten in place, so that saving is one copy between two steps; checksum and
 manifest follow in the background. While one file is overwritten, the other holds a valid snapshot.
 
 A job that dies as a whole leaves its folder, and so does a node whose rank changes. A file beside the folder
-names the agent that it belongs to, so that a later start can tell which folders are not needed any more.
+names the agent (torchrun's) that it belongs to, so that a later start can tell which are not needed any more.
 """
 
 import contextlib
@@ -85,9 +85,9 @@ def read_stat(pid: int) -> tuple[str | None, str | None]:
 
 
 class Slots:
-    """The two files in `folder`, a sibling of the run's other folders, which belongs to the agent `owner`.
+    """Writes snapshots in turn to two files in `folder`, which belongs to the agent `owner`.
 
-    A save is `begin`, writing to `buffer`, and `commit`. Only `commit` may run in the background.
+    After `open`, a save is `begin`, writing to `buffer`, and `commit`. Only `commit` may run in a thread.
     """
 
     def __init__(self, folder: Path, owner: Process) -> None:
@@ -99,10 +99,10 @@ class Slots:
         self.kept: int | None = None  # step of a snapshot in a third file, until there is a newer one
 
     def open(self, specs: Mapping[str, TensorSpec], start_step: int | None = None) -> None:
-        """Map the files, with room for tensors of these specs. Raises OSError if there is no room.
+        """Create the folder and map two files. Raises OSError if there is no room for tensors of these specs.
 
-        Files of an earlier generation are reused. The newest of its snapshots up to `start_step` is
-        overwritten last.
+        Snapshots of an earlier generation are removed, but the newest up to `start_step` (None: the newest of
+        all) stays until there is a newer one. Its file is reused if it has the right size.
         """
         self.folder.parent.mkdir(mode=0o700, exist_ok=True)
         self.folder.mkdir(exist_ok=True)
@@ -127,11 +127,11 @@ class Slots:
 
     @property
     def buffer(self) -> StagingBuffer:
-        """The buffer for the next snapshot, after `begin`."""
+        """The buffer of the next snapshot, to be written between `begin` and `commit`."""
         return self.buffers[self.next_slot]
 
     def begin(self) -> None:
-        """Remove the older snapshot's manifest before its file is overwritten. Raises OSError."""
+        """Remove the manifest of the older snapshot, whose file `buffer` overwrites. Raises OSError."""
         name, free = self.names[self.next_slot], f"slot-{self.next_slot}"
         if self.kept is not None and max(self.store.steps(), default=0) > self.kept:
             self.store.remove(self.kept)
@@ -142,7 +142,7 @@ class Slots:
             self.names[self.next_slot] = free
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """Make the buffer's content the snapshot of `manifest["step"]`. Raises OSError."""
+        """Make `buffer` the snapshot of `manifest["step"]`; switch buffers. Raises OSError or UserError."""
         step, content = manifest["step"], self.buffer.content
         name = file_name(step, "safetensors")
         (self.folder / f"slot-{self.next_slot}").rename(self.folder / name)
@@ -158,7 +158,7 @@ class Slots:
 
 
 def owner_file(folder: Path) -> Path:
-    """The file that names the agent to which a node's folder belongs."""
+    """The path, beside a node's folder, of the file that names the agent to which the folder belongs."""
     return folder.with_name(f"owner-of-{folder.name}.json")
 
 
@@ -183,7 +183,10 @@ def remove_folder(folder: Path, why: str | None = None) -> None:
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """Map a file as (size,) uint8. Raises OSError if there is no room; a sparse file would raise SIGBUS."""
+    """Map a file, made if missing, as shared (size,) uint8. Raises OSError if there is no room.
+
+    The room is allocated at once: a sparse file would raise SIGBUS.
+    """
     if not hasattr(os, "posix_fallocate"):
         raise OSError(errno.ENOSYS, "this system has no posix_fallocate")
     with open(path, "a+b") as file:

@@ -1,8 +1,8 @@
-"""The audit: a chain of hashes of the tokens that the workers really got, which config and text determine.
+"""The audit: a hash chain over the tokens that workers trained on, to compare with what config and text give.
 
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
 all ranks since the last one are gathered and chained, step by step in the order of the micro-batches, into
-one digest, which the manifest carries. Until then a micro-batch takes some 200 bytes of memory.
+one digest, which the snapshot's manifest carries. Until then a micro-batch takes some 200 bytes of memory.
 """
 
 import functools
@@ -17,27 +17,30 @@ from mingpt.data import CharDataset, ElasticSampler
 from mingpt.distributed import DistributedContext
 
 ANOTHER_RANKS = bytes(32)  # stands for the digest of a micro-batch that another rank computes
-START = hashlib.sha256(b"no step yet").hexdigest()
+START = hashlib.sha256(b"no step yet").hexdigest()  # the chain of a run before its first step
 
 
 def digest(inputs: Tensor, targets: Tensor) -> bytes:
-    """SHA-256 of a micro-batch's tokens, (B, T) int64 each on the CPU."""
+    """Return the SHA-256, 32 bytes, of a micro-batch's inputs and targets, (B, T) int64 each on the CPU."""
     content = inputs.contiguous().numpy().tobytes() + targets.contiguous().numpy().tobytes()
     return hashlib.sha256(content).digest()
 
 
 def extend(chain: str, step: bytes) -> str:
-    """The chain after one more step; `step` is its micro-batches' digests, concatenated."""
+    """Return the chain, in hex, after one more step; `step` joins its micro-batches' digests in order."""
     return hashlib.sha256(bytes.fromhex(chain) + step).hexdigest()
 
 
 class Audit:
-    """One rank's digests since the last snapshot, and the chain up to that snapshot."""
+    """This rank's digests since the last `gather_chain`, and the chain of all ranks up to then.
+
+    At first `chain` is that of the snapshot, or START. `micro_batches` is the number in a step, of all ranks.
+    """
 
     def __init__(self, chain: str, micro_batches: int) -> None:
         self.chain, self.micro_batches = chain, micro_batches
         self.current: dict[int, bytes] = {}  # micro-batch -> digest, in the step under way
-        self.steps: list[dict[int, bytes]] = []
+        self.steps: list[dict[int, bytes]] = []  # of each step that has ended
         self.pending: Callable[[], str] = lambda: chain
 
     def add(self, micro_batch: int, inputs: Tensor, targets: Tensor) -> None:
@@ -48,7 +51,10 @@ class Audit:
         self.current = {}
 
     def gather_chain(self, context: DistributedContext) -> Callable[[], str]:
-        """The chain up to now, as a function for any thread that waits for it. Collective."""
+        """Begin to chain all ranks' digests up to the last step that has ended. Collective.
+
+        Returns a function that waits for the other ranks and returns the chain, in any thread and each time.
+        """
         self.chain = self.pending()  # the last chain, which is complete by now
         before, steps = self.chain, len(self.steps)
         digests = b"".join(
@@ -74,7 +80,7 @@ class Audit:
 def make_sampler(
     config: Config, dataset: CharDataset, num_replicas: int = 1, rank: int = 0, takes_turns: bool = False
 ) -> ElasticSampler:
-    """The sampler of the training windows, from the first window on, as one rank of several reads them."""
+    """Return the sampler of the windows that rank `rank` of `num_replicas` trains on, from step 0 on."""
     return ElasticSampler(
         dataset,
         batch_size=config.trainer.batch_size,
@@ -87,7 +93,7 @@ def make_sampler(
 
 
 def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
-    """The chain that a run of this configuration on this text must have after so many steps."""
+    """Return the chain that a run must have after `steps` steps; `dataset` has its training windows."""
     size, batch_size = config.trainer.micro_batch_size, config.trainer.batch_size
     sampler = make_sampler(config, dataset)
     chain = START

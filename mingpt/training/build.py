@@ -1,4 +1,4 @@
-"""Builds the state to train from snapshot, weights or seed: model, strategy, optimizer, place in the data."""
+"""Build what a generation trains with, from snapshot, file or seed: model, strategy, optimizer, sampler."""
 
 import functools
 import logging
@@ -35,10 +35,11 @@ log = logging.getLogger(__name__)
 def build_run(
     config: Config, context: DistributedContext, start: StartPoint
 ) -> tuple[TrainState, ElasticSampler, Environment, str]:
-    """The state from a snapshot, other weights (on rank 0), or seed. Raises UserError. Collective.
+    """Build the state to train: the start's snapshot, or snapshot.init_from's weights, or drawn by the seed.
 
-    Also returns the sampler, the environment that the bits depend on, and a sentence on whether and why the
-    model is compiled, which is empty if there is nothing to train.
+    Returns the state, the sampler at its next window, the environment that the bits depend on, and a phrase
+    on whether and why the model is compiled: "", and not compiled, if there is nothing to train. Raises
+    UserError on all ranks if settings, weights or devices do not go together. Collective.
     """
     trainer, corpus, environment = config.trainer, start.corpus, start.environment
     if trainer.parallel == "fsdp" and context.device.type == "mps":
@@ -94,9 +95,10 @@ def build_run(
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
-    """Set each weight from snapshot.init_from, if that is given, else by a draw from seed and name.
+    """Set the weights of `state` to snapshot.init_from's, if it is given, else to draws from seed and name.
 
-    All ranks get rank 0's, since draws from one seed may differ between kinds of machines. Collective.
+    All ranks get rank 0's, since draws from one seed may differ between kinds of machines. Raises UserError
+    on all ranks if the weights given do not fit. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts, first = state.strategy.shapes, state.tensors(), state.first_rows()
@@ -117,7 +119,10 @@ def init_weights(state: TrainState, config: Config, context: DistributedContext,
 def prepare_forward(
     config: Config, context: DistributedContext, model: GPT, strategy: Strategy, compiles: bool
 ) -> bool | str:
-    """Give the strategy the loss module, compiled if `compiles`. Returns Environment's `compiled`."""
+    """Give the strategy the loss module, compiled if `compiles` and no rank's compiler fails. Collective.
+
+    Returns what is compiled: True for the whole module, "blocks" for each block by itself, False for nothing.
+    """
     forward: Any = LossModule(model)
     if compiles and strategy.weights_are_sharded:
         strategy.prepare(forward)
@@ -131,7 +136,10 @@ def prepare_forward(
 
 
 def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
-    """(compiled loss, or None if any rank fails; whether gradients are static). Collective."""
+    """Compile the loss: (compiled, or None if any rank fails; whether a call reuses its memory). Collective.
+
+    The memory of the loss and the gradients is then static: the next call overwrites them (CUDA graphs).
+    """
     shape = config.trainer.micro_batch_size, config.data.block_size
     example = torch.zeros(shape, dtype=torch.long, device=context.device)
     autocasts = functools.partial(autocast, context.device, context.dtype)
@@ -146,7 +154,7 @@ def compile_on_all_ranks(config: Config, context: DistributedContext, loss: Loss
 
 
 def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, model: GPT) -> bool:
-    """Whether the blocks are compiled: on all ranks or on none, so that all compute with the same kernels.
+    """Compile each block of `model` in place, unless a rank's compiler fails; return whether. Collective.
 
     Each rank first compiles one block that is not sharded: a compiler that fails on one rank inside a forward
     pass of all ranks would leave the others waiting.
@@ -166,7 +174,7 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 
 
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
-    """Log one line if something besides the configuration could change the bits."""
+    """Log one line if `environment` differs from the snapshot's, `then`, so that the bits may differ."""
     now = asdict(environment)
     then = {"numerics": 1} | then  # the first snapshots did not record it
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]

@@ -1,13 +1,14 @@
-"""Claims: one job at a time writes to a place: a run folder, or the folder or URL of its snapshots.
+"""Claims let only one job at a time write to a place: a run folder, or the folder or URL of its snapshots.
 
 A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: if several
-jobs try, one succeeds. The newest claim counts. It holds until the job releases it, while one of the job's
-agents lives on this machine, or for LEASE_S after another machine has last seen it renewed. A later
-generation of the same job, which shares an agent with the one before, takes over at once. If a job falls into
-parts that do not reach each other, the part that claims the place goes on.
+jobs try, one succeeds. The newest claim counts. Another job is refused the place until the claim is released,
+or the holder's agents (torchrun's) are seen to have ended. If they may be on another machine, it takes over
+after it has seen no renewal for LEASE_S, the lease. A later generation of the same job, which shares an agent
+with the one before, takes over at once. If a job falls into parts that do not reach each other, the part that
+claims the place goes on.
 
-The rank that writes to a place holds the claim to it for the whole job. Before each record and each manifest
-it asks `Claim.check` whether the place is still its own.
+The rank that writes to a place holds the job's claim to it. Before each record and each manifest it asks
+`Claim.check` whether the place is still its own.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Holder:
-    """A job that holds, or asks for, the claim to a place; and the job's agents, as processes."""
+    """A job that holds, or asks for, the claim to a place; and its agents (without torchrun, its workers)."""
 
     agents: tuple[Process, ...]
     job: str = field(default_factory=lambda: uuid.uuid4().hex)  # later generations keep the first one's
@@ -58,7 +59,7 @@ class Holder:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def is_alive(self) -> bool | None:
-        """Whether an agent is alive; None if this machine cannot tell."""
+        """Whether an agent is alive; None if this machine sees none alive but does not see them all."""
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
             return True
@@ -69,14 +70,14 @@ class Holder:
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
-        """The job, its processes and since when it holds the claim, as part of a sentence."""
+        """Return the job, its agents and since when it holds the claim (local time), for a message."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         agents = [f"process {agent.pid} on host {agent.host}" for agent in self.agents]
         return f"job {self.job[:8]} ({', '.join(agents) or 'an unknown process'}, since {since})"
 
 
 def parse_holder(content: bytes) -> Holder:
-    """The holder that `to_json` wrote; for any other content, a holder without agents."""
+    """Return the holder that `to_json` wrote; for any other content, an unknown holder without agents."""
     try:
         return check_json(parse_json(content), Holder)
     except BadJson:
@@ -84,11 +85,10 @@ def parse_holder(content: bytes) -> Holder:
 
 
 class Claim:
-    """The claim of one job to one place; `what` names the place in a sentence.
+    """The claim of this job to the folder or URL `url`, which `what` names in messages.
 
-    After `acquire` the claim is this rank's own, and renewed in the background until `release`. If another
-    rank of the job has acquired the claim, this rank watches it: `number` and `holder` are then the other
-    rank's.
+    After `acquire` the claim is this rank's own, and renewed in the background until `release`. A claim that
+    is made with a `number` and a `holder` is another rank's, which this rank only watches by `check`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Claim:
         return self.store.path(f"claim-{number:06d}.json")
 
     def read_newest(self) -> tuple[int, Holder | None]:
-        """The number and holder of the newest claim; 0 and None if there is no claim.
+        """Return the number and holder of the newest claim of any job; 0 and None if there is no claim.
 
         Raises OSError, or any other error of the driver.
         """
@@ -123,10 +123,10 @@ class Claim:
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def check(self) -> None:
-        """Raise ClaimLost if the place now belongs to another job, or to a later generation of this one.
+        """Raise ClaimLost if the claim was removed, or another job or a later generation has the place.
 
-        A rank that watches may get a late listing: only a newer claim is a loss there. If the place cannot be
-        read now, it does not count as lost.
+        Raises nothing before `acquire`, after `release`, or while the place cannot be read. A rank that
+        watches may get a late listing: there an older claim, or none, raises nothing either.
         """
         if self.holder is None:
             return  # the claim has been released
@@ -144,7 +144,7 @@ class Claim:
         raise SupersededError(f"{self.what} no longer belongs to this job, {who}: nothing more is written")
 
     def holds(self) -> bool:
-        """Whether `check` passes."""
+        """Whether `check` raises nothing."""
         try:
             self.check()
         except ClaimLost:
@@ -152,15 +152,16 @@ class Claim:
         return True
 
     def may_write(self) -> bool:
-        """Whether the place was this job's less than RECHECK_S ago: the process may have been frozen."""
+        """Whether `check` raised nothing at most RECHECK_S seconds ago; once it has raised, always False."""
         if self.is_held and time.monotonic() - self.checked_at > RECHECK_S:
             self.is_held, self.checked_at = self.holds(), time.monotonic()
         return self.is_held
 
     def acquire(self, holder: Holder) -> None:
-        """Claim the place. Waits for the lease if a holder on another machine may be alive.
+        """Claim the place for `holder`, and renew the claim in the background from then on.
 
-        Raises UserError, which names the holder, if another job holds the place.
+        Waits for the lease while a holder on another machine, or another part of this job, may be alive.
+        Raises UserError, which names the holder, if another job holds the place, or an error of the driver.
         """
         while not self.number:
             newest, other = self.read_newest()
@@ -183,10 +184,10 @@ class Claim:
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
     def wait_for_end(self, number: int, other: Holder, job: str) -> bool:
-        """Whether another holder's claim ends; False if it is released or changes hands. `job` is our own.
+        """Wait until `other` has not renewed claim `number` for the lease; False if it is gone or replaced.
 
-        Raises UserError if another job is alive. Another part of this job may renew its claim again and
-        again.
+        Returns at once if its agents have ended. Raises UserError if it is alive and of another job than
+        ours, `job`. If it is a part of our job, this waits as long as that part renews the claim.
         """
         is_this_job, is_alive = job == other.job, other.is_alive()
         if is_alive is False:
@@ -218,7 +219,7 @@ class Claim:
         )
 
     def create(self, number: int, holder: Holder) -> None:
-        """Try to create the claim with this number; only one job can."""
+        """Try to create the claim with this number, which one job can; sets `self.number` if it worked."""
         try:
             self.write_new(self.path(number), holder.to_json().encode())
         except FileExistsError:
@@ -234,7 +235,7 @@ class Claim:
             self.remove(number)  # the number was free only because newer claims exist: the place is theirs
 
     def write_new(self, path: str, content: bytes) -> None:
-        """Create a file or an object. Raises FileExistsError where the driver can tell.
+        """Create a file or an object. Raises FileExistsError if there is one and the driver can tell.
 
         After another OSError there is no file.
         """
@@ -256,15 +257,15 @@ class Claim:
             self.store.files.rm_file(self.path(number))
 
     def keep_renewing(self) -> None:
-        """Renew the claim every RENEW_S until it is released."""
+        """Renew the claim every RENEW_S seconds; returns when it is released."""
         while not self.released.wait(RENEW_S):
             self.renew()
 
     def renew(self, started: bool = False) -> None:
-        """Renew the claim: it shows that the job is alive. Needs no room on the disk.
+        """Change the claim's content, if it is still ours, which shows other machines that the job is alive.
 
-        `started` notes for later generations that the job has passed the checks of its start. The rendezvous
-        store tells them, too.
+        `started` notes for later generations that the job has passed the checks of its start. Needs no room
+        on the disk. A failure is only logged.
         """
         with self.lock, self.failure_logged("renewed"):
             if self.holder is not None and self.holds():
@@ -273,7 +274,7 @@ class Claim:
                 self.rewrite(self.holder)
 
     def rewrite(self, holder: Holder) -> None:
-        """Write other content into the claim, in place: a file keeps its room, and is never empty."""
+        """Replace the claim's content in place: on a disk the file keeps its room, and is never empty."""
         content = holder.to_json().encode()
         if self.store.is_local:
             with open(self.path(self.number), "r+b") as file:
@@ -283,7 +284,7 @@ class Claim:
             self.store.files.pipe_file(self.path(self.number), content)
 
     def release(self) -> None:
-        """Release the claim at the end of the job. Needs no room on the disk."""
+        """Remove the claim, if it is still ours, at the end of the job. A failure is only logged."""
         self.released.set()
         with self.lock, self.failure_logged("released"):
             if self.holder is not None and self.holds():
@@ -292,7 +293,7 @@ class Claim:
 
     @contextlib.contextmanager
     def failure_logged(self, what: str) -> Iterator[None]:
-        """Log an error of the driver. It ends no job: the next job waits at most for the lease."""
+        """Log an error in the block, and do not raise it: the next job waits at most for the lease."""
         try:
             yield
         except DriverError as error:
@@ -303,8 +304,8 @@ class Claim:
 class Claims:
     """The claims of a job that concern one rank: those that it holds and those that other ranks hold.
 
-    The first claim that it holds is to the run folder, if it keeps one. It watches the claims of other ranks
-    to places that it also writes to.
+    The first claim that it holds is to the run folder, if it writes the records there. It watches the claims
+    of other ranks to places that it also writes to.
     """
 
     held: Sequence[Claim]
@@ -312,16 +313,16 @@ class Claims:
 
     @property
     def run_dir(self) -> Claim:
-        """The claim to the run folder, on a rank that keeps one: a record waits for no object store."""
+        """The claim to the run folder. Only for a rank that writes the records there (RunFolder.is_kept)."""
         return self.held[0]
 
     def check(self) -> None:
-        """Raise ClaimLost if a place no longer belongs to this generation."""
+        """Raise ClaimLost if a place no longer belongs to this generation; see `Claim.check`."""
         for claim in (*self.held, *self.watched):
             claim.check()
 
     def was_started(self) -> bool:
-        """Whether an earlier generation of this job has passed its checks, as far as the claims tell."""
+        """Whether an earlier generation of this job has passed its checks, as far as the claims here tell."""
         return any(claim.was_started for claim in self.held)
 
     def mark_started(self) -> None:
@@ -330,7 +331,10 @@ class Claims:
 
 
 def claim_places(config: Config, context: DistributedContext, folder: RunFolder) -> Claims:
-    """Claim the places that this rank writes to. Raises UserError if another job holds one. Collective."""
+    """Claim the places that this rank writes to, until the job ends. Collective.
+
+    Raises the errors of `refuse_where_it_fails` if another job holds a place, or it cannot be written to.
+    """
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))
     holder = Holder(tuple(dict.fromkeys(agents)), job=launch.job or uuid.uuid4().hex)
@@ -342,9 +346,10 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
 
 
 def places_of(config: Config, folder: RunFolder) -> list[Claim]:
-    """The claims, not yet acquired, to the run folder and, if it is elsewhere, to `snapshot.path`.
+    """Return the claims, not yet acquired, to the places that this rank writes to, the run folder first.
 
-    A `snapshot.path` in this process's memory needs no claim.
+    `snapshot.path` has a claim if it is another place and not in this process's memory. Raises UserError for
+    a URL without a driver.
     """
     claims = [Claim(config.run_dir, f"run_dir {config.run_dir}")] if folder.is_kept else []
     if config.snapshot.path is not None and folder.keeps_snapshots:
@@ -371,7 +376,7 @@ def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
 
 
 def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
-    """Release the claims at the end of a job. One that fails the checks of its start leaves nothing."""
+    """Release the claims at the end of a job. If it failed the checks of its start, remove what it made."""
     has_started = any(claim.holder is not None and claim.holder.started for claim in claims)
     for claim in claims:
         claim.release()
@@ -382,7 +387,10 @@ def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
 def watch_snapshots(
     config: Config, context: DistributedContext, folder: RunFolder, held: Sequence[Claim]
 ) -> list[Claim]:
-    """The claim to a folder of snapshots that all ranks see, on the ranks that do not hold it. Collective."""
+    """Return the claim for this rank to watch, to a place of snapshots that all ranks see. Collective.
+
+    The list is empty on the rank that holds that claim, and if ranks see different folders.
+    """
     last = [(claim.number, claim.holder) for claim in held[-1:]]  # places_of puts the snapshots' claim last
     last = context.broadcast_object(last, folder.snapshots_rank)
     if context.rank == folder.snapshots_rank or not folder.snapshots_are_shared:

@@ -1,4 +1,4 @@
-"""Validation loss over the whole validation split, and a sample of text."""
+"""The validation loss, over all or some of the validation split, and a sample of text; when they are due."""
 
 import itertools
 import logging
@@ -20,11 +20,11 @@ from mingpt.training.start import StartPoint
 from mingpt.training.state import TrainState
 
 log = logging.getLogger(__name__)
-MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for it, and small batches cost more
+MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; small batches are slow
 
 
 class Evaluator:
-    """Evaluates the model; ranks take batches in turn, and the result does not depend on their number."""
+    """Evaluates the model of `state`; ranks take batches in turn, and their number changes no result."""
 
     def __init__(
         self, config: Config, context: DistributedContext, state: TrainState, corpus: Corpus
@@ -34,11 +34,11 @@ class Evaluator:
         self.token_bytes = corpus.tokenizer.token_bytes() if corpus.tokenizer else None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
-        """The mean loss in nats over the split's tokens, or over `trainer.eval_windows`, without dropout.
+        """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
-        Includes bits per byte if it is known how many bytes of text the tokens stand for. None on all ranks
-        if a request to stop has cut the evaluation short. Raises UserError on all ranks for data that cannot
-        be used. Collective.
+        It is without dropout, and over `trainer.eval_windows` windows if that is set. "val/bits_per_byte" is
+        there, too, if it is known how many bytes of text the tokens stand for. None on all ranks if a stop
+        was requested meanwhile. Raises UserError on all ranks for unusable data. `step` is for an event.
         """
         events.emit("evaluation_start", step=step)
         sums = self.context.run_with_heartbeat(self.local_sums)
@@ -54,9 +54,10 @@ class Evaluator:
         return values
 
     def local_sums(self) -> Tensor:
-        """(3, batches): nats, bytes of text and targets of each batch; zero for other ranks' batches.
+        """Evaluate this rank's batches: (3, batches) nats, bytes of text, targets; zero for others' batches.
 
-        Raises UserError for data that cannot be used.
+        A request to stop ends it early. Raises UserError for data that cannot be used, on this rank alone.
+        Collective if weights are sharded.
         """
         trainer, block_size = self.config.trainer, self.config.data.block_size
         batch_size = max(trainer.micro_batch_size, MIN_BATCH_TOKENS // block_size)
@@ -84,7 +85,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate_batch(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """(3,): nats, bytes of text and targets of a (B, T) batch."""
+        """Return (3,) sums over a (B, T) batch on the CPU: nats, bytes of text (0: unknown), targets."""
         device = self.context.device
         with autocast(device, self.context.dtype):
             _, loss = self.model(inputs.to(device), targets.to(device))
@@ -92,10 +93,10 @@ class Evaluator:
         return torch.tensor([float(loss) * targets.numel(), text_bytes, targets.numel()], dtype=torch.float64)
 
     def sample(self, is_wanted: bool) -> str:
-        """Text that the model writes after the default prompt, which is left out; "" unless `is_wanted`.
+        """Return the text of `trainer.sample_tokens` tokens that the model writes after the default prompt.
 
-        Devices of one kind give the same text. A request to stop cuts it short; without a tokenizer it is
-        empty. Where weights are sharded this is collective: then all ranks generate, wanted or not.
+        Devices of one kind give the same text. A request to stop cuts it short. "" without a tokenizer, or
+        unless `is_wanted`; but if weights are sharded, all ranks must call this, and all return the text.
         """
         tokenizer = self.corpus.tokenizer
         if tokenizer is None or not (is_wanted or self.strategy.weights_are_sharded):
@@ -109,16 +110,16 @@ class Evaluator:
 
 
 def is_due(trainer: TrainerConfig, step: int) -> bool:
-    """Whether an evaluation follows this step."""
+    """Whether an evaluation is due after `step` steps; 0 is the start of a run."""
     if step == 0:
         return trainer.eval_at_start
     return step == trainer.max_steps or step % trainer.eval_every == 0
 
 
 def is_missing(config: Config, context: DistributedContext, start: StartPoint) -> bool:
-    """Whether the evaluation that follows the start's step must be done first. Collective.
+    """Whether an evaluation that is due at the start's step must be made before training. Collective.
 
-    It must in a fresh run, and if a request to stop has cut it short.
+    It must at step 0, and if neither the snapshot nor metrics.jsonl has it, since a stop was requested then.
     """
     step = start.step
     if step > config.trainer.max_steps or not is_due(config.trainer, step):

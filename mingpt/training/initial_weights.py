@@ -1,6 +1,6 @@
-"""Weights to start a run with, from another run or from a model in Hugging Face's format.
+"""Weights to start a run with: of another run, of a model in Hugging Face's format, or of a file of GPT-2.
 
-A folder in Hugging Face's format is read by transformers, without pickles: config, safetensors, tokenizer.
+In a folder of Hugging Face's format, transformers reads the config and the safetensors, and never a pickle.
 Only models that are this project's own `gpt2` or `modern` are read (model/hf.py), and no tensor may be
 missing, left over or of another shape.
 """
@@ -50,12 +50,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The tensors, under this project's names, and the tokenizer and the model that they belong to."""
+    """A model's weights on the CPU, under this project's names, with its tokenizer and its settings."""
 
     tensors: dict[str, Tensor]
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None: not known
     model: ModelConfig | None  # None: not known
-    where: str
+    where: str  # as the user gave it, for messages
     block_size: int | None = None  # positions that the tensors were trained with; None: not known
 
     @property
@@ -65,10 +65,11 @@ class InitialWeights:
 
 
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
-    """The weights at a path or URL, or of gpt2, gpt2-medium, gpt2-large or gpt2-xl. Raises UserError.
+    """Return the weights at a path or URL, or download gpt2, -medium, -large or -xl. Raises UserError.
 
-    Of a run's snapshots, reads the newest one or, if `best`, the best one. Messages name `where` after
-    `asked`.
+    `where` may be a run folder, whose newest snapshot is read (with `best`, the one of the lowest validation
+    loss); a snapshot; a folder in Hugging Face's format; or GPT-2's .safetensors. Messages on the last two
+    begin with `asked` and `where`.
     """
     is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
     try:
@@ -86,7 +87,7 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
 
 
 def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
-    """The weights in a folder of Hugging Face's format, or of the hub's gpt2, gpt2-medium and so on."""
+    """Return float32 weights of a folder in Hugging Face's format, or of the hub. May raise any error."""
     transformers = import_transformers()
     folder = Path(download(where) if is_on_hub else where)
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -115,9 +116,9 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
 
 
 def download(name: str) -> str:
-    """Download a model of the hub. Returns its folder in the cache of huggingface_hub.
+    """Download a GPT-2 of the hub. Returns its folder in the cache of huggingface_hub.
 
-    huggingface_hub comes with transformers. Without a network it returns what was downloaded before.
+    transformers requires that package. Without a network, what was downloaded before is used, or it raises.
     """
     from huggingface_hub import snapshot_download
 
@@ -125,7 +126,7 @@ def download(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Raises UserError if there is only a pickle, or if a head tied to the embedding differs from it.
+    """Raises UserError if a folder has only a pickle, or if a head tied to the embedding differs from it.
 
     transformers silently keeps one of the two, or both, so the files themselves are compared.
     """
@@ -143,7 +144,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_found(found: Mapping[str, Any]) -> None:
-    """Raises UserError unless transformers has found exactly the expected tensors, of the right shapes."""
+    """Raises UserError unless `found`, transformers' loading info, has exactly the expected tensors."""
     problems = [
         f"the tensor {name} has shape {list(there)}, and {CONFIG} asks for {list(expected)}"
         for name, there, expected in sorted(found["mismatched_keys"])
@@ -159,7 +160,7 @@ def check_found(found: Mapping[str, Any]) -> None:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder in Hugging Face's format, if there is one. Raises UserError if unusable."""
+    """Return the tokenizer in a folder in Hugging Face's format, or None. Raises UserError if unusable."""
     if (folder / TOKENIZER).exists():
         return parse_tokenizer_json((folder / TOKENIZER).read_bytes())
     if any((folder / name).exists() for name in VOCABULARIES):
@@ -175,10 +176,10 @@ def match_weights(
     draw: Callable[[str, tuple[int, ...]], Tensor],
     tokenizer: Tokenizer | None,
 ) -> dict[str, Tensor]:
-    """The weights to start a model of these shapes with; `tokenizer` is the coming run's.
+    """Return the weights, by name, to start a model of these shapes with; `tokenizer` is the new run's.
 
     Embedding rows follow their tokens: a token that both tokenizers have takes over its row, a new one keeps
-    the row that `draw` gives. Learned positions are cut to block_size. Raises UserError if anything else
+    its row of `draw(name, shape)`. Learned positions are cut to block_size. Raises UserError if anything else
     differs.
     """
     origin = f"snapshot.init_from={initial.where}"
@@ -200,7 +201,10 @@ def match_weights(
 def match_rows(
     name: str, here: Tensor, there: Tensor, tokenizer: Tokenizer | None, other: Tokenizer | None
 ) -> Tensor:
-    """(V, C) embedding rows for `tokenizer`, taken from `there`, whose tokenizer is `other`."""
+    """Return (V, C) rows for `tokenizer`: those of `there` for the tokens of `other`, else those of `here`.
+
+    Returns `there` itself if the shapes are equal and the tokenizers are, too, or one of them is None.
+    """
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:
         return there

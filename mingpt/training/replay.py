@@ -24,12 +24,12 @@ from mingpt.training.run_folder import refuse_nodes
 from mingpt.training.saving import Saving
 from mingpt.training.state import TrainState
 
-Digests = dict[str, str]  # by the tensor's name
+Digests = dict[str, str]  # SHA-256 in hex, by the tensor's name
 log = logging.getLogger(__name__)
 
 
 def outvoted(values: Sequence[object]) -> list[int]:
-    """The ranks whose value is not the most common one; all ranks if no value is the most common."""
+    """Return the ranks (values are by rank) without the most common value: all if two values tie for it."""
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return []
@@ -38,12 +38,12 @@ def outvoted(values: Sequence[object]) -> list[int]:
 
 
 def first_difference(digests: Sequence[Digests]) -> str:
-    """The name of the first tensor whose digests differ."""
+    """Return the name of the first tensor whose digests differ between ranks; one must differ."""
     return next(name for name in digests[0] if len({one[name] for one in digests}) > 1)
 
 
 class Replay:
-    """The replays of one generation. Construct it and call its methods on all ranks."""
+    """The replays of one generation. Construct it on all ranks, then call `check` on all before each step."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Replay:
         self.every = config.trainer.replay_every if self.are_alike() else 0
 
     def are_alike(self) -> bool:
-        """Whether all workers have processors of the same kind, without which bits may differ. Collective."""
+        """Whether workers have one kind of processor; else bits may differ, so rank 0 warns. Collective."""
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
         kinds = self.context.all_gather_object((self.saving.environment.device, flags))
@@ -71,16 +71,17 @@ class Replay:
         return kinds.count(kinds[0]) == len(kinds)
 
     def is_due(self) -> bool:
-        """Whether a replay is due.
+        """Whether a replay is due before the coming step.
 
-        One is due at a generation's first step, every `trainer.replay_every` steps, and at the last step.
+        One is due before a generation's first step and the run's last, and whenever a multiple of
+        `trainer.replay_every` steps is done. None is if that is 0, or if the workers' processors differ.
         """
         every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
         return every > 0 and (is_end or step % every == 0)
 
     def check(self, run_logger: RunLogger | None) -> None:
-        """If a replay is due, compare the workers' copies and gradients before the step. Collective.
+        """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
         If they differ, snapshots after the last replay in which all agreed are set aside. Raises NodeRefused
         on the nodes of the workers that may be wrong and PeersMissing on the others, which go on in the next
@@ -94,7 +95,10 @@ class Replay:
         self.saving.replayed_step = self.state.step
 
     def compare_copies(self) -> tuple[list[int], str] | None:
-        """The ranks whose copy of a tensor differs, and the end of a sentence on it; None if none does."""
+        """Compare weights and optimizer state that all ranks hold: (ranks that differ, end of a message).
+
+        None if all agree, also if all is sharded. Collective.
+        """
         shared = [] if self.strategy.weights_are_sharded else ["model."]
         shared += [] if self.strategy.updates_are_sharded else ["optimizer."]
         parts = self.state.tensors().items()
@@ -104,9 +108,9 @@ class Replay:
         return (named, f"holds another copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
-        """The ranks whose gradients may be wrong, and the end of a sentence on it; None if none. Collective.
+        """Compute micro-batches twice: (ranks whose gradients may be wrong, end of a message). Collective.
 
-        None, too, if a rank cannot read its data, which the step itself reports.
+        None if all agree, or if a rank cannot read its data, which the step itself reports.
         """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
@@ -127,7 +131,7 @@ class Replay:
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:
-        """Whether this rank can read the data of these micro-batches of the step; it tries."""
+        """Whether this rank can read the data of these micro-batches of the coming step; it tries."""
         try:
             for number in numbers:
                 self.read(number)
@@ -136,21 +140,21 @@ class Replay:
         return True
 
     def read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a micro-batch of this step, (B, T) each, on the device. Raises UserError."""
+        """Read a micro-batch of the coming step: inputs, targets, (B, T), on the device. Raises UserError."""
         size = self.config.trainer.micro_batch_size
         starts = self.sampler.window_starts(self.state.windows_seen + number * size, size)
         inputs, targets = self.dataset.__getitems__(starts.tolist())
         return inputs.to(self.context.device), targets.to(self.context.device)
 
     def digests(self, number: int) -> Digests:
-        """The digests of this rank's gradients of a micro-batch, before any reduction. Collective."""
+        """Compute a micro-batch's gradients here; return their digests before any reduction. Collective."""
         inputs, targets = self.read(number)
         if self.config.model.dropout:
             torch.manual_seed(mix(self.config.seed, self.state.step, number))
         return self.strategy.digests(inputs, targets)
 
     def convict(self, ranks: list[int], what: str, run_logger: RunLogger | None) -> NoReturn:
-        """Discard what was saved since the last replay that agreed; end the job, or these nodes' part."""
+        """Discard what was saved since the last replay that agreed, then raise as in `check`. Collective."""
         context, trusted = self.context, self.saving.replayed_step
         device = self.saving.environment.device
         nodes = context.all_gather_object((context.launch.node_rank, platform.node(), device))

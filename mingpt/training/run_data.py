@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def load_data(config: Config, context: DistributedContext) -> Data:
-    """The text, or the token shards, the same on all ranks. Raises UserError if there is none. Collective."""
+    """Read the text or open the token shards, the same on all ranks; else all raise UserError. Collective."""
     any_shards = any(context.all_gather_object(is_shards(config.data.path)))
     if any_shards:
         return load_shards(config.data, context)
@@ -44,7 +44,7 @@ def load_data(config: Config, context: DistributedContext) -> Data:
 
 
 def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
-    """The token shards, read by each rank itself. Raises UserError if the nodes' files differ. Collective."""
+    """Open the token shards on each rank. Raises UserError if unusable, or if nodes differ. Collective."""
     if config.sha256 is not None:
         raise UserError(
             "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
@@ -63,12 +63,15 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
 
 
 def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """The name of the first file that `old` and `new` do not both have with one fingerprint, or None."""
+    """Return the first file of `old`, then `new`, that one lacks or whose fingerprints differ; or None."""
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
 def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
-    """The bytes that the first node that can read them has, on all ranks. Raises UserError. Collective."""
+    """Return, on all ranks, what `read` returns on the first node where it works; `what` is for the log.
+
+    Raises the first node's UserError on all ranks if it works on none. Collective.
+    """
     local_ranks = context.all_gather_object(context.launch.local_rank)
     errors: list[UserError] = []
     for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
@@ -91,9 +94,10 @@ def load_corpus(
     is_restart: bool,
     initial: InitialWeights | None,
 ) -> Corpus:
-    """The data as tokens, for a run that goes on from `snapshot`, or for a fresh run if None. Collective.
+    """Tokenize the data for a run that goes on from `snapshot`, or for a fresh run if None. Collective.
 
-    `initial`, on rank 0, are the weights of snapshot.init_from. Raises UserError.
+    `initial`: the weights of snapshot.init_from on rank 0, None on others. All ranks raise UserError if no
+    tokenizer suits, or the data cannot be used.
     """
     if snapshot is None:
         tokenizer = choose_tokenizer(config.data, context, data, initial)
@@ -123,7 +127,7 @@ def load_corpus(
 def snapshot_tokenizer(
     config: DataConfig, context: DistributedContext, data: Data, snapshot: StoredState, keeps_it: bool
 ) -> Tokenizer | None:
-    """The tokenizer of the snapshot. Collective.
+    """Return the tokenizer of the snapshot; None if it has none. Collective.
 
     Raises UserError if it cannot be used. Unless the run `keeps_it` whatever data.tokenizer says, also raises
     UserError if data.tokenizer names another tokenizer that can be read.
@@ -150,9 +154,9 @@ def snapshot_tokenizer(
 def choose_tokenizer(
     config: DataConfig, context: DistributedContext, data: Data, initial: InitialWeights | None
 ) -> Tokenizer | None:
-    """The tokenizer that `data.tokenizer` names; config/settings.py describes auto. Collective.
+    """Return the tokenizer of a fresh run, as data.tokenizer says. Raises UserError. Collective.
 
-    Raises UserError.
+    For auto: tokenizer.json beside the data, else the one of `initial`; else characters, or None for shards.
     """
     if config.tokenizer != "auto":
         return read_named(config, context, data)
@@ -167,7 +171,7 @@ def choose_tokenizer(
 
 
 def read_named(config: DataConfig, context: DistributedContext, data: Data) -> Tokenizer:
-    """The tokenizer that the setting data.tokenizer names: from its file, or made from the text `data`.
+    """Return the tokenizer that data.tokenizer, which is not auto, names: read, or made from the text `data`.
 
     Raises UserError, also if it is made from a text and `data` is token shards. Collective.
     """
@@ -183,9 +187,9 @@ def read_named(config: DataConfig, context: DistributedContext, data: Data) -> T
 
 
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
-    """The tokenizer read by the first node that has the file; `path` is None on nodes without it. Collective.
+    """Return the tokenizer that the first node with the file reads; `path` is None on nodes without it.
 
-    Raises UserError on all ranks.
+    Raises UserError on all ranks if no node can read it; `place` names it then. Collective.
     """
 
     def read() -> bytes:
@@ -198,7 +202,7 @@ def read_tokenizer(context: DistributedContext, path: Path | str | None, place: 
 
 
 def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
-    """The tokenizer.json in the folder of the data, if there is one on this node."""
+    """Return the tokenizer.json in the folder of the data, if this node has one; None for a URL."""
     text = local_path(config.resolved_path)
     if text is None:
         return None
@@ -210,11 +214,11 @@ def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
 def broadcast_tokenizer(
     context: DistributedContext, initial: InitialWeights | None, data: Data
 ) -> Tokenizer | None:
-    """The tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
+    """Return the tokenizer of the weights to start with, from rank 0, on all ranks. Collective.
 
-    None if the weights have no tokenizer, or if they have a character tokenizer and the data is a text, which
-    makes its own. Raises UserError if the weights have no tokenizer and the data is a text: characters would
-    take over none of their rows.
+    None without such weights, for shards if the weights have no tokenizer, and for a text if they have one of
+    characters, since the text makes its own. Raises UserError if the data is a text and the weights have no
+    tokenizer: characters would take over none of their rows.
     """
     has_none = initial is not None and initial.tokenizer is None and isinstance(data, TextData)
     lacking = context.broadcast_object(initial.where if initial and has_none else None, 0)
@@ -233,7 +237,7 @@ def broadcast_tokenizer(
 
 
 def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:
-    """Raises UserError if meta.json beside the shards names another tokenizer."""
+    """Raises UserError if meta.json beside the shards names another tokenizer than `tokenizer`."""
     meta = data.meta if isinstance(data, ShardData) else None
     content = tokenizer.to_tokenizer_json() if tokenizer else None
     if meta is None or content is None or meta["tokenizer"]["sha256"] is None:
@@ -251,7 +255,10 @@ def initial_rows(
     tokenizer: Tokenizer | None,
     initial: InitialWeights | None,
 ) -> int | None:
-    """The number of embedding rows of the initial weights, if they have the same tokenizer. Collective."""
+    """Return the number of embedding rows of rank 0's `initial`, on all ranks. Collective.
+
+    None without `initial`, or if data.vocab_size is set, the tokenizers differ or the rows are too few.
+    """
     rows = None
     if initial is not None and config.vocab_size is None:
         there = initial.tokenizer.fingerprint() if initial.tokenizer else None

@@ -42,7 +42,7 @@ class RunFolder:
     made: Sequence[Path] = ()  # files and folders that this start has made, innermost first
 
     def remove_made(self) -> None:
-        """Remove the files and folders that a refused start has made, unless another job has a claim."""
+        """Remove log.txt and empty folders that a refused start has made, unless the folder has a claim."""
         is_free = self.is_kept and not any(self.path.glob("claim-*.json"))
         for path in self.made if is_free else ():
             with contextlib.suppress(OSError):  # the folder may not be empty, or the disk may fail
@@ -70,7 +70,10 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 
 
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
-    """Make the run folder on every node. Collective. Raises the errors of `refuse_where_it_fails`."""
+    """Make the run folder on every node (not with trainer.eval_only); find who writes what. Collective.
+
+    Raises the errors of `refuse_where_it_fails`.
+    """
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
@@ -95,11 +98,11 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 
 
 def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
-    """Do `work` on a node's own disk. Collective.
+    """Call `work` on every rank, and end the generation if it raises UserError on any. Collective.
 
-    In a job's first generation, raises UserError on all ranks if it fails on any node. In later generations
-    it does so only if all nodes fail: else the job goes on without the nodes that fail, which raise
-    NodeRefused, and the others raise PeersMissing.
+    In a job's first generation, or if the launcher tells no round, all ranks raise that UserError. In later
+    generations they do so only if it fails on all nodes: else the job goes on without the nodes that fail,
+    which raise NodeRefused, and the others raise PeersMissing.
     """
 
     def attempt() -> str | None:
@@ -121,7 +124,7 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
 
 
 def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]) -> NoReturn:
-    """Raises NodeRefused on the nodes {node rank: (host, why)}, and PeersMissing on the others."""
+    """Raises NodeRefused on the nodes `failed`, {node rank: (host, why)}, and PeersMissing on the others."""
     if context.launch.node_rank in failed:
         host, why = failed[context.launch.node_rank]
         raise NodeRefused(f"{why}; the job goes on without {host}")
@@ -132,7 +135,7 @@ def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]
 
 
 def make_run_dir(path: Path) -> None:
-    """Make the run folder, which must be writable but may be out of space. Raises UserError."""
+    """Make the run folder, with a log.txt. Raises UserError if it is not writable, but not if it is full."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "log.txt").open("a").close()
@@ -144,10 +147,10 @@ def make_run_dir(path: Path) -> None:
 
 
 def lowest_rank_there(path: Path, context: DistributedContext) -> int:
-    """The lowest rank whose node sees the same folder as this one. Collective.
+    """Return the lowest rank whose node sees the same folder at `path` as this rank's node. Collective.
 
     Each node writes a file with a name that no node has looked for before, since network file systems
-    remember which files were missing. A node that cannot write is taken to see the folder that rank 0 sees.
+    remember which files were missing. A node that sees none is taken to see the folder that rank 0 sees.
     """
     if not context.launch.has_several_nodes:
         return 0
@@ -164,7 +167,7 @@ def lowest_rank_there(path: Path, context: DistributedContext) -> int:
 
 
 def write_probe(path: Path) -> bool:
-    """Write an empty file; whether that worked."""
+    """Make an empty file, and its folder; returns whether that worked, and logs if not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -177,7 +180,7 @@ def write_probe(path: Path) -> bool:
 class NodeRun(NamedTuple):
     """The run in a node's run folder, and whether the node had a part in an earlier generation of the job."""
 
-    run_id: str | None
+    run_id: str | None  # None: no run
     last_step: int  # the last step that its run.json records
     host: str
     node_rank: int
@@ -185,10 +188,10 @@ class NodeRun(NamedTuple):
 
 
 def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started: bool) -> str:
-    """The id of the run in the run folders, a new id if there is no run. Collective.
+    """Return the id of the run in the run folders, a new id if there is no run. Collective.
 
-    Raises UserError if they hold different runs. If the job goes on without some nodes, raises NodeRefused on
-    the nodes that hold another run than the job, and PeersMissing on the others.
+    Raises UserError if they hold different runs. But if one was this job's (`was_started`: this node had a
+    part in an earlier generation), raises NodeRefused on nodes with another run, PeersMissing on the others.
     """
     history, node_rank = load_history(folder.path), context.launch.node_rank
     last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
@@ -214,10 +217,10 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
 
 
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
-    """Give every run folder the records of the run up to `step`. Collective.
+    """Copy metrics.jsonl and run.json from one run folder to all, unless all ranks share one. Collective.
 
-    The source is the folder in which workers differed most often, then the one with most records, then with
-    most generations.
+    The source is the folder in which workers differed most often, then the one with most records up to
+    `step`, then with most generations. A folder that cannot be written to is left as it is, and logged.
     """
     if folder.is_shared:
         return
@@ -242,7 +245,7 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """(times that workers differed, records up to `step`, generations) in a run folder, or None."""
+    """Return (times that workers differed, records up to `step`, generations); None without a valid run."""
     history = load_history(path)
     if history is None:
         return None
@@ -255,12 +258,12 @@ def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
 
 
 def read_if_there(path: Path) -> bytes:
-    """The file's bytes; empty if there is no file, since a run that died at once has no records."""
+    """Return the file's bytes, or b"" if there is no file: a run that died at once has no records."""
     return path.read_bytes() if path.exists() else b""
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """The bytes that `read` returns on the rank `source`, on all ranks. Collective.
+    """Return the bytes that `read` returns on rank `source`, where alone it is called. Collective.
 
     A UserError that `read` raises there is raised on all ranks.
     """

@@ -1,8 +1,8 @@
-"""The newest valid snapshot that any worker can see, on disk or in a node's memory, and the corrupt ones.
+"""Finds the newest valid snapshot that any worker can see, on disk or in a node's memory.
 
 A sharded state is in memory as one part per worker, and each part has a copy on the next node. A step counts
-if all its parts are there, from the same workers, wherever the parts lie. The number of workers may have
-changed since.
+if all its parts are there, from one save, wherever the parts lie. The number of workers may have changed
+since. Corrupt snapshots on disk are renamed ("quarantined"), so that they are not used again.
 """
 
 import functools
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StoreView:
-    """The snapshots that one rank sees in the store."""
+    """The snapshots that one rank sees in the store; the default is that of a rank that does not read it."""
 
     step: int = -1  # of the newest valid snapshot; -1 for none
     corrupt: dict[int, str] = field(default_factory=dict)  # newer snapshots: step -> reason
@@ -55,10 +55,10 @@ class StoreView:
 class LatestSnapshot:
     """The newest valid snapshot that any rank can see, and the corrupt ones that this rank has found."""
 
-    snapshot: StoredState | None
-    durable_step: int  # of the newest valid snapshot in a store
-    corrupt: dict[int, str]  # step -> reason
-    where: str
+    snapshot: StoredState | None  # None: there is none
+    durable_step: int  # of the newest valid snapshot in any rank's store; 0 for none
+    corrupt: dict[int, str]  # step -> reason; without those that another rank cannot read
+    where: str  # the folder or URL of the snapshot, or of the store where there is none
     views: list[StoreView]  # by rank
 
 
@@ -69,11 +69,11 @@ def find_latest(
     is_restart: bool,
     check: Check = check_shard,
 ) -> LatestSnapshot:
-    """Find the newest valid snapshot, for all ranks. One worker per node reads the store and its memory.
+    """Find the newest valid snapshot on disk or in memory that fulfils `check`, for all ranks. Collective.
 
-    In a job's first generation, a snapshot in memory counts only if no snapshot before it is missing on disk:
-    a user who deletes snapshots wants to go back. In a restart, snapshots may be missing because their node
-    is lost.
+    One worker per node reads. In a job's first generation, a snapshot in memory counts only if the newest one
+    that was on disk when it was saved is still there: a user who deletes snapshots wants to go back. In a
+    restart, snapshots may be missing because their node is lost. Raises UserError for one of a later schema.
     """
     reads_store = context.launch.local_rank == 0
     found, view = context.run_with_heartbeat(
@@ -97,7 +97,7 @@ def find_latest(
 
 
 def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:
-    """The newest valid snapshot that this rank can read, and its StoreView. A part of a state is invalid."""
+    """Return the newest valid whole snapshot that this rank can read, or None, and its view of the store."""
 
     def check_whole(manifest: dict[str, Any], entries: Entries) -> None:
         if manifest.get("shard"):
@@ -113,7 +113,7 @@ def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, Sto
 
 
 def report_skipped(latest: LatestSnapshot, url: str, config: Config) -> None:
-    """Log a line for each snapshot that is passed over and keeps its name."""
+    """Log a line for each snapshot that is not used and not renamed, and each folder that cannot be read."""
     corrupt = latest.corrupt if config.trainer.eval_only else {}  # a run that trains sets them aside
     unreadable = {step: reason for view in latest.views for step, reason in view.unreadable.items()}
     for step, reason in sorted((corrupt | unreadable).items(), reverse=True):
@@ -130,7 +130,10 @@ def prepare_store(
     is_restart: bool,
     folder: RunFolder,
 ) -> None:
-    """Quarantine corrupt snapshots and prepare the folder. Raises UserError if it cannot be written to."""
+    """Rename corrupt snapshots, prepare the folder for new ones, and free memory. Collective.
+
+    Where the folder cannot be written to, raises the errors of `refuse_where_it_fails`.
+    """
 
     def prepare() -> None:
         for step, reason in latest.corrupt.items():
@@ -152,7 +155,7 @@ def prepare_store(
 
 
 class Offer(NamedTuple):
-    """One part of a save that the rank `reader` can read: the `number`-th part that it has found."""
+    """One part of a save in memory; the rank `reader` can read it, as number `number` of those it found."""
 
     step: int
     key: str  # the same for all parts of one save
@@ -170,7 +173,7 @@ def find_in_memory(
     saved_after: int | None,
     check: Check,
 ) -> StoredState | None:
-    """The newest valid snapshot past the step `newer_than` with all parts in memory. Collective.
+    """The newest valid snapshot past the step `newer_than` with all parts in memory, or None. Collective.
 
     For `saved_after` see MemorySnapshots.find. The first worker of each node reads. Parts that are not needed
     are not verified.
@@ -226,10 +229,10 @@ def key_of(manifest: Mapping[str, Any]) -> str:
 
 
 def choose(offers: Iterable[Offer]) -> tuple[list[Offer], Offer] | None:
-    """The newest save with all its parts on offer; `offers` are in the order of their readers.
+    """Choose the newest save of which all parts are on offer; `offers` are in the order of their readers.
 
     Returns its parts, by the rank whose rows they hold, and the part from which the tensors that are not
-    sharded are read.
+    sharded are read; None if there is no such save.
     """
     saves: dict[tuple[int, str], list[Offer]] = {}
     for offer in offers:
@@ -246,9 +249,10 @@ def choose(offers: Iterable[Offer]) -> tuple[list[Offer], Offer] | None:
 def assemble(
     found: Sequence[Snapshot], parts: Sequence[Offer], whole: Offer, context: DistributedContext
 ) -> StoredState:
-    """The state that the chosen parts make up. Collective; `found` are the snapshots of this rank.
+    """The state that the chosen parts make up, of which no tensor is read yet. Collective.
 
-    `parts` are by the rank whose rows they hold; the tensors that are not sharded are read from `whole`.
+    `found` are the snapshots that this rank can read. `parts` are by the rank whose rows they hold; the
+    tensors that are not sharded are read from `whole`.
     """
     content = None
     if whole.reader == context.rank:
@@ -285,9 +289,10 @@ def assemble(
 def check_nothing_is_lost(
     latest: LatestSnapshot, config: Config, is_restart: bool, recorded_step: int = 0
 ) -> None:
-    """Raises UserError if the run has, or may have, completed a snapshot past step 0. Now none is valid.
+    """Where no snapshot past step 0 is valid, raises UserError if the run has, or may have, written one.
 
-    `recorded_step` is the step of the newest snapshot on disk that any run.json records.
+    A job that begins anew (snapshot.resume=never) or only evaluates passes, unless a snapshot cannot be read.
+    `recorded_step` is the step of the newest snapshot on disk that any run.json records; 0 for none.
     """
     errors = [view.folder_error for view in latest.views if view.folder_error]
     errors += [f"step {step}: {why}" for view in latest.views for step, why in view.unreadable.items()]
@@ -312,5 +317,5 @@ def check_nothing_is_lost(
 
 
 def shorten(reasons: list[str]) -> str:
-    """The first three reasons, in one line."""
+    """The first three reasons, in one line, without repetitions."""
     return "; ".join(dict.fromkeys(reasons[:3]))

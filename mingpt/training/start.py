@@ -1,8 +1,8 @@
 """The start of a generation: one sequence, the same on all ranks, that finds what the generation starts from.
 
-The sequence: the run folder and its claims, the data, the newest snapshot that any rank sees (checked against
-the configuration), the weights to start with if there is no snapshot, the tokens and the environment. The
-results are frozen values, from which build.py makes the state.
+The sequence: the run folder, the claims (one job's right to write there), the data, the newest snapshot that
+any rank sees (checked against the configuration), the weights to start with if there is no snapshot, the
+tokens and the environment. The results are frozen values, from which build.py makes the state.
 """
 
 import logging
@@ -40,15 +40,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """The snapshot that a generation goes on from, the same on all ranks, and where the next ones go."""
+    """The snapshot that a generation goes on from, and the places for the next ones; alike on all ranks."""
 
     run_id: str
     is_restart: bool  # false in a job's first generation
     store: SnapshotStore
     memory: MemorySnapshots
-    snapshot: StoredState | None
-    durable_step: int
-    own_step: int  # step of the newest snapshot on a disk that this rank reads; -1 for none
+    snapshot: StoredState | None  # None in a fresh run
+    durable_step: int  # step of the newest valid snapshot on any disk; 0 for none
+    own_step: int  # this rank's own: step of the newest valid snapshot on a disk that it reads; -1 for none
     changes: list[str]  # settings that differ from the snapshot's on purpose
     discarded_after: list[int]  # see is_suspect
 
@@ -65,7 +65,7 @@ class FoundSnapshot:
 
 @dataclass(frozen=True)
 class StartPoint(FoundSnapshot):
-    """Everything that this generation starts from."""
+    """Everything that this generation starts from; `find_start` makes it."""
 
     folder: RunFolder
     claims: Claims
@@ -80,7 +80,7 @@ class StartPoint(FoundSnapshot):
 
     @property
     def logged_step(self) -> int:
-        """The newest step whose metrics the run has logged; 0 if it has logged none."""
+        """The newest step up to the snapshot's whose metrics must be on record; 0 if there is none."""
         if self.snapshot is None:
             return 0
         log_every = read_config(self.snapshot.manifest).trainer.log_every
@@ -88,7 +88,10 @@ class StartPoint(FoundSnapshot):
 
 
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
-    """Open the run folder and the data, and find what the run goes on from. Raises UserError. Collective."""
+    """Claim and open the run folder, open the data, and find what the run goes on from. Collective.
+
+    Raises UserError, NonRetryableError or, if the job goes on without a node, NodeRefused or PeersMissing.
+    """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
     claims = claim_places(config, context, folder)
@@ -123,7 +126,7 @@ def report_warmup(config: Config, found: FoundSnapshot) -> None:
 def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
     """Raises NonRetryableError on all ranks if several generations in a row have failed to begin.
 
-    Logs, too, which workers missed the last rendezvous. A run that only evaluates writes nothing.
+    run.json then records it, unless the run only evaluates. Logs which workers missed the last rendezvous.
     """
     if context.rendezvous and context.rendezvous.missing_workers:
         log.warning(context.rendezvous.missing_workers)
@@ -136,7 +139,10 @@ def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
 def find_snapshot(
     config: Config, context: DistributedContext, folder: RunFolder, claims: Claims, data: Data
 ) -> FoundSnapshot:
-    """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective."""
+    """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective.
+
+    Unless the run only evaluates, also changes folders (`prepare_store`, `share_history`).
+    """
     store = context.raise_on_all_ranks(lambda: open_store(config, context, claims))
     is_restart = context.is_restart(claims.was_started())
     if not is_restart:
@@ -180,7 +186,7 @@ def find_snapshot(
 
 
 def open_store(config: Config, context: DistributedContext, claims: Claims) -> SnapshotStore:
-    """The store of this run's snapshots. Raises UserError if a dead worker could not be restored from it."""
+    """The store of this run's snapshots. Under torchrun, UserError for one in a worker's memory."""
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
     store = SnapshotStore(url, check_claim=claims.check)
     if store.is_process_private and context.launch.is_distributed:
@@ -192,9 +198,11 @@ def open_store(config: Config, context: DistributedContext, claims: Claims) -> S
 
 
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
-    """The check that a snapshot must pass to be used. `job_start` is the step from which this job began.
+    """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    In a restart, a node that joins may have newer snapshots of another run, or of an earlier job of this run.
+    `job_start` is the step from which this job began; None in its first generation, or if it is not known. In
+    a restart, a node that joins may have newer snapshots of another run, or of an earlier job: with other
+    settings or data they count as unreadable, which leaves their files untouched.
     """
 
     def check(manifest: dict[str, Any], entries: Entries) -> None:
@@ -213,7 +221,7 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
 
 
 def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
-    """The settings that affect the result and differ from the snapshot's.
+    """The settings that affect the result and differ from the manifest's, as "key: old -> new".
 
     With trainer.compile=auto that setting never counts: the run goes on compiled, or not, as the snapshot
     was.
@@ -227,9 +235,10 @@ def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
 def check_snapshot(
     snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
 ) -> list[str]:
-    """Raises UserError unless a generation may start from this snapshot; a restart checks only the data.
+    """Raises UserError unless a generation may start from this snapshot, or without one (None).
 
-    Returns the settings that were changed on purpose.
+    In a restart only the data must be the same. Returns the settings that were changed on purpose, with
+    snapshot.resume=changed, as "key: old -> new". Messages call the place of the snapshots `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -283,7 +292,7 @@ def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> Non
 
 
 def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:
-    """How `data` differs from the data of the snapshots in `url`, as their manifest has it in `then`."""
+    """A clause on how `data`, at `path`, differs from `then`, the data in the manifest of a snapshot."""
     was, now = then.get("files", {}), data.files
     if not was or not now:
         return (
@@ -298,7 +307,7 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
 
 
 def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
-    """Set the number of threads that the run began with, and return what the bits depend on."""
+    """Set the run's number of CPU threads; return what the bits depend on. UserError for other hardware."""
     if found.snapshot:
         context.use_threads(found.manifest["software"]["threads"])
     # build_run replaces `compiled` when it prepares the forward pass.
@@ -310,7 +319,7 @@ def choose_environment(config: Config, context: DistributedContext, found: Found
 
 
 def check_environment(found: FoundSnapshot, config: Config, environment: Environment) -> None:
-    """Raises UserError if the run would train on from another kind of device or another dtype.
+    """Raises UserError if the run would go on training on another kind of device or in another dtype.
 
     A person who starts a job may allow that by snapshot.resume=changed; a restart never does. An evaluation
     (trainer.eval_only) may always run.
@@ -329,6 +338,6 @@ def check_environment(found: FoundSnapshot, config: Config, environment: Environ
 
 
 def device_type_of(software: dict[str, Any]) -> str:
-    """The kind of device that a snapshot was computed on."""
+    """The kind of device that a snapshot was computed on: cpu, mps or cuda; `software` is its manifest's."""
     kind = software["device"].split()[0]  # schema 1 began without device_type
     return str(software.get("device_type") or (kind if kind in ("cpu", "mps") else "cuda"))

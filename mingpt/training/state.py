@@ -30,9 +30,9 @@ Shape = tuple[int, ...]
 
 
 def check_model(manifest: dict[str, Any], entries: Entries) -> None:
-    """Raises CorruptSnapshot unless a snapshot has exactly the tensors that its manifest's run has.
+    """Raises CorruptSnapshot unless a snapshot is whole and has exactly the tensors of its manifest's run.
 
-    These are the model's parameters and the optimizer's state, in float32. Nothing is allocated for them.
+    These are the parameters and the optimizer's state in float32, perhaps a tokenizer. Allocates nothing.
     """
     if manifest.get("shard"):
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -43,6 +43,7 @@ def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
     """Raises CorruptSnapshot unless a snapshot, or one rank's part of a sharded one, has its run's tensors.
 
     A part has the rank's rows of each sharded tensor, and all tensors that are not sharded, or none of them.
+    There may be no others, and the vocabulary must be intact.
     """
     config = read_config(manifest)
     if config.model.n_layer > len(entries):
@@ -98,7 +99,7 @@ def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> b
 
 
 def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
-    """The tokenizer of a manifest.
+    """The tokenizer in `content`, which `fields` of a manifest describe (see `tokenizer_fields`).
 
     Raises ValueError if the content is no tokenizer, or another one than the manifest's, or has more tokens
     than the model.
@@ -124,7 +125,7 @@ def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
 
 
 def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer | None:
-    """The tokenizer of a manifest, from the tensor that carries it if there is one. Raises UserError."""
+    """The tokenizer of a manifest, from `tensor` if given; None if it has none. Raises UserError."""
     fields = tokenizer_fields(manifest)
     if fields["kind"] == "none":
         return None
@@ -136,14 +137,14 @@ def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer
 
 
 def snapshot_vocab_size(manifest: dict[str, Any]) -> int:
-    """The number of rows of the model's embedding."""
+    """The number of rows of the embedding of the model that a manifest describes."""
     return int(tokenizer_fields(manifest).get("vocab_size") or len(manifest["vocabulary"]))
 
 
 def manifest_tokenizer(
     tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The manifest's fields and the tensors that carry a tokenizer."""
+    """(manifest's fields, tensors) that carry a tokenizer; `vocab_size` is the number of embedding rows."""
     if tokenizer is None:
         return {"vocabulary": "", "tokenizer": {"kind": "none", "vocab_size": vocab_size}}, {}
     content = tokenizer.to_bytes()
@@ -156,7 +157,7 @@ def manifest_tokenizer(
 
 
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
-    """The tensors, with learned positions cut, for a model of these shapes. Raises UserError for others."""
+    """Return the weights with learned positions cut, as views. Raises UserError as `check_shapes` does."""
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
     return {name: tensor[: shapes[name][0]] for name, tensor in tensors.items()}
@@ -165,9 +166,9 @@ def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin:
 def check_shapes(
     there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
 ) -> None:
-    """Raises UserError unless tensors of these shapes and types fit a model of the shapes `here`.
+    """Raises UserError unless weights of these shapes and types fit a model of the shapes `here`.
 
-    There may be more learned positions than the model has.
+    The weights, called `origin`, may have any floating type, and more learned positions than the model.
     """
     wrong = []
     for name, shape in here.items():
@@ -191,7 +192,7 @@ def check_shapes(
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Copy all weights; learned positions are cut to block_size. Raises UserError for another model's."""
+    """Copy all weights into `model`, learned positions cut. Raises UserError for those of another model."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored
 
@@ -199,8 +200,8 @@ def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
 class TrainState:
     """The state that a snapshot holds.
 
-    `step` counts completed steps, `windows_seen` the windows that all ranks have read. `skipped` counts the
-    updates that were left out: (in all, the last ones in a row up to `step`).
+    `step` counts completed steps, `windows_seen` the windows (block_size + 1 tokens) that all ranks together
+    have read. `skipped` counts the updates left out: (in all, in a row up to `step`).
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class TrainState:
         self.step, self.windows_seen, self.skipped = step, windows_seen, skipped
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parts, under "model.<name>" and "optimizer.<parameter>.<state>".
+        """This rank's parts of the tensors, named "model.<name>" and "optimizer.<parameter>.<state>".
 
         They are the state itself, not copies, and change with the next step.
         """
@@ -224,7 +225,7 @@ class TrainState:
         return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state_dict().items()}
 
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of the whole tensors, by name."""
+        """The shapes of the whole tensors, by their names in `tensors`."""
         shapes = {f"model.{name}": shape for name, shape in self.strategy.shapes.items()}
         for name, part in self.optimizer.state_dict().items():
             parameter = name.rpartition(".")[0]
@@ -232,7 +233,7 @@ class TrainState:
         return shapes
 
     def rows_by_rank(self, name: str, shape: Shape) -> list[range] | None:
-        """The rows of a tensor that each rank holds; None if each rank holds all of them."""
+        """The rows of a tensor (of the whole shape `shape`) by rank; None if each rank holds all of them."""
         strategy = self.strategy
         is_sharded = (
             strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
@@ -240,14 +241,14 @@ class TrainState:
         return split_rows(shape[0], strategy.world_size) if is_sharded and shape else None
 
     def first_rows(self) -> dict[str, int]:
-        """The first row that this rank holds of each tensor, by name."""
+        """The first row that this rank holds of each tensor, by name; 0 if it holds all."""
         rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
         return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
 
 
 @torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
-    """Copy those of `rows` that lie in `part`.
+    """Copy, in place, those of `rows` that belong in `part`, and leave the rest of `part` as it is.
 
     `rows` are a tensor's rows from `begin` on; `first` is the tensor's row with which `part` begins.
     """
@@ -260,7 +261,7 @@ def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
 
 
 class Rows(NamedTuple):
-    """A range of a tensor's rows that one rank can read; a scalar is one row."""
+    """Rows `begin` to before `end` of a tensor, which the rank `rank` can read; a scalar is one row."""
 
     name: str
     begin: int
@@ -272,7 +273,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredState:
-    """A snapshot whose fields are the same on all ranks, except for `read`."""
+    """A snapshot that all ranks read together, piece by piece; `read` alone differs between ranks."""
 
     manifest: dict[str, Any]
     shapes: dict[str, Shape]
@@ -281,14 +282,14 @@ class StoredState:
     read: Callable[[Rows], Tensor]  # reads those of the rows that this rank can read
 
     def tensor(self, name: str, context: DistributedContext) -> Tensor:
-        """A whole tensor. Collective."""
+        """A whole tensor, on the CPU, on all ranks. KeyError if there is none. Collective."""
         whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         for _, begin, rows in self.stream([name], context):
             copy_rows(whole, 0, begin, rows)
         return whole
 
     def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """Yields (name, first row, rows) of these tensors, on the CPU, valid until the next. Collective."""
+        """Yields (name, first row, rows) of these tensors, on the CPU. Collective: all read to the end."""
         wanted = set(names)
         for pieces in self.batches(part for part in self.rows if part.name in wanted):
             sizes = [self.size(piece) for piece in pieces]
@@ -308,7 +309,7 @@ class StoredState:
             part.copy_(self.read(piece).reshape(-1).view(torch.uint8))
 
     def batches(self, parts: Iterable[Rows]) -> Iterator[list[Rows]]:
-        """Yields lists of one rank's pieces, of about PIECE_BYTES: many small tensors are one message."""
+        """Yields lists of one rank's pieces, of PIECE_BYTES at most, or of one row: one message each."""
         batch: list[Rows] = []
         size = 0
         for part in parts:
@@ -322,7 +323,7 @@ class StoredState:
             yield batch
 
     def cut(self, part: Rows) -> Iterator[Rows]:
-        """Yields pieces of at most PIECE_BYTES, or of one row."""
+        """Yields the rows of `part` in pieces of at most PIECE_BYTES, or of one row."""
         row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
         count = max(1, PIECE_BYTES // row_bytes)
         for begin in range(part.begin, part.end, count):
@@ -336,9 +337,9 @@ class StoredState:
 
 
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
-    """Take over the weights, and the optimizer's state if it is of the same kind. Collective.
+    """Copy stored tensors into `state`: weights, and the state of an optimizer of the same kind. Collective.
 
-    Learned positions are cut to block_size. Raises UserError for the weights of another model.
+    Learned positions are cut to block_size. Raises UserError for another model's. Sets no counters.
     """
     parts, first, shapes = state.tensors(), state.first_rows(), state.shapes()
     names = [name for name in stored.shapes if name.startswith("model.")]

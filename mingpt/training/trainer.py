@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One rank's part of a run. Construct it on every rank, then call `run` once. Raises UserError."""
+    """One rank's part of a run. Construct it on all ranks (raises as `find_start` does); call `run` once."""
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.config, self.context = config, context
@@ -69,7 +69,7 @@ class Trainer:
         context.exit.note_begun()
 
     def is_over(self, start: StartPoint) -> bool:
-        """Whether the run stands at max_steps, and has been reported as finished. Collective.
+        """Whether the run stands at max_steps, and run.json records its end. Collective.
 
         A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
         """
@@ -78,7 +78,7 @@ class Trainer:
         return self.context.broadcast_object(is_here, 0)
 
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
-        """The run logger, on ranks that keep a run folder; None if there is nothing to report. Collective."""
+        """Open this rank's run logger; None if it keeps no run folder, or nothing is left. Collective."""
         context = self.context
         hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
         if not start.folder.is_kept or self.nothing_left:
@@ -108,10 +108,11 @@ class Trainer:
         return logger
 
     def run(self) -> str | None:
-        """Train up to max_steps, or until a request to stop; on return everything is durable, on all ranks.
+        """Train up to max_steps, or until a request to stop; then save, and wait until that is on disk.
 
-        Returns the request that stopped the run, if one did. On all ranks, raises NonFiniteError, or
-        NonRetryableError for a failure that repeats. Raises ExpectedError if memory does not suffice.
+        Returns the request that stopped the run, such as "SIGTERM", or None. On all ranks, raises UserError
+        for unusable data, NonFiniteError, or NonRetryableError for a failure that repeats or a last snapshot
+        that cannot be written. Raises ExpectedError if memory does not suffice. Collective.
         """
         with self.failure_recorded():
             if not self.begin_run():
@@ -131,7 +132,7 @@ class Trainer:
             return stopped_by
 
     def step(self) -> tuple[float, str | None]:
-        """Make one optimizer update. Returns the gradient's norm and the request to stop, if there is one."""
+        """Make one step; return (gradient's norm before clipping, request to stop or None). Collective."""
         config, state, strategy = self.config, self.state, self.strategy
         step = state.step
         events.emit("step_start", step=step)
@@ -170,9 +171,10 @@ class Trainer:
         return grad_norm, stop
 
     def after_step(self, grad_norm: float, stop: str | None) -> str | None:
-        """Do all that is due after a step. Records come before a snapshot, so that it holds all of its step.
+        """Record, evaluate and save what is due after a step, in this order. Collective.
 
-        Returns the request to stop, if there is one: then an evaluation is left to the next generation.
+        Returns `stop`, or a request that came during the evaluation, or None. After a request to stop, an
+        evaluation that is due is left to the next generation.
         """
         config, step = self.config, self.state.step
         is_last = step == config.trainer.max_steps
@@ -193,7 +195,10 @@ class Trainer:
         self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_last), "snapshot_wait_s")
 
     def begin_run(self) -> bool:
-        """Whether there is anything to train; if so, all is ready for the first step."""
+        """Prepare for the first step and return True; return False if nothing is to be trained. Collective.
+
+        A run that only evaluates does so here. All ranks raise NonRetryableError for a failure that repeats.
+        """
         config, state = self.config.trainer, self.state
         if config.eval_only:
             losses = self.evaluator.evaluate(state.step)
@@ -230,7 +235,7 @@ class Trainer:
         return True
 
     def end_run(self, stopped_by: str | None) -> None:
-        """Finish the run: when this returns, the last snapshot is on disk, on all ranks."""
+        """Finish the run: the last snapshot is on disk and the end recorded on return. Collective."""
         if self.saving.is_missing():
             self.save_to_disk(is_last=True)
         self.timer.exclude(lambda: self.saving.finish(self.run_logger), "snapshot_wait_s")
@@ -245,9 +250,9 @@ class Trainer:
         self.saving.remove_memory_snapshots()
 
     def handle_nonfinite(self, grad_norm: float) -> None:
-        """Note an update that was skipped, or end the run, if the gradient or a loss is not finite.
+        """Count an update that was skipped, or end the run, if the gradient or a loss is not finite.
 
-        All ranks raise or none does. Raises UserError for data that a rank could not use. Else raises
+        Collective; all ranks raise or none. Raises UserError for data that a rank could not use. Else raises
         NonFiniteError, except for a gradient under on_nonfinite=skip, fewer than MAX_SKIPPED times in a row.
         """
         config, state = self.config.trainer, self.state
@@ -284,7 +289,7 @@ class Trainer:
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
-        """Write one record of the last step, with rates over the steps since the record before."""
+        """Record the last step, with rates over the steps since the record before; restart the timer."""
         step_s, data_s = self.timer.seconds_per_step(self.state.step)
         if self.run_logger:
             stats = StepStats(
@@ -305,7 +310,7 @@ class Trainer:
         self.timer.reset(self.state.step)
 
     def evaluate(self) -> str | None:
-        """Evaluate and record the result. Returns the request to stop if one has cut the evaluation short."""
+        """Evaluate and record the result, or return the request to stop that cut it short. Collective."""
         losses, context = self.evaluator.evaluate(self.state.step), self.context
         if losses is None:
             return context.agreed_stop
@@ -320,7 +325,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:
-        """Record in run.json a failure after which no generation follows."""
+        """Record in run.json an error of this block after which no generation follows, and raise it."""
         try:
             yield
         except UserError as error:
@@ -337,7 +342,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Raises ExpectedError if memory does not suffice."""
+    """Raise ExpectedError in place of an error in this block that means too little memory, of CPU or GPU."""
     try:
         yield
     except RuntimeError as error:
@@ -351,9 +356,9 @@ def out_of_memory_explained() -> Iterator[None]:
 
 
 class Batches:
-    """The micro-batches of all steps up to max_steps, in order.
+    """This rank's micro-batches of all steps up to max_steps, in order.
 
-    Data that one rank cannot use is its `error`. The other ranks learn of it when the losses are not finite.
+    `error` says why this rank cannot use its data, else None. The other ranks see its losses become NaN.
     """
 
     def __init__(
@@ -373,9 +378,9 @@ class Batches:
         self.error: str | None = None
 
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the device, (B, T) each; seeds the micro-batch's dropout.
+        """Return inputs and targets on the device, (B, T) int64 each; seed the micro-batch's dropout.
 
-        They are zeros once there is an `error`.
+        Call it for each of this rank's micro-batches in order. They are zeros once there is an `error`.
         """
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()
@@ -387,7 +392,7 @@ class Batches:
         return on_device[0], on_device[1]
 
     def fetch(self) -> tuple[Tensor, ...]:
-        """Inputs and targets on the CPU, then on the device."""
+        """Return (inputs, targets) on the CPU, then both on the device, (B, T) each; may set `error`."""
         if self.error is None:
             try:
                 return next(self.batches)

@@ -5,9 +5,9 @@ the job. Its file store writes a log that grows with every heartbeat, and unpick
 leaves out a node that reaches the meeting place but not its peers. And with the store that agents share with
 their workers, an agent that joins in mid-run kills the job.
 
-Here agents see each other in a folder, or at any of several hosts. They speak JSON, every call has a time
-limit, and any node may die. `launch/elastic.sh` starts torchrun with this rendezvous. Only the handler
-imports torch.
+Here agents see each other in a folder, or at several hosts, of which one must live. They speak JSON, every
+network call has a time limit, and any node may die. `launch/elastic.sh` starts torchrun with this rendezvous.
+Only handler.py imports torch, and command.py for `--nproc gpu`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def rendezvous_backend() -> Callable[[Any], Any]:
-    """The entry point of torchrun's group `torchrun.handlers`: a function from parameters to a handler."""
+    """Return the class that makes a handler from parameters. torchrun calls this as one of its plugins."""
     from mingpt.launch.elastic.handler import ElasticRendezvous
 
     return ElasticRendezvous

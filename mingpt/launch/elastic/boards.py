@@ -1,6 +1,7 @@
 """Boards, on which agents see each other: a folder that all share, or the memory of hosts that they reach.
 
-A board holds each agent's latest entry and nothing else. A lost entry is harmless: its agent posts it again.
+A board holds each agent's latest entry, the facts about itself, and nothing else. A lost entry is harmless:
+its agent posts it again.
 A host answers one request per TCP connection, a line of JSON each way, every step with a time limit. Nothing
 that is received is ever executed or unpickled.
 """
@@ -36,7 +37,7 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
-    """The answer of the server at (host, port). Raises OSError if it refuses, is silent or is no agent."""
+    """The server's answer to `message`. OSError if it refuses, is no agent, or is silent for `timeout_s`."""
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(json.dumps(message).encode() + b"\n")
@@ -50,7 +51,7 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 class Server(socketserver.ThreadingTCPServer):
     """Answers requests on (address, port), each in its own thread, with the operation that its `op` names.
 
-    Raises OSError if the port is taken.
+    Call `serve_forever`. `port` 0 takes a free one, the attribute `port`. Raises OSError if it is taken.
     """
 
     allow_reuse_address = True
@@ -82,7 +83,7 @@ def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
 
 
 class FolderBoard:
-    """A folder with a file for each agent, replaced by rename.
+    """The board of job `rdzv_id` in a folder, with a file for each agent, replaced by rename.
 
     It needs no locks, does not grow, and works on NFS.
     """
@@ -92,7 +93,7 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post `mine` and return all entries. Raises OSError. May hang if the storage does."""
+        """Post `mine`, remove old entries, and return all. Raises OSError. May hang if the storage does."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._folder / f"{mine.id}.json"
         write_atomic(own, json.dumps(asdict(mine)), sync="nothing")
@@ -111,14 +112,14 @@ class FolderBoard:
 
 
 class HostBoard:
-    """The memory of a host's server, which is an agent's or `python -m mingpt.launch.elastic --serve`."""
+    """The board of a job in a server's memory: an agent's, or `python -m mingpt.launch.elastic --serve`'s."""
 
     def __init__(self, host: str, port: int, rdzv_id: str) -> None:
         self.name = f"{host}:{port}"
         self._host, self._port, self._rdzv_id = host, port, rdzv_id
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post `mine` and return all entries. Raises OSError."""
+        """Post `mine` and return all entries. Raises OSError, also after POST_TIMEOUT_S without an answer."""
         message = {"op": "post", "rdzv_id": self._rdzv_id, "entry": asdict(mine)}
         entries = request(self._host, self._port, message, POST_TIMEOUT_S).get("entries")
         if not isinstance(entries, list):
@@ -127,7 +128,7 @@ class HostBoard:
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
-    """The valid entries; others, such as a later version's, are left out. Bytes are JSON."""
+    """The valid entries of JSON, as bytes or parsed; others, such as a later version's, are left out."""
     found = []
     for content in contents:
         try:
@@ -149,9 +150,10 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """The answer as JSON. Each entry is encoded once: with many agents, encoding is most of the work."""
+        """Keep the message's entry; return its job's entries as JSON. KeyError or TypeError without one."""
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
+        # Each entry is encoded once: with many agents, encoding is most of the work.
         posted = json.dumps(entry, separators=(",", ":")), now + forget_s
         with self._lock:
             self._entries[rdzv_id, str(entry["id"])] = posted
@@ -182,7 +184,7 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 
 
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """The folder, or the endpoints of HOST:PORT[,HOST:PORT...]. Raises UserError."""
+    """The endpoints of HOST:PORT[,HOST:PORT...], or else an absolute path. UserError if it has no slash."""
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints

@@ -36,7 +36,7 @@ def check_nproc(text: str) -> str:
 
 
 def check_local_addr(text: str) -> tuple[str, str]:
-    """(address, interface). Raises UserError if no interface of this host has it."""
+    """(the IP address of `text`, its interface). UserError unless an interface of this host has it."""
     interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # only interfaces that are up
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
@@ -56,7 +56,7 @@ def check_local_addr(text: str) -> tuple[str, str]:
 
 
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(variables to add to the environment, the command). Raises UserError."""
+    """(variables to add to the environment, the command). Creates the folder of --rdzv. Raises UserError."""
     parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
     parser.add_argument(
         "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"

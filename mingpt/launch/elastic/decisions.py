@@ -1,6 +1,7 @@
 """Who is in the group, and who has to restart: functions of the entries that the agents post.
 
-They use no clock, no network and no torch: a view goes in, a decision comes out.
+They use no clock, no network and no torch: a view goes in, a decision comes out. A group is the agents that
+may start workers together; a round is their agreement to do so, and the generation of workers that follows.
 """
 
 import ipaddress
@@ -15,7 +16,7 @@ from pydantic import StrictInt
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
 JOIN_HOLD_S = 1.0  # a node must wait so long, or a larger group be seen so long, before a round ends for it
-REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # holds a node that was lost soon after joining
+REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # as JOIN_HOLD_S, after 0, 1, ... losses soon after joining
 SOON_S = 120.0  # more than the default `trainer.timeout_s`, after which a cut link ends a round
 LAG_HOLD_S = 4.0  # a member of a new round may briefly be seen in its old round
 
@@ -28,14 +29,14 @@ class Entry:
     id: str
     host: str
     address: str
-    port: StrictInt
+    port: StrictInt  # of the agent's server
     counter: StrictInt = 0
     state: str = WAITING
     round: str = ""  # id of the round that the agent is in, or was in last
     number: StrictInt = 0  # of that round in the job
     members: tuple[str, ...] = ()  # ids of that round's members
     reach: tuple[str, ...] = ()  # ids of the agents that have answered this one lately
-    job: str = ""
+    job: str = ""  # the job's random token, from its first round on
     nproc: StrictInt = 0  # workers on this node; 0: not known
 
     @property
@@ -90,7 +91,7 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
     """Agents that all reach each other, at most `max_nodes`, in the order of their ranks.
 
     The agent with the fewest links is left out first; of several, the one with the largest key. If there are
-    too many, members of the latest round come first.
+    too many, members of the latest round are taken before others.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -121,7 +122,7 @@ def job_of(group: Sequence[Entry]) -> tuple[int, str]:
 
 
 def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """{round: its members that run}."""
+    """{id of a round: its members that run}."""
     found: dict[str, list[Entry]] = {}
     for entry in alive:
         if entry.state == RUNNING:
@@ -130,10 +131,10 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """(agents of rounds that go on, agents of rounds that one member has left): no round starts without them.
+    """The running agents: (those of rounds that go on, those of rounds that a member has left to wait).
 
-    Rounds of the first kind restart by themselves if they can take in a waiting agent. Agents of the second
-    kind will soon wait, too.
+    While there are agents of the first kind, no other round starts; their rounds end by themselves if they
+    can take in a waiting agent. Agents of the second kind will soon wait, too; others give them some time.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []
@@ -146,7 +147,7 @@ def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
 def is_complete(
     group: Sequence[Entry], min_nodes: int, max_nodes: int, unchanged_s: float, gone: Collection[str]
 ) -> bool:
-    """Whether the group may start.
+    """Whether the group may start: it is full, or is large enough and has waited long enough for others.
 
     `unchanged_s`: for how long it has been the same. `gone`: ids of agents that are known to be dead.
     """
@@ -170,7 +171,7 @@ class Restart:
 
 
 class JoinBackoff:
-    """How long a waiting node is held off: longer each time that it was lost soon after it had joined.
+    """How long a waiting node is held off: longer each time in a row that it was lost soon after it joined.
 
     A node is known by host and address, since its agent may be another one each time.
     """
@@ -180,7 +181,7 @@ class JoinBackoff:
         self._losses: dict[str, int] = {}  # by node
 
     def start_round(self, members: Iterable[Entry], now: float) -> None:
-        """Note who joined and who was lost. The members of the first round have joined nobody."""
+        """Note who has joined and who was lost in a new round. In the first round nobody counts as joined."""
         joined = now if self._members else -math.inf
         before = self._members
         self._members = {one.id: before.get(one.id, (str(one), joined)) for one in members}

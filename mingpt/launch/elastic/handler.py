@@ -1,8 +1,9 @@
 """torchrun's rendezvous handler: agents agree on a round, and learn when it has to end for another round.
 
-The leader, the agent with the smallest address, proposes a round to agents that all reach each other. It
-starts if all accept. The members' ranks follow their addresses. Workers find the job's token in MINGPT_JOB
-and the number of the round in MINGPT_ROUND.
+A round is an agreement to start workers together, and the generation of workers that follows. The leader, the
+agent with the smallest address, proposes it to agents that all reach each other. It starts if all accept. The
+members' ranks follow their addresses. Workers find the job's token in MINGPT_JOB and the number of the round
+in MINGPT_ROUND.
 
 Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, since it
 would die with its host: all of them know all ranks, and at the end they ask each other who has come.
@@ -58,7 +59,7 @@ PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
 LINGER_S = 2.0  # time for others to read that the job is finished
 NOTICE_S = 0.3  # time for others to read that this agent has left
-EXIT_S = 1.0
+EXIT_S = 1.0  # the longest wait for a board to take the last post
 POLL_S = 0.05
 RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, since two leaders may be in each other's way
 
@@ -107,10 +108,10 @@ class RoundStore:
 
     def add(self, key: str, amount: int) -> int:
         self._come()
-        return 0  # the sum is never used
+        return 0  # the agent compares the sum only to decide whether to `set` a key
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all agents have come. Raises DistStoreError after the timeout."""
+        """Wait until `is_passed()`. Raises DistStoreError after the timeout, by default that of the store."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
         while not self._is_passed():
             if time.monotonic() > deadline:
@@ -233,7 +234,7 @@ class ElasticRendezvous(RendezvousHandler):
             return list(threads.map(ask, others))
 
     def _host_store(self) -> int:
-        """The port of the workers' store, which lives as long as this agent."""
+        """The port of the workers' store, which the first call starts; it lives as long as this agent."""
         if self._tcp_store is None:
             family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -285,7 +286,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._node.end(FINISHED, EXIT_S)
 
     def shutdown(self) -> bool:
-        """Post the job's end. torchrun calls this with an exception in flight if the end was not orderly."""
+        """Post that the job is FINISHED, and let others read it; with an exception in flight, do nothing."""
         if sys.exc_info()[0] is None:
             atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
             self._node.end(FINISHED, EXIT_S)

@@ -1,8 +1,8 @@
 """Node: in the background, an agent posts its entry, reads the entries of the others and pings them.
 
-No method of `Node` waits for the network or for storage, so an agent whose storage hangs still obeys a
-signal. `Meeting` chooses, from what an agent sees while it waits, the group that the agent proposes if it is
-the leader.
+No public method of `Node` waits for the network or for storage, except `end` for a limited time, so an agent
+whose storage hangs still obeys a signal. `Meeting` chooses, from what an agent sees while it waits, the group
+that the agent proposes if it is the leader. For "round" and "group" see decisions.py.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from mingpt.launch.elastic.decisions import FINISHED, LEFT, RUNNING, WAITING, En
 DEAD_S = 4.0  # an agent without a new post for so long is not alive
 FRESH_S = 2.0  # a view that is older decides nothing
 REACH_S = 4.0  # an agent is reached if it has answered a ping sent less than this ago
-PROMISE_S = 10.0
-POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}
+PROMISE_S = 10.0  # how long a promise to take part in a round holds
+POLL_S = {WAITING: 0.1, RUNNING: 0.5, FINISHED: 0.1, LEFT: 0.1}  # between posts
 POLL_PER_AGENT_S, MAX_POLL_S = 0.01, 1.0  # each agent reads all posts; MAX_POLL_S is less than FRESH_S
 PING_S, PING_TIMEOUT_S = 0.5, 1.5
 ID_LENGTH = 12  # short, since an entry lists the ids of all others twice
@@ -35,7 +35,7 @@ class View:
     """An agent's view of the others at a moment; `is_fresh` is false if no board has answered lately."""
 
     me: Entry
-    alive: tuple[Entry, ...]  # including `me`
+    alive: tuple[Entry, ...]  # of agents that wait or run, including `me`
     gone: frozenset[str]  # ids of agents that have ended, or are silent on boards and network
     done: frozenset[str]  # ids of agents that have come to the end of the round that `me` is in
     finished: bool  # an agent of this job, or one seen running, has posted FINISHED; no earlier job counts
@@ -50,7 +50,7 @@ class Peer:
     entry: Entry
     # By a board's name: if two boards hold entries of different ages, that does not show life.
     pulses: dict[str, Pulse] = field(default_factory=dict)
-    answered_at: float = -math.inf
+    answered_at: float = -math.inf  # when the last ping that it has answered was sent
     has_ended: bool = False  # its port refuses connections, or is another agent's
     done: object = None  # the id of the last round whose end it has reached
 
@@ -188,13 +188,13 @@ class Node:
             )
 
     def wait_for_round(self) -> None:
-        """Post that this agent waits for a round, and forget its last round and promise. Returns at once."""
+        """Post that this agent waits for a round, and clear `entered` and its promise. Returns at once."""
         with self._changed:
             self.entered, self._promise = None, ("", "", 0.0)
             self._set_state(WAITING)
 
     def end(self, state: str, within_s: float) -> None:
-        """Post that the job is FINISHED, or that this agent LEFT; wait `within_s` at most for a board."""
+        """Post that the job is FINISHED or this agent LEFT; wait until a board has it, at most `within_s`."""
         with self._changed:
             self._set_state(state)
         deadline = time.monotonic() + within_s
@@ -216,7 +216,7 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise a leader to take part. False if this agent does not wait or is promised to another."""
+        """Promise the round's leader to take part. False if not waiting, or while promised to another."""
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise
@@ -236,7 +236,7 @@ class Node:
         return {"ok": self.enter(check_json(message["round"], Round))}
 
     def enter(self, round: Round) -> bool:
-        """Take part in a round; whether this agent has promised to and the promise has not expired."""
+        """Enter a round: set `entered`, post RUNNING. False if the promise is to another, or has expired."""
         with self._changed:
             _, promised, until = self._promise
             if self._entry.state != WAITING or promised != round.id or time.monotonic() > until:
@@ -264,7 +264,10 @@ class Meeting:
     _said_at: float = 0.0
 
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
-        """The group in the order of its ranks, if it is complete and this agent leads it, else None."""
+        """The group by rank if it is complete, this agent leads it and no round goes on, else None.
+
+        Call it with each new view, since it notes for how long the group has been unchanged.
+        """
         if not view.is_fresh:
             self._group = ()
             return None
