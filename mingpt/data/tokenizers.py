@@ -1,4 +1,4 @@
-"""The interface of a tokenizer for trainer, resume, sample.py and export; the tokenizer of characters.
+"""Define the interface of a tokenizer for trainer, resume, sample.py and export; tokenize by characters.
 
 TOKENIZERS has each kind of tokenizer by name. json_tokenizer.py reads any tokenizer.json.
 """
@@ -24,12 +24,12 @@ class Tokenizer(ABC):
     @classmethod
     @abstractmethod
     def train(cls, text: str) -> "Tokenizer":
-        """The tokenizer for a text. Raises UserError for a kind that is not made from the run's text."""
+        """Make the tokenizer for a text. Raises UserError for a kind that is not made from the run's text."""
 
     @classmethod
     @abstractmethod
     def from_bytes(cls, content: bytes) -> "Tokenizer":
-        """The tokenizer whose `to_bytes` gave this content. Raises ValueError for other bytes."""
+        """The tokenizer whose `to_bytes` gave this content. ValueError for other bytes or no package."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
@@ -37,18 +37,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The size of the vocabulary."""
+        """The size of the vocabulary: the highest token + 1."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, in the smallest unsigned type. Raises UserError if it cannot be encoded."""
+        """Encode a text as (tokens,) in the smallest unsigned type. UserError if it cannot be encoded."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text; see `encode`."""
         return [self.encode(text) for text in texts]
 
     def first_token_bytes(self, text: str) -> int:
-        """The number of UTF-8 bytes of `text` that its first token covers."""
+        """The number of UTF-8 bytes of `text` that its first token covers; 0 if it has no token."""
         return len(self.decode(self.encode(text)[:1].tolist()).encode())
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Tokenizer(ABC):
         return None
 
     def loses(self, text: str) -> bool:
-        """Whether the tokens of `text` lack some of it, other than blanks at its ends."""
+        """Whether the tokens of `text`, or of its beginning, lack more than whitespace at its ends."""
         return False
 
     @property
@@ -77,16 +77,19 @@ class Tokenizer(ABC):
         return None
 
     def default_prompt(self) -> list[int]:
-        """The tokens that a sample begins with if no prompt is given; at least one."""
+        """The tokens that a sample begins with if no prompt is given: the end-of-text, else a line break.
+
+        It is token 0 for a tokenizer without an end-of-text that drops line breaks.
+        """
         end = self.end_of_text
-        return self.encode("\n").tolist() if end is None else [end]
+        return [end] if end is not None else self.encode("\n").tolist() or [0]
 
     def to_tokenizer_json(self) -> bytes | None:
         """The content of a tokenizer.json for Hugging Face's tokenizers; None if there is no such form."""
         return None
 
     def tokens_by_meaning(self) -> dict[Any, int]:
-        """{a token's meaning: token}. Tokenizers share the rows of embeddings whose tokens have one meaning.
+        """{a token's meaning: token}. If a run starts with other weights, embedding rows follow the meanings.
 
         By default a token means the same only in tokenizers with the same fingerprint.
         """
@@ -106,14 +109,17 @@ def kind_of(tokenizer: Tokenizer) -> str:
 
 
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
-    """The tokenizer that a snapshot carries. Raises ValueError for an unknown kind, or other bytes."""
+    """The tokenizer of this kind whose `to_bytes` gave `content`, as a snapshot carries it.
+
+    Raises ValueError for an unknown kind, for other bytes, or if a package that it needs is missing.
+    """
     if kind not in TOKENIZERS:
         raise ValueError(f"there is no tokenizer {kind!r}; there are {', '.join(TOKENIZERS)}")
     return TOKENIZERS[kind].from_bytes(content)
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character: the character's place among a text's distinct ones, in code-point order."""
+    """One token per character: its place among the distinct ones of the text trained on, by code point."""
 
     def __init__(self, characters: str) -> None:
         if not 0 < len(characters) <= sys.maxunicode + 1:

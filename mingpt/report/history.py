@@ -1,4 +1,4 @@
-"""run.json: the history of a run, generation by generation."""
+"""Keep run.json: the history of a run by its generations, each the workers between two restarts."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Generation(pydantic.BaseModel):
-    """The fields of a generation's entry that later generations and timeline.png read."""
+    """The fields of a generation's entry that later generations and timeline.png read; see RunHistory."""
 
     end: str
     from_step: Count
@@ -39,7 +39,7 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """The fields that later generations read of an entry on workers that computed differently."""
+    """An entry on workers that computed differently. Nothing that was saved past step `after` is used."""
 
     after: Count
     workers: list[str]
@@ -59,13 +59,13 @@ class History(pydantic.BaseModel):
 
 
 def read_job_start(history: dict[str, Any]) -> int | None:
-    """The step from which the last job of this run began, if the content of run.json records it."""
+    """Return the step from which the newest job began; None if `history`, run.json's content, lacks it."""
     starts = [entry["from_step"] for entry in history["generations"] if not entry["restart"]]
     return starts[-1] if starts else None
 
 
 def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | None:
-    """The content of run.json if it is valid and, if `run_id` is given, of this run; else None."""
+    """Return the content of run.json; None if it is missing, damaged or of another run than `run_id`."""
     try:
         history: dict[str, Any] = read_json(run_dir / "run.json", History)
     except (OSError, BadJson):
@@ -74,9 +74,9 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 
 
 def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
-    """Record in an existing run.json that the job has ended before this generation could begin to train.
+    """Set the status in run.json, if it is "running", of a job that ends before this generation can train.
 
-    `end` is recorded for the last generation if that could not record how it ended.
+    `end` is how the last generation ended, recorded if that could not do so. No error is raised.
     """
     path = run_dir / "run.json"
     try:
@@ -95,15 +95,15 @@ class GenerationStart:
     """The facts with which a generation begins."""
 
     run_id: str
-    step: int
+    step: int  # from which the run goes on; 0 in a fresh run
     workers: int
     is_restart: bool  # false in a job's first generation
-    hosts: list[str] = field(default_factory=list)  # of the nodes, by their rank
+    hosts: list[str] = field(default_factory=list)  # host names of the nodes, by their rank
     previous: GenerationEnd | None = None  # how the generation before ended; None: not known
-    durable_step: int = 0  # of the newest snapshot on disk
+    durable_step: int = 0  # of the newest snapshot on disk; 0: none
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics the run has logged
-    start_s: float = 0.0  # since the process that keeps the run folder was started
+    start_s: float = 0.0  # seconds since the process that keeps the run folder was started
 
 
 def plural(count: int, noun: str) -> str:
@@ -111,7 +111,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
-    """How a generation ended whose rendezvous store is gone."""
+    """Return how the generation of entry `last` ended, from host names alone: no exit reasons are known."""
     hosts = [host for host in last.get("hosts", []) if host not in start.hosts]
     if hosts and start.is_restart:
         return f"{', '.join(hosts)} vanished"
@@ -121,15 +121,15 @@ def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
 
 
 class RunHistory:
-    """run.json, as the rank that keeps the run folder writes it. Times are seconds since 1970.
+    """Writes run.json on the rank that keeps the run folder. Constructing it reads the file, if there is one.
 
-    `status` is running, finished, stopped or failed. `durable_step` is the step of the newest snapshot on
-    disk. A generation is the workers between two restarts; its entry holds their number and hosts, the steps
-    from which and to which they came, and how they ended. `exact` means that one of them reported `to_step`;
-    otherwise it is only the last step on record. `restart` is false for a job's first generation. `seconds`
-    is the time between `began` and `seen`, by a monotonic clock. `phases` are totals within it, for
-    evaluations and for snapshots that training waits for; `start_s` lies before `began`. While a run goes on,
-    the file is written in the background.
+    A damaged file is set aside. `status` is running, finished, stopped or failed. `durable_step` is the step
+    of the newest snapshot on disk, 0 if none is known. A generation's entry holds the number and hosts of its
+    workers, the steps from which and to which they came, and how they ended. `exact` means that one of them
+    reported `to_step`; otherwise it is only the last step on record. `restart` is false for a job's first
+    generation. `began` and `seen` are in seconds since 1970, `seconds` is the time between them by a
+    monotonic clock. `phases` are totals within it, in seconds, for evaluations and for snapshots that
+    training waits for; `start_s` lies before `began`. While a run goes on, a thread writes the file.
     """
 
     def __init__(
@@ -163,7 +163,10 @@ class RunHistory:
         self.generations: list[dict[str, Any]] = self.content["generations"]
 
     def start_generation(self, start: GenerationStart) -> str | None:
-        """Begin a generation. Returns one line on the generation before if that did not end in order."""
+        """Begin a generation in run.json, before any other method is called.
+
+        Returns one line on how the generation before ended, if it was killed or made room for a node.
+        """
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
         sentence = self.close_generation(self.generations[-1], start) if self.generations else None
@@ -190,9 +193,9 @@ class RunHistory:
         return sentence
 
     def close_generation(self, last: dict[str, Any], start: GenerationStart) -> str | None:
-        """Count the steps that are done again, and record how the generation before ended if it could not.
+        """Count the steps that are done again, and record how generation `last` ended if it could not.
 
-        Returns one line on that end then, and also if the generation ended so that a node could join.
+        Returns one line on that end then, and also if it ended so that a node could join; else None.
         """
         recorded, waited = last["to_step"], 0.0
         was_running = last["end"] == "running"
@@ -222,9 +225,9 @@ class RunHistory:
         return f"{last['end']} at step {last['to_step']}; resumed from {start.step} with {workers}"
 
     def repeated_failure(self) -> str | None:
-        """One sentence if the last MAX_REPEATS generations all failed at the same step.
+        """Return one sentence if the last MAX_REPEATS generations before this one ended at the same step.
 
-        None otherwise, and in a generation that a user started.
+        None otherwise, if one of these steps is not exact, and in a generation that a user started.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
@@ -232,10 +235,12 @@ class RunHistory:
         same_step = len({entry["to_step"] for entry in ended}) == 1 and all(entry["exact"] for entry in ended)
         if len(ended) < MAX_REPEATS or not same_step or not all(entry["restart"] for entry in ended[1:]):
             return None
+        if any(entry["end"].startswith("stopped by") or entry["end"].endswith(" joined") for entry in ended):
+            return None  # stopped in order, perhaps for a node that joined or left
         return repeated_sentence(f"at step {ended[0]['to_step'] + 1}", ended[-1]["end"])
 
     def note_missing(self, first_step: int, last_step: int) -> None:
-        """Record that the metrics of these steps could not be written and are lost with their process."""
+        """Record that the metrics from `first_step` to `last_step` could not be written and are lost."""
         self.generations[-1]["metrics_missing"] = [first_step, last_step]
         self.file.write(self.encode())
 
@@ -247,8 +252,7 @@ class RunHistory:
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
         """Record that at `step` these workers differed from others. Nothing saved past step `after` is used.
 
-        This is written before any snapshot is set aside, so that a kill meanwhile cannot make the run forget
-        it.
+        Call it before any snapshot is set aside: a kill meanwhile then cannot make the run forget it.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
@@ -256,7 +260,10 @@ class RunHistory:
         self.file.write(self.encode())
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
-        """Record that the current generation has completed `step`, its seconds per step and its PHASES."""
+        """Record that this generation has completed `step`, with its seconds per step (None: as before).
+
+        `phases` has the seconds of any of PHASES so far.
+        """
         seconds = round(time.monotonic() - self.began_at, 3)
         self.generations[-1] |= {"to_step": step, "seen": time.time(), "seconds": seconds}
         self.generations[-1]["phases"] |= {
@@ -273,14 +280,14 @@ class RunHistory:
         self.file.write(self.encode())
 
     def summary(self) -> str:
-        """The whole run in a line."""
+        """Return one line on the whole run: generations, steps done twice, seconds lost, goodput."""
         return (
             f"{plural(len(self.generations), 'generation')}, {self.content['steps_lost']} steps done twice, "
             f"{self.content['seconds_lost']:.1f} s lost, goodput {self.content['goodput']:.1%}"
         )
 
     def encode(self) -> str:
-        """The content of the file, with the run's goodput."""
+        """Return the content of the file, with the goodput: the share of the time that was not lost."""
         # Time after an orderly stop is not lost: a run's time is its generations' and its restarts' time.
         # An older run.json has no `seconds`, and a clock may be set back.
         trained_s = sum(

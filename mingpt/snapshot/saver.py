@@ -1,9 +1,9 @@
 """Writes snapshots in the background, one at a time, and prunes old ones.
 
-A whole state is a sharded state with one holder: a rank that has the whole state writes it alone. Otherwise
-each rank holds some rows and all ranks write together, several files at once if they see one folder. The rank
-that writes a file receives the others' bytes in chunks, so the files do not depend on the sharding. Training
-continues meanwhile: background threads write, over a process group of their own.
+A rank that holds the whole state writes it alone. If the state is sharded, each rank holds some rows, and all
+ranks write together, several files at once if they see one folder. The rank that writes a file receives the
+others' bytes in chunks, so the files do not depend on the sharding. Training continues meanwhile: background
+threads write, over a process group of their own.
 """
 
 import logging
@@ -54,7 +54,7 @@ class Sharding:
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the whole tensors
     rows_by_rank: RowsByRank = dict[str, list[range]]().get  # by default all ranks hold all rows
     weights_are_sharded: bool = False  # if not, each rank has all weights
-    main_rank: int = 0  # names the snapshot on disk and prunes
+    main_rank: int = 0  # writes the manifest on disk, and prunes
     writers: Sequence[int] = (0,)  # ranks that write files to disk
 
     @property
@@ -79,11 +79,11 @@ UNSHARDED = Sharding()
 
 
 class Transfer:
-    """Writes the tensor files of a snapshot to a store, and again if there was no room the first time.
+    """Writes the tensor files of one snapshot to a store: all of them at each call of `write_files`.
 
     `runs` tells which rank holds which bytes of each file after its header; `staging` holds this rank's
-    bytes. `writers` are the ranks that write files. A group of one rank holds all bytes and does not use
-    `runs`. Every rank of the group has a transfer, and its methods are collective.
+    bytes. `writers` are the ranks that write files. Without a `group` this rank holds all bytes and does not
+    use `runs`. Every rank of the group has a transfer, and its methods except `assemble` are collective.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Transfer:
         self.group, self.writers = group or BackgroundGroup(0, 1), writers
 
     def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
-        """Write the files, durable on return; returns them as the manifest lists them.
+        """Write the files, durable on return; returns them as the manifest lists them. Collective.
 
-        An error of one rank is raised on all ranks. If the store is no folder, writing is first tried again:
-        by all ranks, for all files, after each pause; with one rank, by the store, file by file.
+        An error of one rank is raised on all ranks, and SaveAborted if a rank is gone. If the store is no
+        folder, a failed write is first tried again after each of its pauses.
         """
         if self.group.world_size == 1:
             return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
@@ -117,7 +117,7 @@ class Transfer:
         return retry(lambda: self.write_files_once(store), pauses_s, on_failure)
 
     def write_files_once(self, store: SnapshotStore) -> list[FileRecord]:
-        """Write the files. Raises an error of any rank on all ranks, and SaveAborted if a rank is gone."""
+        """Write the files as `write_files` does with several ranks, but without trying again. Collective."""
         records: list[FileRecord] = []
         error: Exception | None = None
         for first in range(0, len(self.layouts), len(self.writers)):
@@ -140,10 +140,10 @@ class Transfer:
         return [by_name[layout.name] for layout in self.layouts]
 
     def chunks(self, batch: Mapping[int, int]) -> Iterator[memoryview]:
-        """Yield the bytes of the file that this rank writes, and send its parts of the other files meanwhile.
+        """Yield the bytes of the file that this rank writes, if any, and send its bytes of the others' files.
 
-        `batch` has the number of each writer's file. The next chunk is sent while this one is hashed and
-        written.
+        `batch` has the number in `layouts` of each writer's file. The next chunk is sent while this one is
+        hashed and written. Collective: all ranks read to the end.
         """
         number = batch.get(self.group.rank)
         longest = max(self.layouts[file].size for file in batch.values())
@@ -156,7 +156,10 @@ class Transfer:
         wait()
 
     def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send the files' chunks from `begin` on; returns a function that waits for this rank's."""
+        """Begin to send the files' chunks from `begin` on, of PIECE_BYTES at most. Collective.
+
+        Returns a function that waits for the bytes of this rank's file: (n,) uint8, by sender.
+        """
         sent: list[list[Tensor]] = [[] for _ in range(self.group.world_size)]
         sizes = [0] * self.group.world_size
         for writer, number in batch.items():
@@ -169,7 +172,7 @@ class Transfer:
         return self.group.all_to_all(sent, sizes)
 
     def assemble(self, number: int, begin: int, received: Sequence[Tensor]) -> memoryview:
-        """A file's chunk from `begin` on, assembled from the bytes that the ranks have sent."""
+        """A file's chunk from `begin` on, header included, made of the bytes that `exchange` has received."""
         layout = self.layouts[number]
         chunk = memory_of(torch.empty(min(PIECE_BYTES, layout.size - begin), dtype=torch.uint8))
         header = layout.header[begin : begin + PIECE_BYTES]
@@ -185,9 +188,9 @@ class Transfer:
 class SnapshotSaver:
     """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
 
-    A write that fails is reported and training continues; the last write must succeed, see `finish`. If there
-    is no room for a snapshot, older snapshots are removed, but not the newest valid one. Constructing a saver
-    and `save` are collective.
+    A write that fails is logged and training continues; the last write must succeed, see `finish`. If there
+    is no room for a snapshot, older snapshots are removed, but not the newest valid one. `prune` tells which
+    are kept. Constructing a saver and `save` are collective: all ranks of `sharding` call them.
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class SnapshotSaver:
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
         self.thread: threading.Thread | None = None
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # of the last write
         self.newest_written = 0  # step of the newest snapshot that was written
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
@@ -217,10 +220,10 @@ class SnapshotSaver:
     def save(
         self, manifest: dict[str, Any], tensors: Mapping[str, Tensor], late_fields: LateFields = dict
     ) -> None:
-        """Copy this rank's tensors, and begin to write them once the write of the last save has ended.
+        """Wait for the write of the last save to end, copy this rank's tensors, and begin to write them.
 
         On return the tensors may change. The background thread calls `late_fields`, adds its fields to the
-        manifest, and logs a write that fails.
+        manifest, logs a write that fails, and keeps its error in `error`. Collective.
         """
         self.wait()
         staging = self.allocate(tensors)
@@ -234,7 +237,7 @@ class SnapshotSaver:
         self.thread.start()
 
     def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
-        """Write a snapshot and prune, in the background thread."""
+        """Write a snapshot and prune, in the background thread. Raises nothing; sets `error`. Collective."""
         step = manifest["step"]
         try:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
@@ -254,7 +257,7 @@ class SnapshotSaver:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank names the snapshot and prunes."""
+        """Whether this rank writes the manifest and prunes."""
         return self.group.rank == self.sharding.main_rank
 
     def on_main_rank(self, work: Callable[[], T]) -> T:
@@ -262,7 +265,7 @@ class SnapshotSaver:
         return self.group.on_rank(self.sharding.main_rank, work)
 
     def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot. While there is no room, remove an older snapshot and try again. Collective."""
+        """Write a snapshot; while there is no room, remove an older one, or raise OSError. Collective."""
         step, is_written = manifest["step"], False
         while not is_written:
             try:
@@ -279,32 +282,33 @@ class SnapshotSaver:
                 )
 
     def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot, durable on return. A write that fails leaves no files. Collective.
+        """Write a snapshot, durable on return. Raises any rank's error on all ranks. Collective.
 
-        A complete snapshot stays, even if a rank dies before all ranks know that it is complete.
+        After an error its files are removed, unless the claim to the place (the right to write there) is lost
+        or the snapshot is complete: it may have been before, or a rank died before all ranks knew that.
         """
-        step, is_committed = manifest["step"], False
+        step, is_complete = manifest["step"], False
 
         def commit() -> None:
-            nonlocal is_committed
+            nonlocal is_complete
             self.store.commit(manifest, records)
-            is_committed, self.newest_written = True, step
+            is_complete, self.newest_written = True, step
 
         try:
-            self.on_main_rank(lambda: self.store.begin(step))
+            is_complete = self.on_main_rank(lambda: self.store.begin(step))
             records = transfer.write_files(self.store, step)
             self.on_main_rank(commit)
         except ClaimLost:
             raise
         except Exception:  # each driver raises exceptions of its own
-            if self.is_main and not is_committed:
+            if self.is_main and not is_complete:
                 self.store.discard(step)
             raise
 
     def remove_one_before(self, step: int) -> int | None:
         """Remove the oldest snapshot before `step`, and return its step; None if none may be removed.
 
-        The newest valid snapshot is kept, and the best one is removed last.
+        The newest valid snapshot before `step`, and what is newer, is kept. The best one is removed last.
         """
         older = [one for one in self.store.steps() if one < step and one not in self.store.unreadable]
         newest_valid = next((one for one in older if self.is_valid(one)), 0)
@@ -325,7 +329,7 @@ class SnapshotSaver:
         return True
 
     def find_best(self, steps: list[int]) -> int | None:
-        """The step with the lowest validation loss, if `keep_best` is set and a loss is known."""
+        """The one of `steps` with the lowest validation loss; None without `keep_best` or a known loss."""
         unreadable = self.store.unreadable
         for step in steps:
             if step not in self.losses and step not in unreadable:
@@ -348,7 +352,7 @@ class SnapshotSaver:
     def prune(self) -> None:
         """Delete all snapshots but the newest `keep_last`, the best, and the newest up to `replayed_step`.
 
-        Snapshots that could not be read are neither counted nor deleted.
+        The best is kept if `keep_best` is set. Unreadable snapshots are neither counted nor deleted.
         """
         best = self.find_best(self.store.steps())
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
@@ -377,6 +381,6 @@ class SnapshotSaver:
 
 
 def validation_loss(manifest: dict[str, Any]) -> float | None:
-    """The validation loss measured at the snapshot's own step."""
+    """The validation loss that was measured at the snapshot's own step; None if there was no evaluation."""
     record = manifest["metrics"].get("val", {})
     return record.get("val/loss") if record.get("step") == manifest["step"] else None

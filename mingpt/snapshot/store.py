@@ -63,11 +63,11 @@ log = logging.getLogger(__name__)
 
 
 def verify_file(file: TensorFile, sha256: str, step: int) -> None:
-    """Read a file once, in pieces of at most 16 MiB, and check it. Two pieces are in memory at a time.
+    """Read a tensor file once and check all its bytes. Raises CorruptSnapshot, or UnreadableSnapshot.
 
-    A thread hashes a piece while the next piece is read and its numbers are checked. Raises CorruptSnapshot
-    unless the file has this SHA-256, all numbers are finite and the optimizer has counted at most `step`
-    updates (fewer if the run has changed its optimizer), or UnreadableSnapshot.
+    The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
+    most `step` updates (fewer if the run has changed its optimizer). A thread hashes a piece of at most 16
+    MiB while the next is read and its numbers are checked. Two pieces are in memory at a time.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -103,7 +103,7 @@ def pieces(
 
 
 def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, step: int) -> None:
-    """Check the numbers of a tensor in a piece of its file that begins at `begin`. Raises CorruptSnapshot."""
+    """Raises CorruptSnapshot if a tensor has wrong numbers in a piece of its file that begins at `begin`."""
     low, high = max(entry.begin, begin) - begin, min(entry.end, begin + len(piece)) - begin
     dtype = DTYPES[entry.dtype]
     if low >= high or not dtype.is_floating_point:
@@ -118,7 +118,7 @@ def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, 
 
 
 class Snapshot:
-    """Reads single tensors, or rows of them, from the files of a snapshot.
+    """Reads single tensors, or rows of them, from the files of a snapshot, without checking their bytes.
 
     Raises CorruptSnapshot if a tensor is in two files; reading raises UnreadableSnapshot or CorruptSnapshot.
     """
@@ -147,17 +147,17 @@ class Snapshot:
         return self.file_of[name].read(name, begin, end)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`, by their names without it."""
+        """Read the tensors whose names begin with `prefix`; returns them by their names without it."""
         return {
             name.removeprefix(prefix): self.read(name) for name in self.file_of if name.startswith(prefix)
         }
 
 
 class SnapshotStore(FileStore):
-    """Reads and writes the snapshots at `url`."""
+    """Reads and writes the snapshots at `url`; the constructor's arguments are those of FileStore."""
 
     def steps(self, kind: str = "json") -> list[int]:
-        """The steps that have a manifest (or tensor files), valid or not; newest first."""
+        """The steps with a manifest (kind "safetensors": with tensor files), valid or not; newest first."""
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
@@ -171,7 +171,8 @@ class SnapshotStore(FileStore):
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
 
-        A full disk does not refuse the job: the disk may have room when there is a snapshot to write.
+        Call it with the claim to the place. A full disk is only logged: it may have room when there is a
+        snapshot to write.
         """
         try:
             self.make_ready()
@@ -184,7 +185,7 @@ class SnapshotStore(FileStore):
             ) from None
 
     def make_ready(self) -> None:
-        """Create the folder, remove unfinished files, and write and remove a file."""
+        """Create the folder, remove unfinished files, and try to write a file. Raises a driver's errors."""
         self.is_ready, probe = False, f"probe-{os.getpid()}"
         self.files.makedirs(self.root, exist_ok=True)
         names = self.names()
@@ -199,13 +200,20 @@ class SnapshotStore(FileStore):
         self.files.rm_file(self.path(probe))
         self.is_ready = True
 
-    def begin(self, step: int) -> None:
-        """Prepare for one or several workers to write a snapshot. Removes older files of this step."""
+    def begin(self, step: int) -> bool:
+        """Prepare to save a step; return whether it has a complete snapshot. One rank calls it.
+
+        The same state is then written over a complete snapshot, file by file, so that it stays valid. Else
+        the step is marked as unfinished, and files of an earlier attempt are removed.
+        """
         self.check_claim()
         if not self.is_ready:
             self.make_ready()
-        self.write_atomic(unfinished_name(step), b"")
-        self.remove_files(step)
+        is_complete = self.has_manifest(step)
+        if not is_complete:
+            self.write_atomic(unfinished_name(step), b"")
+            self.remove_files(step)
+        return is_complete
 
     def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
         """Write a tensor file, whose bytes are `chunks`, header included; durable on return.
@@ -216,7 +224,7 @@ class SnapshotStore(FileStore):
         return FileRecord(layout.name, sha256, layout.size)
 
     def commit(self, manifest: dict[str, Any], records: Sequence[FileRecord]) -> None:
-        """Make these durable files the snapshot of `manifest["step"]`; durable on return."""
+        """Make these files the snapshot of `manifest["step"]`; durable on return. UserError if too many."""
         step = manifest["step"]
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest, records))
         self.unreadable.pop(step, None)
@@ -226,7 +234,7 @@ class SnapshotStore(FileStore):
             log.info(f"{unfinished_name(step)} is left in {self.url} ({reason_of(error)})")
 
     def remove(self, step: int) -> None:
-        """Delete a snapshot, manifest first, or the files of an unfinished save."""
+        """Delete a snapshot, manifest first, or the files of an unfinished save. Raises ClaimLost."""
         self.check_claim()
         self.remove_files(step)
         self.remove_file(unfinished_name(step))
@@ -254,7 +262,7 @@ class SnapshotStore(FileStore):
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
     def read_manifest(self, step: int) -> dict[str, Any]:
-        """The checked manifest of a step. Raises CorruptSnapshot or UnreadableSnapshot."""
+        """The checked manifest of a step. Raises UnreadableSnapshot, or the errors of `decode_manifest`."""
         file = self.file(file_name(step, "json"), "its manifest")
         size = file.size()
         if size > MAX_BYTES:
@@ -267,7 +275,7 @@ class SnapshotStore(FileStore):
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
         """A snapshot whose manifest, sizes and headers are valid and fulfil `check`; no tensor is read.
 
-        Raises CorruptSnapshot or UnreadableSnapshot.
+        Raises the errors of `read_manifest`, and of `check`.
         """
         manifest = self.read_manifest(step)
         files = [
@@ -281,7 +289,7 @@ class SnapshotStore(FileStore):
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
         """Read each file once (with `weights_only`, each file that holds weights) and check all its bytes.
 
-        Several files are read at a time, with 32 MiB of memory each; see `verify_file`.
+        Raises the errors of `verify_file`. Several files are read at a time, with 32 MiB of memory each.
         """
         files, digests, step = [], [], snapshot.manifest["step"]
         for file, record in zip(snapshot.files, file_records(snapshot.manifest), strict=True):
@@ -294,13 +302,13 @@ class SnapshotStore(FileStore):
                 pass  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
-        """`open` a snapshot and `verify` it: all files, or with `weights_only` those that hold weights."""
+        """`open` and `verify` a snapshot (with `weights_only`, files with weights); raises as they do."""
         snapshot = self.open(step, check)
         self.verify(snapshot, weights_only)
         return snapshot
 
     def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
-        """Rename the files of a snapshot, so that it is not used again and can still be examined."""
+        """Rename a snapshot's files to <kind>-<number>-..., only to be examined, and log the reason."""
         names, number = self.names(), 1
         while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):
             number += 1
@@ -314,10 +322,10 @@ class SnapshotStore(FileStore):
         )
 
     def find_newest(self, check: Check = accept_all) -> tuple[Snapshot | None, dict[int, str]]:
-        """The newest valid snapshot, and the faults of newer corrupt ones, by step.
+        """The newest valid snapshot (None if none is), and the faults of newer corrupt ones, by step.
 
         `unreadable` gets the newer ones that cannot be read. An unfinished save is no snapshot. Raises
-        UnreadableSnapshot if the folder cannot be read.
+        UnreadableSnapshot if the folder cannot be read, and UserError for a newer one of a later schema.
         """
         corrupt: dict[int, str] = {}
         self.unreadable = {}

@@ -1,4 +1,4 @@
-"""The rules of what is saved when, on disk and in memory, and the fields of the manifest."""
+"""Saves the state of a run: which ranks write it to disk and to memory, and a manifest's (JSON) fields."""
 
 import logging
 import math
@@ -26,15 +26,15 @@ from mingpt.training.state import TrainState, manifest_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
-MAX_FILES = 10_000  # a manifest lists at most so many token shards, since its size is limited
+MAX_FILES = 10_000  # of more token shards a manifest lists none, since its size is limited
 
 
 class Saving:
-    """The snapshots of this generation. Methods are collective unless their docstring says otherwise.
+    """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
 
     The ranks with `folder.keeps_snapshots` write to disk, and the first worker of each node writes to its
-    memory. All ranks write a sharded state. A snapshot counts as durable once `folder.snapshots_rank` has
-    written it.
+    memory. All ranks take part in saving a sharded state. A snapshot counts as durable once the main rank,
+    `folder.snapshots_rank`, has written it.
     """
 
     def __init__(
@@ -66,23 +66,23 @@ class Saving:
         self.saver = SnapshotSaver(start.store, keep_last, keep_best, sharding)
         self.memory = MemorySaver(start.memory, sharding)
         self.last_save_step = start.durable_step  # step of the last save to disk that was begun
-        # Step of the last save to disk that this rank has begun.
+        # Step of the last save to disk that this rank has begun; at first, of the snapshot it found, or -1.
         self.own_step = start.own_step
         if self.is_sharded:  # all ranks save together, so the main rank's step is that of all
             self.own_step = context.broadcast_object(start.own_step, self.main_rank)
-        self.best_loss = -math.inf  # the lowest validation loss so far, where the best snapshot is kept
+        self.best_loss = -math.inf  # the lowest validation loss so far; without keep_best no loss is lower
         if keep_best:
             best_loss = self.saver.best_loss(state.step) if self.is_main else None
             self.best_loss = context.broadcast_object(best_loss, self.main_rank)
         self.is_slow_disk_reported = False
         self.durable_step = start.durable_step  # of the last snapshot that all ranks know to be on disk
-        # The last step at which all computed alike. A manifest without the field (older, or written without
-        # replays) is trusted.
+        # The last step at which a replay found that all workers compute alike. A manifest without the field
+        # (older, or written without replays) is trusted.
         self.replayed_step = int(start.manifest.get("replayed_step", start.step))
         self.discarded_after = start.discarded_after
 
     def describe_sharding(self, start: StartPoint) -> Sharding:
-        """The ranks that save together: all of them for a sharded state, else each rank by itself."""
+        """Return the savers' Sharding: all ranks save a sharded state together, else each rank by itself."""
         if not self.is_sharded:
             return Sharding()
         parts, ranks = self.state.tensors(), range(self.context.world_size)
@@ -103,18 +103,18 @@ class Saving:
 
     @property
     def newest_written(self) -> int:
-        """The step of the last snapshot that the main rank has written; 0 on other ranks. Not collective."""
+        """The step of this generation's last snapshot on disk, on the main rank; 0 if none and elsewhere."""
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
-        """Allocate the staging buffers before the first step, so that no save has to allocate memory."""
+        """Allocate the staging buffers, before the first step: no save allocates memory then. Collective."""
         if self.writes_to_disk:
             self.saver.allocate(self.tensors(self.is_main))
         if self.config.snapshot.memory_every and self.writes_to_memory:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0), self.state.step)
 
     def note_written(self, step: int, run_logger: RunLogger | None) -> None:
-        """Note that the snapshot of this step is on disk, which all ranks have learned."""
+        """Note that all ranks know the snapshot of `step` to be durable. An older step, or 0, is ignored."""
         if step > self.durable_step:
             self.durable_step = step
             if run_logger:
@@ -123,19 +123,19 @@ class Saving:
                 self.memory.remove_outdated(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Note a validation loss. Whether it is the lowest so far and `keep_best` is set. Not collective."""
+        """Note a validation loss; return whether it is the lowest so far; False without `keep_best`."""
         is_best = loss < self.best_loss
         if is_best:
             self.best_loss = loss
         return is_best
 
     def is_missing(self) -> bool:
-        """Whether the present state is not yet on disk, or not on every disk that nodes have of their own."""
+        """Whether any rank that writes to disk has not begun to save the present step. Collective."""
         is_missing_here = self.writes_to_disk and self.own_step < self.state.step
         return any(self.context.all_gather_object(is_missing_here))
 
     def is_due_here(self, is_last: bool) -> bool:
-        """Whether this rank, which keeps snapshots, writes the snapshot that is due. Not collective."""
+        """Whether this rank, which writes to disk, saves the present step; `is_last` as in `save_to_disk`."""
         if is_last:
             return self.own_step < self.state.step
         is_local_due = bool(self.local_every) and self.state.step % self.local_every == 0
@@ -143,7 +143,12 @@ class Saving:
         return self.is_sharded or self.is_main or (is_local_due and self.saver.wait(timeout_s=0.0))
 
     def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
-        """Copy the state; the ranks that keep snapshots write it in the background."""
+        """Copy the state; on return it may change. Some ranks write the copy in the background. Collective.
+
+        First waits for the save before if it is not known to be durable. `is_last`: this generation saves no
+        later step, so each rank that writes to disk does so. A rank whose last write lost its claim (the
+        right to write there) raises ClaimLost. Another failed write is only logged, see `finish`.
+        """
         events.emit("save_start", kind="disk", step=self.state.step)
         if isinstance(self.saver.error, ClaimLost):
             raise self.saver.error
@@ -168,7 +173,7 @@ class Saving:
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def save_to_memory(self) -> None:
-        """Copy the state to memory that outlives this process."""
+        """Copy the state to memory that outlives this process, unless it is busy or unusable. Collective."""
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
         if self.writes_to_memory:
@@ -178,7 +183,7 @@ class Saving:
         events.emit("save_end", kind="memory", step=self.state.step)
 
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
-        """The tensors that this rank gives to a snapshot.
+        """Return the tensors, by name and not copied, that this rank gives to a snapshot.
 
         They are its part of the state. If the state is not sharded, or if `with_whole`, they include the
         tensors that all ranks have, and a tokenizer that is too large for the manifest.
@@ -189,7 +194,7 @@ class Saving:
         return tensors | self.tokenizer_tensors
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest's fields that are known now; the background adds the audit chain and the checksums."""
+        """Return the manifest's fields that are known now, without metrics, audit chain and checksums."""
         files = dict(self.corpus.files)
         return {
             "step": self.state.step,
@@ -208,14 +213,14 @@ class Saving:
         }
 
     def wait(self) -> None:
-        """Wait until all ranks have finished writing; they exchange once a second, so no timeout fires."""
+        """Wait until the writes to disk of all ranks have ended, or failed. No timeout fires. Collective."""
         done = False
         while not done:
             is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
             done = all(is_over)
 
     def wait_for_previous_save(self) -> None:
-        """Wait for the previous save, while training stands still, and log one line if that takes long."""
+        """Wait for the save before this one; rank 0 logs, once, a wait past LONG_WAIT_S. Collective."""
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
@@ -230,6 +235,7 @@ class Saving:
     def finish(self, run_logger: RunLogger | None) -> None:
         """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if that fails.
 
+        Collective; the main rank's disk counts. It alone raises ClaimLost, or an error not of the disk.
         After a failure the snapshots in memory are kept: they may be newer than those on disk.
         """
         self.wait()
@@ -242,9 +248,9 @@ class Saving:
         raise NonRetryableError(failure)
 
     def describe_failure(self) -> str | None:
-        """The reason why the last snapshot is not on disk, on the main rank; None if it is on disk.
+        """Return a sentence on why the last snapshot is not on disk; None if it is. For the main rank only.
 
-        Raises the saver's error if that is not the disk's.
+        Raises the saver's error if that is ClaimLost, or not the disk's.
         """
         error = self.saver.error
         if error is None:
@@ -263,9 +269,9 @@ class Saving:
         )
 
     def discard_after(self, step: int) -> int:
-        """Set aside the snapshots on disk that are newer than `step`, and remove those in memory.
+        """Rename the snapshots on disk that are newer than `step`, and remove all in memory. Collective.
 
-        Returns the step of the newest snapshot that is left on disk; 0 if there is none.
+        Returns the step of the newest snapshot that is left on the main rank's disk; 0 if there is none.
         """
         self.wait()
         if self.writes_to_disk:
@@ -273,17 +279,17 @@ class Saving:
                 if newer > step:
                     self.store.quarantine(newer, SUSPECT, "suspect")
         self.remove_memory_snapshots()
-        left = max(0, *self.store.steps()) if self.is_main else 0
+        left = max([0, *self.store.steps()]) if self.is_main else 0
         return int(self.context.broadcast_object(left, self.main_rank))
 
     def remove_memory_snapshots(self) -> None:
-        """Remove this rank's snapshots in memory, at the end of a run. Not collective."""
+        """Remove this run's snapshots from memory, each rank its own. All ranks call it; not collective."""
         if self.writes_to_memory:
             self.memory.remove()
 
 
 def late_fields(chain: Callable[[], str]) -> dict[str, Any]:
-    """The manifest's fields that the background adds: the audit chain.
+    """Return the manifest's field `audit`: the hash chain of the tokens read, for which `chain` waits.
 
     Raises SaveAborted if a rank that the chain needs is gone.
     """

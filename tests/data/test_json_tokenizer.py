@@ -234,3 +234,6 @@ def test_a_special_token_in_a_text_is_plain_text() -> None:
     assert 50256 not in gpt2().encode(f"a {END} b") and gpt2().decode([50256]) == ""
     assert gpt2().default_prompt() == [50256]
     assert JsonTokenizer(cl100k_like("ab", special=())).default_prompt() != []
+    words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    words["pre_tokenizer"] = {"type": "Whitespace"}
+    assert JsonTokenizer(json.dumps(words).encode()).default_prompt() == [0], "it drops line breaks"

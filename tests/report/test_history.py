@@ -142,6 +142,14 @@ def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int | None
     assert fail_repeatedly(tmp_path, steps).repeated_failure() is None
 
 
+def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) -> None:
+    for hosts in ("a", "ab", "abc", "abcd"):
+        history = open_history(tmp_path)
+        begin(history, len(hosts), 12, None, len(hosts) > 1, [], hosts=tuple(hosts))
+        assert history.repeated_failure() is None
+        history.end("stopped", 12, "stopped by SIGTERM")
+
+
 @pytest.mark.parametrize(
     "content",
     [

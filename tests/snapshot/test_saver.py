@@ -84,6 +84,19 @@ def test_the_only_one_is_not_removed_for_the_next_and_none_if_the_disk_is_not_fu
     assert caplog.messages[-1] == "snapshot of step 3 could not be written: no room"
 
 
+def test_a_snapshot_that_is_written_again_stays_valid_if_that_fails(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is saved again where an evaluation that was cut short is made before training goes on."""
+    saver = saver_with(store, {5: None})
+    with monkeypatch.context() as full:
+        FullDisk(full, store, room=0)
+        save(saver, make_manifest(5, 1.0))
+    assert store.steps() == [5] and "val" not in store.read(5).manifest["metrics"]
+    save(saver, make_manifest(5, 1.0))
+    assert store.read(5).manifest["metrics"]["val"]["val/loss"] == 1.0
+
+
 @pytest.mark.parametrize("kind", ["json", "safetensors", "optimizer.safetensors"])
 def test_the_newest_that_is_valid_is_kept_and_not_a_damaged_one(
     kind: str, store: SnapshotStore, monkeypatch: pytest.MonkeyPatch

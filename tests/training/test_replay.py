@@ -16,7 +16,7 @@ from mingpt.snapshot.manifest import is_suspect
 from mingpt.tools.jobs import torchrun
 from mingpt.training.replay import Replay
 
-# From step 7 on, one bit of a gradient is wrong on rank 1.
+# From step FIRST + 1 on, one bit of a gradient is wrong on rank 1.
 LIE = """
 import torch
 def on_run_start(state, strategy):
@@ -25,7 +25,7 @@ def on_run_start(state, strategy):
         gradient.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
         return gradient
     def on_output(module, inputs, output):
-        if strategy.rank == 1 and state.step >= 7 and output.requires_grad:
+        if strategy.rank == 1 and state.step >= FIRST and output.requires_grad:
             output.register_hook(flip)
     state.model.h[0].register_forward_hook(on_output)
 events.subscribe("run_start", on_run_start)
@@ -120,20 +120,29 @@ def test_a_snapshot_of_before_a_difference_is_suspect_past_the_step_that_was_tru
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "found_at", "suspects"), [(7, 11, ["suspect-1-step_00000010"]), (0, 1, [])]
+)
 def test_a_worker_that_computes_wrongly_ends_the_job_and_the_next_one_goes_on_before_it(
-    start: Start, finish: Finish, text: Path, undisturbed: Path, tmp_path: Path
+    first: int,
+    found_at: int,
+    suspects: list[str],
+    start: Start,
+    finish: Finish,
+    text: Path,
+    undisturbed: Path,
+    tmp_path: Path,
 ) -> None:
-    run_dir, program = tmp_path / "run", changed_program(tmp_path, LIE)
+    trusted = found_at // 2  # the last replay that agreed
+    run_dir, program = tmp_path / "run", changed_program(tmp_path, LIE.replace("FIRST", str(first)))
     settings: dict[str, Any] = {"run_dir": run_dir, "data__path": text, "trainer__replay_every": 5}
     job = start(command(launcher=torchrun(2, restarts=2), program=program, **settings))
     line = error_of(job, code=1)
-    assert line.startswith("step 11: worker 0 on ") and " or worker 1 on " in line
+    assert line.startswith(f"step {found_at}: worker 0 on ") and " or worker 1 on " in line
     history = read_history(run_dir)
-    assert [entry["after"] for entry in history["suspects"]] == [5] and len(history["generations"]) == 1
-    assert history["status"] == "failed" and history["durable_step"] == 5
-    assert [path.name[:23] for path in (run_dir / "snapshots").glob("suspect-*.json")] == [
-        "suspect-1-step_00000010"
-    ]
+    assert [entry["after"] for entry in history["suspects"]] == [trusted] and len(history["generations"]) == 1
+    assert history["status"] == "failed" and history["durable_step"] == trusted
+    assert [path.name[:23] for path in (run_dir / "snapshots").glob("suspect-*.json")] == suspects
     again = finish(run_dir=run_dir, trainer__replay_every=5)
-    assert "computed wrongly: nothing that was saved after step 5 is used" in again.err()
+    assert f"computed wrongly: nothing that was saved after step {trusted} is used" in again.err()
     assert final_hash(run_dir) == final_hash(undisturbed)
