@@ -170,7 +170,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "config: n_layer is 10**9": ("model", {"n_layer": 10**9}),
     "config: n_embd is 10**12": ("model", {"n_embd": 10**12}),
     "config: n_head is 0": ("model", {"n_head": 0}),
-    "config: an unknown tokenizer": ("data", {"tokenizer": "os.system"}),
+    "config: the tokenizer is a number": ("data", {"tokenizer": 3}),
     "config: block_size is text": ("data", {"block_size": "32"}),
     "config: an unknown optimizer": ("optimizer", {"name": "sgd"}),
     "config: the other optimizer": ("optimizer", {"name": "adamw"}),
