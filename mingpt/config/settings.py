@@ -334,7 +334,7 @@ class Setting:
 
 
 def describe_kind(kind: Any, limits: dict[str, float]) -> str:
-    """The values of a type within limits, in words."""
+    """The values of int, float, bool, str or a Literal of texts, in words; {words: limit} bounds a number."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -157,11 +157,11 @@ class ShardData:
 
 
 def open_shards(path: str, val_fraction: float) -> ShardData:
-    """Find, order and check the files, and split them into a training and a validation part.
+    """Find, order and check the files of `path`: a folder, a pattern or one .bin file; split them in two.
 
-    Files with the word val in their names are for validation. If there is none, the last `val_fraction` of
-    the tokens is. Raises UserError for a URL, for files that are missing or no whole token shards, if
-    meta.json lists other files than a folder has, or unless each part has at least 2 tokens.
+    Files with the word val, valid or validation in their names are for validation, else the last
+    `val_fraction` of the tokens. Raises UserError for a URL, for files that are missing or no whole token
+    shards, if meta.json lists other files than a folder has, or unless each part has at least 2 tokens.
     """
     local = local_path(path)
     if local is None:

@@ -53,7 +53,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens."""
+        """The text of tokens below len(self) without special tokens; bytes that are not UTF-8 give U+FFFD."""
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text of tokens as they arrive, in whole characters; joined, the result of `decode`."""

@@ -301,7 +301,10 @@ def open_data(config: DataConfig) -> Data:
 
 
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:
-    """The corpus of a text, with a tokenizer made by `train_tokenizer`. UserError for an unusable text."""
+    """The corpus of a text, with the tokenizer that `train_tokenizer` makes of it; no tokenizer.json is read.
+
+    Raises UserError for an unusable text, KeyError if data.tokenizer is neither auto nor in TOKENIZERS.
+    """
     data = TextData(content, config)
     return tokenize(data, config, train_tokenizer(data, config))
 
@@ -309,9 +312,9 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
     """The corpus of the data. A text is encoded by `tokenizer`, which it needs; shards stay as they are.
 
-    `rows` is the number of embedding rows of the model to continue, if there is one. The last
+    `rows`, the number of embedding rows of a model to continue, becomes `vocab_size` unchecked. The last
     `data.val_fraction` of a text is for validation. Raises UserError if a part is shorter than a window, if
-    the tokenizer cannot encode the text, or if it has more tokens than data.vocab_size.
+    the tokenizer cannot encode the text or, without `rows`, if it has more tokens than data.vocab_size.
     """
     meta = data.meta if isinstance(data, ShardData) else None
     vocab_size = rows or vocabulary_size(config, tokenizer, meta)

@@ -102,11 +102,11 @@ class Environment:
 
 
 def device_name(device: "torch.device") -> str:
-    """The name of a GPU; else the device's type and the CPU's instruction set, as "cpu AVX512 AMX"."""
+    """The name of the GPU; else the device's type and the CPU's instruction set, as "cpu AVX512 AMX"."""
     import torch
 
     if device.type == "cuda":
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name(device)
     # AMX computes products with other bits than AVX512.
     amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"

@@ -151,7 +151,8 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
     """The parameters `names` of GPT from tensors of transformers: the inverse of `to_hf`.
 
-    The tensors are removed from `theirs`, so that none is held twice. Results may not be contiguous.
+    These tensors are removed from `theirs`, so that none is held twice; others stay there. Results may not be
+    contiguous. Raises KeyError if one is missing.
     """
     ours = {}
     for name in names:

@@ -124,7 +124,10 @@ class Muon:
         return gradient.lerp(buffer, self.config.momentum).bfloat16()
 
     def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {name: update} of this worker's matrices, given whole, in the order of `names_by_rank`."""
+        """Return {name: whole update}, not yet scaled, of this worker's matrices, see `names_by_rank`.
+
+        `matrices` has the whole of each of them.
+        """
         updates = {}
         for batch in self.batches_by_rank[self.exchange.rank]:
             computed = newton_schulz(torch.stack([wide(matrices[name]) for name in batch]))

@@ -57,7 +57,8 @@ class BucketReducer:
 
         Collective. On a GPU call `synchronize` before the sum is used. `pieces` has, for each of this rank's
         nodes, the vectors that make up its part, (sum(sizes),) in all; `sizes` are the sizes of the ranks'
-        chunks. A rank may have no nodes, so the empty tensor `like` gives their type and device.
+        chunks. A rank may have no nodes, so the empty tensor `like` gives their type and device. Leave the
+        pieces alone until the result is there. On a CPU it raises the error of a lost peer.
         """
         future: Future[Tensor] = Future()
         if self.memory is None:

@@ -234,7 +234,7 @@ class SharedAllGather:
 
 
 class ReduceScatter:
-    """The reduce-scatter that FSDP2 calls after the backward pass of a unit, which is often a block."""
+    """The reduce-scatter that FSDP2 calls after the backward pass of unit `number` of `strategy.units`."""
 
     def __init__(self, strategy: FSDPReduction, number: int) -> None:
         self.strategy, self.number = strategy, number

@@ -56,12 +56,15 @@ def total_norm(norms: Tensor) -> Tensor:
 
 
 class RowGatherer:
-    """Brings the norms of all ranks' rows into the order of the tensors; `shapes` are of whole tensors."""
+    """Brings the norms of all ranks' rows into the order of the tensors; `shapes` are of whole tensors.
+
+    `all_gather` makes (workers, n), the same on all ranks, of (n,) on each.
+    """
 
     def __init__(
         self, shapes: Sequence[Sequence[int]], workers: int, all_gather: Callable[[Tensor], Tensor]
     ) -> None:
-        self.all_gather = all_gather  # (n,) of each rank to (workers, n)
+        self.all_gather = all_gather
         parts = [split_rows(shape[0], workers) for shape in shapes]
         counts = [sum(len(part[rank]) for part in parts) for rank in range(workers)]
         self.size = max(counts)

@@ -138,7 +138,10 @@ class FileStore:
             return write_chunks(file, chunks, name, size, file.fileno())
 
     def upload(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Upload an object and check its size; returns its SHA-256. Retried as `write_stream` says."""
+        """Upload an object and check its size; returns its SHA-256. Raises and retries as `write_stream`.
+
+        Only an upload in parts checks the claim; for a small one the caller does.
+        """
 
         def on_failure(error: Exception) -> None:
             if isinstance(error, ClaimLost):

@@ -121,7 +121,7 @@ def is_leftover(root: Path) -> bool:
 
 
 def remove_after_end(path: Path) -> None:
-    """Remove from `path` all folders of the finished run whose agent is this process. Raises nothing."""
+    """Remove from `path` the folder of each run that has this process as a node's agent. Raises nothing."""
     for folder in path.glob("mingpt-*/node-*"):
         if read_owner(folder) == this_process():
             shutil.rmtree(folder.parent, ignore_errors=True)

@@ -3,11 +3,11 @@
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, each
 in several files past 4 GiB (layout.py), and `step_00001200.json`, the manifest, describes them. The manifest
 is written last, after all files are on disk: **a snapshot exists when its manifest does and its checksums
-hold.** Until then `partial-step_00001200` marks the files of this step as an unfinished save. A snapshot that
-fails its checks is renamed, so that it can still be examined. No pickle is ever loaded, and nothing depends
-on the number of workers.
+hold.** Until then `partial-step_00001200` marks the files of this step as an unfinished save. No pickle is
+ever loaded, and nothing depends on the number of workers.
 
-All bytes are checked, in pieces, for the SHA-256 in the manifest and for finite numbers.
+`verify`, `read` and `find_newest` check all bytes, in pieces, for the SHA-256 in the manifest and for finite
+numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot that has failed.
 """
 
 import bisect

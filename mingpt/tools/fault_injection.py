@@ -2,7 +2,8 @@
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
-FOLDER/plan.json holds the kills, and the sabotage of the run if there is any.
+FOLDER/plan.json holds `kills`, a list of the fields of Kills, and `sabotage`, which is "window", "sum" or "".
+Each kill is done once, in their order: a file `marker` tells that it was done.
 """
 
 import json
@@ -60,7 +61,9 @@ class FaultInjector:
                 events.subscribe(name, getattr(self, f"on_{name}"))
 
     def kill_if_due(self, phase: str, step: int) -> None:
-        """Kill this process, after making the marker, if the next kill is due in this phase and step."""
+        """Kill this process, after making the marker, if the next kill is due: in this phase, for this rank,
+        at `step` or before.
+        """
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
                 continue

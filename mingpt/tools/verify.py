@@ -4,8 +4,9 @@ Trains a small model undisturbed, then again while its workers are killed at see
 forward, inside the reduction, evaluation, in the middle of a save) and their number and the strategy
 change, all under torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of
 the tokens that the workers were fed with those that configuration and text alone determine. Exit code 0 if
-all is identical and each kill was done, 1 with the seed otherwise. `--break` sabotages the disturbed run on
-purpose, to show that verify notices. Ten kills take one to three minutes on two CPU cores.
+all is identical and each kill was done, 1 with the seed otherwise. `--break window`, `sum` or `byte`
+sabotages the disturbed run on purpose: verify notices, with exit code 1. Ten kills take one to three minutes
+on two CPU cores.
 """
 
 import json
@@ -67,8 +68,9 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 def train(
     folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], sabotage: str = ""
 ) -> None:
-    """Train a whole run in the new folder `folder`, killed as planned, at first under ddp.
+    """Train a whole run in `folder`/run, killed as planned, at first under ddp. `folder` must not exist.
 
+    `sabotage` is "window" or "sum", or anything else for none. A kill that hits no worker leaves no `marker`.
     torchrun is started again for each change of the number of workers or of the strategy; for other kills it
     restarts the workers itself. Raises RuntimeError, with the end of its stderr, if torchrun fails.
     """

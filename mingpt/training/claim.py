@@ -1,7 +1,8 @@
 """Claims let only one job at a time write to a place: a run folder, or the folder or URL of its snapshots.
 
 A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: if several
-jobs try, one succeeds. The newest claim counts. Another job is refused the place until the claim is released,
+jobs try, one succeeds. (At a URL whose driver cannot create a file only if it is new, two may; one ends at
+its next write.) The newest claim counts. Another job is refused the place until the claim is released,
 or the holder's agents (torchrun's) are seen to have ended. If they may be on another machine, it takes over
 after it has seen no renewal for LEASE_S, the lease. A later generation of the same job, which shares an agent
 with the one before, takes over at once. If a job falls into parts that do not reach each other, the part that
@@ -293,7 +294,10 @@ class Claim:
 
     @contextlib.contextmanager
     def failure_logged(self, what: str) -> Iterator[None]:
-        """Log an error in the block, and do not raise it: the next job waits at most for the lease."""
+        """Log a driver's error in the block, and do not raise it: the next job waits at most for the lease.
+
+        `what` is a participle that ends the line "the claim could not be ...", such as "renewed".
+        """
         try:
             yield
         except DriverError as error:
@@ -333,7 +337,8 @@ class Claims:
 def claim_places(config: Config, context: DistributedContext, folder: RunFolder) -> Claims:
     """Claim the places that this rank writes to, until the job ends. Collective.
 
-    Raises the errors of `refuse_where_it_fails` if another job holds a place, or it cannot be written to.
+    Waits as `Claim.acquire` does. Raises the errors of `refuse_where_it_fails` if another job holds a place,
+    or it cannot be written to.
     """
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))

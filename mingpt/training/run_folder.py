@@ -72,7 +72,8 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     """Make the run folder on every node (not with trainer.eval_only); find who writes what. Collective.
 
-    Raises the errors of `refuse_where_it_fails`.
+    Raises UserError if it cannot be written to; in later generations NodeRefused or PeersMissing, as
+    `refuse_where_it_fails` says.
     """
     path = Path(config.run_dir)
     if config.trainer.eval_only:
@@ -135,7 +136,10 @@ def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]
 
 
 def make_run_dir(path: Path) -> None:
-    """Make the run folder, with a log.txt. Raises UserError if it is not writable, but not if it is full."""
+    """Make the run folder, with a log.txt. Raises UserError if it cannot be made or written to.
+
+    If the folder is there, a full disk or an I/O error raises nothing, and log.txt may be missing.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "log.txt").open("a").close()

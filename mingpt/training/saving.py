@@ -1,4 +1,4 @@
-"""Saves the state of a run: which ranks write it to disk and to memory, and a manifest's (JSON) fields."""
+"""Saves the state of a run: which ranks write it, to disk and memory, and what its manifest (JSON) says."""
 
 import logging
 import math

@@ -97,7 +97,10 @@ def find_latest(
 
 
 def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:
-    """Return the newest valid whole snapshot that this rank can read, or None, and its view of the store."""
+    """Return the newest valid whole snapshot that passes `check`, or None, and this rank's view of the store.
+
+    Reads all its bytes. Raises UserError for one of a later schema; the view tells of an unreadable folder.
+    """
 
     def check_whole(manifest: dict[str, Any], entries: Entries) -> None:
         if manifest.get("shard"):

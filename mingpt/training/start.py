@@ -186,7 +186,11 @@ def find_snapshot(
 
 
 def open_store(config: Config, context: DistributedContext, claims: Claims) -> SnapshotStore:
-    """The store of this run's snapshots. Under torchrun, UserError for one in a worker's memory."""
+    """The store of this run's snapshots, which writes nothing once one of `claims` is lost.
+
+    Raises UserError, on this rank alone, for a URL without a driver or, under torchrun, one in a worker's
+    memory.
+    """
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
     store = SnapshotStore(url, check_claim=claims.check)
     if store.is_process_private and context.launch.is_distributed:

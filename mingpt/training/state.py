@@ -114,7 +114,7 @@ def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
 
 
 def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest's fields on the tokenizer. The first manifests lack them: their tokens are characters."""
+    """The manifest's fields on the tokenizer: "kind" and, but for the first manifests, "vocab_size"."""
     return manifest.get("tokenizer") or {"kind": "char"}
 
 
@@ -125,7 +125,10 @@ def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
 
 
 def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer | None:
-    """The tokenizer of a manifest, from `tensor` if given; None if it has none. Raises UserError."""
+    """The tokenizer of a manifest; None if it has none. UserError if it is damaged or needs a package.
+
+    Its bytes are `tensor`, (n,) uint8 on the CPU; or, for characters, in the manifest.
+    """
     fields = tokenizer_fields(manifest)
     if fields["kind"] == "none":
         return None

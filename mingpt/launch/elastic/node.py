@@ -32,7 +32,11 @@ SAY_AFTER_S, SAY_EVERY_S = 1.0, 30.0
 
 @dataclass(frozen=True)
 class View:
-    """An agent's view of the others at a moment; `is_fresh` is false if no board has answered lately."""
+    """An agent's view of the others at a moment.
+
+    If no board (a place where agents post entries) has answered lately, `is_fresh` is false and `alive` has
+    `me` alone: do not decide by such a view.
+    """
 
     me: Entry
     alive: tuple[Entry, ...]  # of agents that wait or run, including `me`

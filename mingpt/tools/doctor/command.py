@@ -175,7 +175,8 @@ def join_facts(
 def try_links(exchange: Exchange) -> Facts:
     """Listen at gloo's address, connect to all workers that do so, and return what was found. Collective.
 
-    The facts: `networks`, `address`, `address_error` if it cannot listen, `unreachable` (ranks with reasons).
+    The facts: `networks`; `address`, if gloo finds one; `address_error`, if it cannot listen; and
+    `unreachable`, a list of (rank, reason).
     """
     found: Facts = {"networks": networks()}
     port = None
@@ -194,7 +195,10 @@ def try_links(exchange: Exchange) -> Facts:
 
 
 def all_connected(facts: Mapping[int, Facts]) -> bool:
-    """Whether all workers listen, reach each other and have good devices of one type. `facts` are by rank."""
+    """Whether the workers in `facts`, {rank: facts}, all listen, reach each other, and have good devices.
+
+    The devices must be of one type. Workers that are missing in `facts` are not noticed.
+    """
     kinds = {there.get("device_type") for there in facts.values()}
     return len(kinds) == 1 and all(
         not there.get("address_error") and not there["unreachable"] and not there.get("device_error")

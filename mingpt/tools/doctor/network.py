@@ -206,8 +206,8 @@ class Exchange:
     def clock_offset_s(self) -> float | None:
         """Return the seconds by which this clock is ahead of rank 0's; None if rank 0 is silent. Collective.
 
-        It is the least of several differences. Rank 0 pauses before each message, so that the others wait for
-        it.
+        Call it once: its keys in the store stay. It is the least of several differences, with the time of a
+        message. Rank 0 pauses before each message, so that the others wait for it.
         """
         offsets = []
         for number in range(CLOCK_ROUNDS):

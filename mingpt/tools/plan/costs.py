@@ -90,9 +90,9 @@ def loss_work(work: Workload) -> int:
 
 
 def backward_work(work: Workload) -> int:
-    """Return the temporary bytes of a block's backward pass: gradients, widest and of the residual stream.
+    """Return the temporary bytes of a block's backward pass: gradients of its widest tensor and of its input.
 
-    With recompute=block, also the block's recomputed activations.
+    With recompute=block, also the block's recomputed activations and autocast's copies of its weights.
     """
     stream = work.tokens_per_micro_batch * work.config.model.n_embd
     again = 0
@@ -279,10 +279,11 @@ def bytes_sent(work: Workload) -> int:
 
 
 def ddp_bytes(work: Workload) -> int:
-    """Return the bytes of a step's collectives under ddp, before the factor (W - 1) / W of `bytes_sent`.
+    """Return the bytes that the worker with most partial sums gives to a step's collectives under ddp.
 
-    Partial sums go to the workers that add them; sums, or updated weights, go to all, as in a ring. A worker
-    whose micro-batches are no whole subtree of the sum sends several partial sums.
+    The factor (W - 1) / W of `bytes_sent` and Muon's updates are not in it. Partial sums go to the workers
+    that add them; sums, or updated weights, go to all, as in a ring. A worker whose micro-batches are no
+    whole subtree of the sum sends several partial sums.
     """
     whole = FLOAT_BYTES * work.parameters
     if work.config.trainer.reduction == "fast":

@@ -1,6 +1,7 @@
 """The job that is planned: a configuration with the sizes that follow from it, without allocating a tensor.
 
-Token shards are read no further than their headers; a text is read and encoded.
+Of token shards only headers and a few KiB are read; a text is read and encoded. A tokenizer that is named is
+read too, or downloaded.
 """
 
 import dataclasses
@@ -119,14 +120,14 @@ class Workload:
         return max(len(cover(self.neighbours(rank), self.micro_batches)) for rank in range(self.workers))
 
     def partial_sums(self) -> int:
-        """Return the most partial sums of a gradient that a rank keeps at a time; 0 with reduction=fast."""
+        """Return the most partial sums that a rank keeps beside the gradient that it computes; 0 if fast."""
         count = self.micro_batches
         if self.config.trainer.reduction == "fast":
             return 0
         if self.config.trainer.parallel == "fsdp":  # of all micro-batches before a round
             return max(start.bit_count() for start in range(0, count, self.workers))
-        longest = max((self.neighbours(rank) for rank in range(self.workers)), key=len)
-        return max(len(cover(range(longest.start, number), count)) for number in longest)
+        shares = [self.neighbours(rank) for rank in range(self.workers)]
+        return max(len(cover(range(share.start, number), count)) for share in shares for number in share)
 
 
 def measure_data(config: Config) -> tuple[int, int | None]:
