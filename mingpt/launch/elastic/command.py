@@ -14,6 +14,7 @@ from typing import NoReturn
 from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
 from mingpt.base.system import ipv4_addresses
+from mingpt.base.urls import redact
 from mingpt.launch.elastic.boards import parse_rdzv
 
 MAX_RESTARTS = 1_000_000
@@ -108,7 +109,7 @@ def main(words: Sequence[str]) -> NoReturn:
     variables, command = torchrun_command(words)
     path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     assignments = [f"{name}={shlex.quote(value)}" for name, value in (path | variables).items()]
-    sys.stderr.write(f"{' '.join([*assignments, shlex.join(command)])}\n")
+    sys.stderr.write(redact(f"{' '.join([*assignments, shlex.join(command)])}\n"))
     os.execve(sys.executable, command, dict(os.environ) | variables)
 
 

@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT
 
 from mingpt.base.errors import UserError
-from mingpt.launch.elastic.command import torchrun_command
+from mingpt.launch.elastic.command import main, torchrun_command
 
 GOOD = ["--nnodes", "2:3", "--nproc", "4", "--rdzv", "n1:29400,n2:29400", "--local_addr", "127.0.0.1"]
 
@@ -22,6 +22,16 @@ def test_the_options_become_a_torchrun_command(monkeypatch: pytest.MonkeyPatch) 
     for option in ("--nnodes=2:3", "--nproc_per_node=4", "--rdzv_backend=mingpt", "--rdzv_id=mingpt"):
         assert option in command
     assert "--rdzv_endpoint=n1:29400,n2:29400" in command and "--local_addr=127.0.0.1" in command
+
+
+def test_the_command_is_shown_without_a_password_and_started_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("os.execve", lambda path, command, environment: started.extend(command))
+    main([*GOOD, "--", "train.py", "snapshot.path=sftp://me:secret@host/run"])
+    assert started[-1] == "snapshot.path=sftp://me:secret@host/run"
+    assert "snapshot.path=sftp://me:***@host/run" in capsys.readouterr().err
 
 
 def test_what_the_user_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
