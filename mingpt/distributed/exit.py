@@ -117,8 +117,9 @@ class ProcessExit:
         with contextlib.suppress(OSError):  # a full disk, which other files report: no stacks then
             found = sorted(folder.glob("*.txt"), key=os.path.getmtime, reverse=True) if is_kept else []
             for number, old in enumerate(found):
-                is_empty = not os.path.getsize(old) and name[:8] not in old.name  # left by a killed worker
-                if is_empty or number >= MAX_STACK_FILES:
+                # A worker that was killed leaves an empty file.
+                is_surplus = not os.path.getsize(old) or number >= MAX_STACK_FILES
+                if is_surplus and name[:8] not in old.name:
                     old.unlink()
             self.stacks = StackFile(stack_path(folder, name, self.launch.rank), STACKS_AFTER * self.timeout_s)
 

@@ -1,7 +1,13 @@
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from torch.distributed import DistNetworkError
 
-from mingpt.distributed.exit import is_lost_peer, is_timeout
+from mingpt.distributed.exit import MAX_STACK_FILES, ProcessExit, is_lost_peer, is_timeout
+from mingpt.distributed.launch import Launch
 
 
 @pytest.mark.parametrize(
@@ -18,3 +24,23 @@ from mingpt.distributed.exit import is_lost_peer, is_timeout
 )
 def test_what_gloo_says_of_a_lost_peer_is_understood(error: Exception, is_loss: bool, is_time: bool) -> None:
     assert is_lost_peer(error) == is_loss and is_timeout(error) == is_time
+
+
+def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> None:
+    """Its workers have their files open, and others may have opened theirs first."""
+    folder = tmp_path / "stacks"
+    folder.mkdir()
+    for rank in range(MAX_STACK_FILES + 5):
+        (folder / f"worker-{rank}-present1.txt").write_text("" if rank % 2 else "stacks")
+        for generation in ("earlier1", "earlier2"):
+            (folder / f"worker-{rank}-{generation}.txt").write_text("stacks" if rank < 5 else "")
+    os.utime(folder / "worker-0-earlier1.txt", (0, 0))
+    rendezvous: Any = SimpleNamespace(generation="present1-and-more", local_peer_pidfds={})
+    process_exit = ProcessExit(Launch(rank=3, world_size=MAX_STACK_FILES + 5))
+    process_exit.join(rendezvous, timeout_s=60.0)
+    process_exit.open_stacks(str(tmp_path), is_kept=True)
+    left = sorted(path.name for path in folder.iterdir())
+    assert len([name for name in left if "present1" in name]) == MAX_STACK_FILES + 5
+    assert "worker-0-earlier1.txt" not in left and not any("-19-earlier" in name for name in left)
+    assert process_exit.stacks is not None
+    process_exit.stacks.close()
