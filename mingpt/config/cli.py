@@ -101,11 +101,10 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} is repeated", key.start_mark
-                )
-            seen.add(str(key.value))
+            name = str(key.value)  # of a list or a mapping, which a key may not be: the base class says so
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is repeated", key.start_mark)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 

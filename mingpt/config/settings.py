@@ -262,6 +262,8 @@ def check(config: Config) -> None:
     model, trainer = config.model, config.trainer
     if not config.run_dir or "://" in config.run_dir or "\0" in config.run_dir:
         raise UserError(f"run_dir must be a local folder, not {config.run_dir!r}; snapshot.path may be a URL")
+    if config.snapshot.path == "":
+        raise UserError("snapshot.path must be a folder, a URL or null, not an empty text")
     if model.n_embd % model.n_head:
         raise UserError(f"model.n_embd ({model.n_embd}) must be divisible by model.n_head ({model.n_head})")
     head_size = model.n_embd // model.n_head

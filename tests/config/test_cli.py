@@ -113,6 +113,7 @@ def test_a_mistake_is_one_sentence(argument: str, sentence: str) -> None:
     [
         ("model: [1, 2\n", "is not valid YAML"),
         ("model: {n_layer: 1}}\n", "is not valid YAML"),
+        ("run_dir: {{ out }}\n", "is not valid YAML: found unhashable key"),
         ("- a\n- b\n", "must hold sections"),
         ("modle:\n  n_layer: 3\n", "unknown setting 'modle.n_layer'; did you mean 'model.n_layer'?"),
         ("model: {n_layer: 1}\nmodel: {n_head: 1}\n", "'model' is repeated"),
@@ -153,3 +154,5 @@ def test_the_default_file_and_text_are_those_beside_train_py_wherever_it_is_star
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UserError, match=r"snapshot\.resume=must forbids one"):
         build({"snapshot.init_from": "out/other", "snapshot.resume": "must"})
+    with pytest.raises(UserError, match=r"snapshot\.path must be a folder, a URL or null, not an empty text"):
+        build({"snapshot.path": ""})

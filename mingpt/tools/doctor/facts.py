@@ -182,7 +182,10 @@ class Findings:
         self.found |= find_data(config)
         vocabulary = config.data.vocab_size or VOCABULARY_UNREAD
         job = Workload(config, vocabulary, workers=1, on_cpu=True, dtype="float32")
-        self.found |= find_memory(config, job.state_bytes)
+        is_sharded = config.trainer.parallel == "fsdp" or config.trainer.shard_optimizer
+        parts = 2 * launch.local_world_size  # the node's own, and copies of another node's
+        share = min(1.0, parts / launch.world_size) if is_sharded else 1.0
+        self.found |= find_memory(config, int(share * job.state_bytes))
 
     def take(self) -> Facts:
         """Wait up to FINDINGS_S; return the facts found by then, with `unfinished` if one hangs or fails."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mingpt.config import Config
+from mingpt.config import Config, TrainerConfig
 from mingpt.distributed import Launch
 from mingpt.tools.doctor.facts import Facts, Findings, find_faults, find_memory, try_folder
 
@@ -203,6 +203,14 @@ def test_a_worker_finds_what_its_node_cannot_do(tmp_path: Path, monkeypatch: pyt
     assert path == "/dev/shm" and lack.startswith("has 1.5 MB free and two states of this model take ")
     assert found["memory"].startswith("1.5 MB free, ") and len(found["data"]) == 64
     assert find_memory(config, 750_000) == {"memory": "1.5 MB free, 1.5 MB needed"}
+
+
+def test_a_node_of_a_sharded_job_needs_room_for_its_own_part_and_a_copy(tmp_path: Path) -> None:
+    config = replace(Config(), run_dir=str(tmp_path), trainer=TrainerConfig(parallel="fsdp"))
+    whole, of_two, of_eight = (
+        Findings(Launch(world_size=workers), config).take()["memory"].split(", ")[1] for workers in (1, 2, 8)
+    )
+    assert whole == of_two == "11.0 MB needed" and of_eight == "2.8 MB needed"
 
 
 def test_one_that_does_not_end_in_time_says_what_it_was_doing(
