@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names, and return its exit code. Raises UserError."""
+    """Run the command that the first argument names; return the command's exit code. Raises UserError."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     parser = CommandParser(

@@ -1,6 +1,6 @@
 """Code that any room (package of mingpt/) may use: errors that decide a job's fate, events, files, URLs.
 
-The frame of a command and work with a time limit are here, too.
+The parser and exit codes of commands, and threads with a time limit, are here, too.
 
 Imports no other room.
 """

@@ -2,7 +2,10 @@
 
 
 class UserError(ValueError):
-    """A mistake that only the user can correct, in one sentence. All ranks raise it; ends the job, code 2."""
+    """A mistake that only the user can correct, in one sentence. Ends the job with exit code 2.
+
+    All ranks raise it, except the subclass NodeRefused.
+    """
 
 
 class ExpectedError(RuntimeError):
@@ -10,11 +13,11 @@ class ExpectedError(RuntimeError):
 
 
 class PeersMissing(ExpectedError):
-    """This generation ends, for the agent to restart: workers did not arrive, or nodes got NodeRefused."""
+    """Workers did not reach the rendezvous, or other nodes' ranks raise NodeRefused. A restart may follow."""
 
 
 class StopRequested(Exception):
-    """All ranks have agreed to stop, for `reason`, before this generation's first step: nothing to save."""
+    """All ranks agreed to stop before this generation's first step, so that there is nothing to save."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"stopped by {reason}")
@@ -22,7 +25,10 @@ class StopRequested(Exception):
 
 
 class NonRetryableError(ExpectedError):
-    """A failure that would repeat, raised on all ranks. Ends the job with exit code 1, without restarts."""
+    """A failure that a restart would repeat. Ends the job with exit code 1, without restarts.
+
+    In training all ranks raise it, except the subclass SupersededError.
+    """
 
 
 class ClaimLost(ExpectedError):
@@ -30,7 +36,7 @@ class ClaimLost(ExpectedError):
 
 
 class SupersededError(ClaimLost, NonRetryableError):
-    """Another job has taken over the folder that this job writes to. Raised on the rank that writes there."""
+    """Another job has taken over the folder, or the claim was removed. Raised only where a rank writes."""
 
 
 class LaterGeneration(ClaimLost):
@@ -54,4 +60,4 @@ class UnreadableSnapshot(Exception):
 
 
 class SaveAborted(Exception):
-    """A snapshot cannot be completed because another rank, whose part it needs, is gone."""
+    """A snapshot cannot be completed because another rank, which holds a part of the state, is gone."""

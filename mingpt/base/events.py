@@ -2,8 +2,8 @@
 
     events.subscribe("forward_end", lambda step, micro_batch: ...)
 
-A callback runs in the thread that emits the event, where its errors are raised. Its keyword arguments are the
-names with which the event's text below begins. Tensors among them may be changed in place.
+A callback runs in the thread that emits the event, where its errors are raised. In EVENTS, an event's text
+begins with the names of the callback's keyword arguments, if any. Tensors among them may be changed in place.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ _subscribers: dict[str, list[Callback]] = {}
 
 
 def subscribe(name: str, callback: Callback) -> None:
-    """Call `callback(**details)` at each event `name`. Raises ValueError for a name that is not in EVENTS."""
+    """Have `callback(**details)` called at each event `name`. Raises ValueError if EVENTS lacks the name."""
     if name not in EVENTS:
         raise ValueError(f"there is no event {name!r}; there are {', '.join(EVENTS)}")
     _subscribers.setdefault(name, []).append(callback)

@@ -39,13 +39,15 @@ def atomic_file(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> Iterator[io.FileIO]:
-    """Open a file for writing that appears at `path` when the block ends, or not at all.
+    """Open a file for writing, under the name `partial`, and rename it to `path` when the block ends.
 
-    The file is unbuffered: use `write_all`. Until the end it is called `partial`, by default `<name>.partial`
-    beside `path`. An error removes it, and the previous file at `path` stays. `sync` tells what is made
-    durable: nothing, the file before it is renamed, or also its folder afterwards. `before_rename` is called
-    right before the rename, since storage may have hung for long. It raises an error or returns False if the
-    file must not appear any more; after False the partial file stays: the folder is another job's.
+    The file is unbuffered: use `write_all`. `partial` is by default `<name>.partial` beside `path`. An error
+    before or in the rename removes the partial file, and an earlier file at `path` stays. `sync` tells what
+    is made durable: nothing, the file before the rename, or also its folder afterwards. If that last sync
+    fails, OSError is raised although the new file is at `path`.
+
+    `before_rename` is called right before the rename: during a long write another job may have taken over the
+    folder. It prevents the rename if it raises an error or returns False. After False the partial file stays.
     """
     partial = partial or Path(path).with_name(f"{Path(path).name}.partial")
     try:
@@ -71,14 +73,14 @@ def write_atomic(
     sync: Sync = "folder",
     before_rename: Callable[[], bool | None] = lambda: None,
 ) -> None:
-    """Write a whole file by `atomic_file`, which explains the arguments; text as UTF-8. Raises OSError."""
+    """Write a whole file, text as UTF-8, by `atomic_file`. Raises OSError or an error of `before_rename`."""
     with atomic_file(path, partial, sync, before_rename) as file:
         write = functools.partial(os.write, file.fileno())
         write_all(write, content.encode() if isinstance(content, str) else content)
 
 
 def write_all(write: Callable[[memoryview], int | None], content: bytes | memoryview) -> None:
-    """Call `write`, which returns how many bytes it took, until all are written. Passes on its errors."""
+    """Call `write`, which returns how many bytes it took, until it has taken all. Passes on its errors."""
     remaining = memoryview(content)
     while remaining:
         written = write(remaining) or 0
@@ -86,7 +88,7 @@ def write_all(write: Callable[[memoryview], int | None], content: bytes | memory
 
 
 def fsync_path(path: str | Path) -> None:
-    """Make a file durable, or the renames and removals in a folder. Raises OSError."""
+    """Make a file durable, or the renames in a folder and removals from it. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -95,7 +97,7 @@ def fsync_path(path: str | Path) -> None:
 
 
 def remove_quietly(path: str | Path) -> None:
-    """Remove a file that may not exist. A failure is no error: the file only takes space."""
+    """Remove a file, if it exists. If that fails, nothing is raised: the file that stays only takes space."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -105,10 +107,10 @@ def remove_quietly(path: str | Path) -> None:
 
 
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:
-    """Return the result of `work`; if it raises, try again after each of `pauses_s` (seconds).
+    """Return the result of `work`; if it raises, call it again after each of `pauses_s` (seconds).
 
-    Before a pause, `on_failure` gets the error to log it; it raises if another attempt is of no use. The
-    error of the last attempt is raised.
+    Before a pause, `on_failure` is called with the error, to log it, or to raise if another attempt is of no
+    use. The error of the last attempt is raised.
     """
     for pause_s in pauses_s:
         try:
@@ -120,7 +122,7 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a file cannot be read or written, in a few words and one line."""
+    """Return what an error says in one line: its `strerror`, if any, else its type and its first line."""
     lines = str(error).splitlines() or [""]
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
 
@@ -135,7 +137,7 @@ class BadJson(ValueError):
 
 
 def read_json(path: Path, form: Any = Any) -> Any:
-    """Return the plain value of a JSON file, which `check_json` has checked against `form`.
+    """Return the content of a JSON file as `json.loads` gives it, checked by `check_json` against `form`.
 
     Raises OSError, or BadJson, also for a file of more than MAX_JSON_BYTES.
     """
@@ -149,10 +151,10 @@ def read_json(path: Path, form: Any = Any) -> Any:
 
 
 def parse_json(content: bytes | str, strict: bool = False) -> Any:
-    """Return the plain value of JSON in UTF-8. Raises BadJson, also for deep nesting.
+    """Return what `json.loads` makes of text or UTF-8. Raises BadJson, also for deep nesting.
 
-    With `strict`, for content that anybody may have written, duplicate keys, NaN, infinite numbers and more
-    than MAX_JSON_VALUES values are refused.
+    With `strict`, for content that anybody may have written, it also raises BadJson for duplicate keys, NaN,
+    Infinity, and more than MAX_JSON_VALUES commas and opening brackets.
     """
     hooks: dict[str, Any] = {}
     try:
@@ -167,9 +169,9 @@ def parse_json(content: bytes | str, strict: bool = False) -> Any:
 
 
 def check_json(value: Any, form: type[T]) -> T:
-    """Return a plain value from JSON as `form`, any type that pydantic knows. Raises BadJson.
+    """Convert a value that `json.loads` gave to `form`, any type that pydantic knows. Raises BadJson.
 
-    Numbers and truth values in `form` are to be strict: pydantic takes "1" for 1 and 1 for true otherwise.
+    Numbers and truth values in `form` are to be strict: otherwise pydantic takes "1" for 1, and 1 for true.
     """
     try:
         return make_adapter(form).validate_python(value)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ class OutOfTime(Exception):
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`, or raise its exception. Raises OutOfTime after `limit_s` seconds."""
+    """Run `work` in a thread; return its result or raise its exception. Raises OutOfTime after `limit_s`."""
     outcome, thread = start(work)
     thread.join(limit_s)
     if not outcome.done():
@@ -33,7 +33,10 @@ def run_within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def try_within(limit_s: float, work: Callable[[], object]) -> bool:
-    """Whether `work` ends within `limit_s` seconds, be it by an exception, which its thread prints."""
+    """Run `work` in a daemon thread; return whether it ends within `limit_s` seconds, also by an exception.
+
+    The thread prints the exception. After the limit it keeps running, and nothing waits for it.
+    """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -41,7 +44,7 @@ def try_within(limit_s: float, work: Callable[[], object]) -> bool:
 
 
 def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    """Start `work` in a daemon thread. Returns a future of its result or exception, and the thread."""
+    """Start `work` in a daemon thread; return a future of its result or exception, and the thread."""
     outcome: Future[T] = Future()
 
     def run() -> None:

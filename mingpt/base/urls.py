@@ -1,8 +1,8 @@
-"""Opens URLs by the drivers of fsspec, and hides their credentials in all that is shown.
+"""Open URLs by the drivers of fsspec, and hide their credentials in messages, logs and the run's files.
 
-Whoever writes to the terminal, a log or a file of the run redacts the text first. URLs are shown as
-`sftp://user:***@host/path` and `https://host/file?***`. Other secrets belong in the environment, which is
-never printed.
+Code that writes one of these redacts the text first. URLs are shown as `sftp://user:***@host/path` and
+`https://host/file?***`. Other secrets belong in environment variables: of these, only PYTHONPATH and some of
+the launch, such as RANK or GLOO_SOCKET_IFNAME, may be printed.
 """
 
 import logging
@@ -19,7 +19,7 @@ QUERY = re.compile(r"\?[^?]*=.*")  # a signed query, as of S3; a ? without = bel
 
 
 def redact(text: str) -> str:
-    """The text with *** for the passwords, tokens and queries of its URLs."""
+    """Return the text with *** in place of the passwords, tokens and queries of its URLs."""
 
     def hide(match: re.Match[str]) -> str:
         url = PASSWORD.sub(rf"\1{HIDDEN}@", match[0])
@@ -29,16 +29,17 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """The value with all strings in nested dictionaries redacted; keys, lists and others stay as they are."""
+    """Redact a string, or the string values of nested dictionaries; keys, lists and others stay unchanged."""
     if isinstance(value, dict):
         return {key: redact_all(one) for key, one in value.items()}
     return redact(value) if isinstance(value, str) else value
 
 
 def open_url(where: str, what: str | None = None) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, which caches no listings, and the path in that file system.
+    """Return the fsspec file system of a path or URL, and the path in that file system.
 
-    Raises UserError if there is no driver; the message calls the URL `what`, by default `where`.
+    The file system caches no listings. Raises UserError if there is no driver for the URL; the message calls
+    the URL `what`, by default `where`.
     """
     import fsspec  # takes a while, and a worker does not need it before it listens for signals
 

@@ -46,8 +46,8 @@ OTHER_NAMES = {
 def parse(argv: Sequence[str]) -> Config:
     """Return the configuration that a command line, without the program's name, asks for.
 
-    Its form is at the top of this file. --help and --print_config print and raise SystemExit(0). Raises
-    UserError with one sentence for anything wrong.
+    The form of a command line is at the top of this file. --help and --print_config print and raise
+    SystemExit(0). Raises UserError with one sentence for anything wrong.
     """
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(help_text())
@@ -61,9 +61,10 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the config file's path, None if none is given, and {dotted key: Text}. Raises UserError.
+    """Return the config file's path, None if none is given, and {dotted key: Text} of the settings.
 
-    Neither keys nor values are checked, but no key may be given two values.
+    Raises UserError for a word of another form, a second file, or a key with two different values. Does not
+    check whether keys and values are valid.
     """
     for before, word in itertools.pairwise(argv):
         is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not Path(word).exists()
@@ -160,10 +161,10 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(value: Any, setting: Setting) -> Any:
-    """Return a value from YAML or a command line (Text) as pydantic's check takes it.
+    """Convert a value from YAML, or a Text from a command line, to what pydantic is to check.
 
-    A text setting keeps its text; "null" becomes None if the setting may be null. Raises UserError for true
-    or false as a number or a choice.
+    A setting that is text or may be null gets text, or None for "null" if it may be null. Raises UserError
+    for true or false as a number, or one of several words, that may not be null.
     """
     is_optional = type(None) in typing.get_args(setting.type)
     if setting.type is str or is_optional:  # pydantic reads an optional number from text

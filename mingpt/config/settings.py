@@ -30,7 +30,7 @@ LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
-    """Declare a setting. `limits` are ge, gt, lt and le; `affects_result`: it can change a run's result."""
+    """Declare a setting. `limits` are ge, gt, lt, le; `affects_result`: the setting can change the result."""
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
@@ -76,7 +76,7 @@ class DataConfig:
 
 @dataclass(frozen=True, config=RULES)
 class ModelConfig:
-    """The model's architecture and size."""
+    """The model's architecture, size and dropout."""
 
     arch: Literal["gpt2", "modern"] = Field(
         "modern",
@@ -93,7 +93,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=RULES)
 class OptimizerConfig:
-    """The optimizer and its learning rate."""
+    """The optimizer, its learning rate and other hyperparameters, and gradient clipping."""
 
     name: Literal["adamw", "muon"] = Field(
         "muon",
@@ -128,7 +128,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=RULES)
 class TrainerConfig:
-    """The training loop: steps, batches, device, numerics and workers."""
+    """The training loop: steps, batches, evaluation, device, numerics and workers."""
 
     max_steps: int = Field(340, "optimizer steps in the run", ge=0, affects_result=True)
     batch_size: int = Field(
@@ -233,7 +233,7 @@ class SnapshotConfig:
 
 @dataclass(frozen=True, config=RULES)
 class ReportConfig:
-    """Reports beside the run's own files."""
+    """Reports to TensorBoard or an experiment tracker, beside the run's own records."""
 
     tensorboard: bool = Field(False, "also write events for TensorBoard to run_dir/tensorboard")
     tracker: Optional[Literal["wandb", "trackio"]] = Field(
@@ -258,7 +258,7 @@ class Config:
 
 
 def check(config: Config) -> None:
-    """Raises UserError if two settings contradict each other or a setting has the wrong form."""
+    """Raise UserError if two settings contradict each other or a setting has the wrong form."""
     model, trainer = config.model, config.trainer
     if not config.run_dir or "://" in config.run_dir or "\0" in config.run_dir:
         raise UserError(f"run_dir must be a local folder, not {config.run_dir!r}; snapshot.path may be a URL")
@@ -296,7 +296,7 @@ def check(config: Config) -> None:
 
 
 def check_workers(config: Config, workers: int) -> None:
-    """Raises UserError if a step has fewer micro-batches than `workers`, with which a job starts."""
+    """Raise UserError if a step has fewer micro-batches than the number of `workers` that a job starts."""
     batch_size, micro_batch_size = config.trainer.batch_size, config.trainer.micro_batch_size
     micro_batches = batch_size // micro_batch_size
     if micro_batches >= workers:
@@ -313,7 +313,7 @@ def check_workers(config: Config, workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The facts of one setting of Config; `key` is dotted, such as "model.n_layer"."""
+    """The declaration of one setting of Config; `key` is dotted, such as "model.n_layer"."""
 
     key: str
     type: Any
@@ -323,7 +323,7 @@ class Setting:
     limits: dict[str, float]  # {"at least": 1}
 
     def allowed(self) -> str:
-        """Return the values that the setting may take in words, such as "a whole number at least 1"."""
+        """Return, in words, the values that the setting may take, such as "a whole number at least 1"."""
         if self.key in AUTO_OR:
             return AUTO_OR[self.key]
         options = [kind for kind in typing.get_args(self.type) if kind is not type(None)]
@@ -336,7 +336,7 @@ class Setting:
 
 
 def describe_kind(kind: Any, limits: dict[str, float]) -> str:
-    """The values of int, float, bool, str or a Literal of texts, in words; {words: limit} bounds a number."""
+    """Return in words the values of int, float, bool, str or a Literal of texts; `limits` bound a number."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -346,14 +346,14 @@ def describe_kind(kind: Any, limits: dict[str, float]) -> str:
 
 
 def find_limits(rules: Iterable[Any]) -> dict[str, float]:
-    """The limits of a field, as {"at least": 1}, from the rules that pydantic keeps for it."""
+    """Return the limits of a field, such as {"at least": 1}, from pydantic's rules for the field."""
     return {
         words: getattr(rule, kind) for rule in rules for kind, words in LIMITS.items() if hasattr(rule, kind)
     }
 
 
 def settings() -> dict[str, Setting]:
-    """Return {dotted key: Setting} for every setting, in the order of this page."""
+    """Return {dotted key: Setting} for every setting, in the order of Config's fields."""
     found = {}
 
     def walk(section: Any, prefix: str) -> None:
@@ -384,7 +384,7 @@ def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return {dotted key: value} of a nested configuration's settings that can change the result.
 
-    A setting that it lacks has its default; keys that are no settings are left out.
+    A setting that the configuration lacks has its default; keys that are no settings are left out.
     """
     given = flatten(dict(config))
     known = settings().items()
@@ -392,16 +392,19 @@ def result_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return "key: old -> new" of each setting that can change the result and differs; both are nested."""
+    """Return "key: old -> new" for each setting that can change the result and differs.
+
+    `old` and `new` are nested configurations.
+    """
     was, now = result_settings(old), result_settings(new)
     return [f"{key}: {was[key]} -> {now[key]}" for key in was if was[key] != now[key]]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as nested dictionaries, as a config file spells it; URLs without credentials."""
+    """Return the configuration as nested dictionaries, as in a config file; URLs are without credentials."""
     return redact_all(dataclasses.asdict(config))
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML, which `cli.parse` reads back, without the credentials of URLs."""
+    """Return the configuration as YAML that `cli.parse` can read; URLs are without credentials."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)

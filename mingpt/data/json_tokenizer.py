@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # punctuation and line breaks.
 CUT = re.compile(r"(?<=\S)\n")
 CUT_IN_A_LINE = re.compile(r"(?<=\S)[\n ]")
-KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # all of Split but Removed
+KEEPS_TEXT = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # Split's, except Removed
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>")
 PIECE_CHARACTERS = 1 << 16
 PIECES_AT_ONCE = 16  # few: while it encodes, the package needs about 100 bytes per token
@@ -35,19 +35,19 @@ MAX_TOKENS = 1 << 24  # arrays have an element for each number up to the highest
 
 
 def byte_alphabet() -> set[str]:
-    """The 256 characters that stand for bytes in a byte-level vocabulary, as GPT-2 has them."""
+    """Return the 256 characters that stand for bytes in a byte-level vocabulary such as GPT-2's."""
     from tokenizers import pre_tokenizers
 
     return set(pre_tokenizers.ByteLevel.alphabet())
 
 
 def decodes_bytes(spec: dict[str, Any]) -> bool:
-    """Whether tokens decode to their bytes, joined: whether the decoder is ByteLevel alone."""
+    """Return whether decoding joins the bytes of the tokens: whether the decoder is ByteLevel alone."""
     return [part.get("type") for part in parts_of(spec.get("decoder"), "decoders")] == ["ByteLevel"]
 
 
 def encodes_bytes(spec: dict[str, Any]) -> bool:
-    """Whether the tokens of any text surely stand for exactly its UTF-8 bytes; the model must be a BPE."""
+    """Return whether the tokens of any text surely stand for exactly its UTF-8 bytes, given a BPE model."""
     *before, last = parts_of(spec.get("pre_tokenizer"), "pretokenizers") or [{}]
     model = spec["model"]
     return (
@@ -64,14 +64,14 @@ def encodes_bytes(spec: dict[str, Any]) -> bool:
 
 
 def is_altered(token: dict[str, Any], model: dict[str, Any]) -> bool:
-    """Whether an added token may stand for other bytes of a text than its own; False for a special one."""
+    """Return whether an added token that is not special may stand for other bytes than its content's."""
     is_spelled_in_bytes = token["content"] in model["vocab"] and not token["content"].isascii()
     takes_blanks = token.get("lstrip") or token.get("rstrip")
     return not token.get("special") and bool(is_spelled_in_bytes or takes_blanks)
 
 
 def can_be_cut(spec: dict[str, Any]) -> bool:
-    """Whether, for any text, the pieces of `split_text` surely have the tokens of the whole, if joined."""
+    """Return whether the joined tokens of `split_text`'s pieces are surely the tokens of the whole text."""
     split = spec.get("pre_tokenizer") or {}
     return (
         spec.get("normalizer") is None
@@ -85,7 +85,7 @@ def can_be_cut(spec: dict[str, Any]) -> bool:
 
 
 def parts_of(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the members of a Sequence, which are under the key `name`; else [part], or [] for None."""
+    """Return the members of a Sequence, which are under the key `name`; [part] for others, [] for None."""
     if part is None:
         return []
     return part[name] if part.get("type") == "Sequence" else [part]
@@ -99,7 +99,7 @@ def split_text(text: str, size: int) -> Iterator[str]:
     """Yield pieces that join to `text`. Each but the last has at least `size` characters, maybe far more.
 
     The next piece begins with a line break, if there is one within `size` further characters, else with the
-    next line break or space. Only one that follows a character other than whitespace counts.
+    next line break or space. Either counts only after a character other than whitespace.
     """
     start = 0
     while start < len(text):
@@ -119,7 +119,7 @@ class JsonTokenizer(Tokenizer):
     stored_as_tensor = True
 
     def __init__(self, content: bytes) -> None:
-        """Raises ValueError if no usable tokenizer.json is given, UserError if the package is missing."""
+        """Parse a tokenizer.json. Raises ValueError if it is unusable, UserError without `tokenizers`."""
         self._content = content
         self._tokenizer = load_with_package(content)
         spec: dict[str, Any] = json.loads(content)
@@ -159,11 +159,14 @@ class JsonTokenizer(Tokenizer):
         return self._content
 
     def __len__(self) -> int:
-        """The highest token + 1; the vocabulary may leave numbers below it out."""
+        """The highest token + 1, which may be more than the vocabulary's size: some numbers may be unused."""
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """The text's tokens, (tokens,), in the smallest unsigned type. UserError for a lone surrogate."""
+        """Return a text's tokens, (tokens,), in the smallest unsigned type.
+
+        Raises UserError for a lone surrogate.
+        """
         pieces = split_text(text, PIECE_CHARACTERS) if self._can_be_cut else iter([text])
         arrays = [np.empty(0, dtype=self._dtype)]
         while some := list(islice(pieces, PIECES_AT_ONCE)):
@@ -171,7 +174,7 @@ class JsonTokenizer(Tokenizer):
         return np.concatenate(arrays)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, encoded on all cores. Raises UserError for a lone surrogate."""
+        """Return the tokens of each text, encoded on all cores. Raises UserError for a lone surrogate."""
         for text in texts:
             check_unicode(text)  # some versions of the package raise TypeError, others encode other text
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # from 0.20.1
@@ -179,14 +182,14 @@ class JsonTokenizer(Tokenizer):
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the tokens, without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return "".join(self.decode_pieces(tokens))
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
         """Yield the text in pieces as tokens arrive; an incomplete character waits for its bytes, or the end.
 
-        A decoder may treat the first token specially, and turns an incomplete character into U+FFFD. Tokens
-        are therefore decoded together with the tokens of the piece before.
+        Tokens are decoded together with those of the piece before, as a decoder may treat the first token
+        specially. A piece that ends in U+FFFD is held back, as its last character may be incomplete.
         """
         before: list[int] = []
         pending: list[int] = []
@@ -206,9 +209,9 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray | None:
-        """The number of bytes per token, (vocabulary,) int64; 0 for special tokens and unused numbers.
+        """Return the number of bytes per token, (len(self),) int64; 0 for special tokens and unused numbers.
 
-        None unless the tokens of any text surely stand for all its bytes.
+        Return None unless the tokens of any text surely stand for all its bytes.
         """
         if not self._has_bytes or any(self._is_in_texts(token) for token in self._is_special):
             return None
@@ -220,7 +223,7 @@ class JsonTokenizer(Tokenizer):
         return sizes
 
     def loses(self, text: str) -> bool:
-        """Whether decoding changes the first LOSS_CHARACTERS by more than whitespace at their ends."""
+        """Return whether decoding changes more of the first LOSS_CHARACTERS than whitespace at their ends."""
         if self.token_bytes() is not None:
             return False
         beginning = text[:LOSS_CHARACTERS]
@@ -228,7 +231,7 @@ class JsonTokenizer(Tokenizer):
         return decoded.strip() != beginning.strip()
 
     def _is_in_texts(self, token: int) -> bool:
-        """Whether this added token is special, so has no bytes, and yet may be a token of plain text."""
+        """Return whether this added token is special, so counts no bytes, but plain text may encode to it."""
         string = self._tokenizer.id_to_token(token) or ""
         return self._is_special[token] and token in self._encode_one(string).ids
 
@@ -248,7 +251,7 @@ class JsonTokenizer(Tokenizer):
         return next((token for token in named if self._is_special.get(token)), None)
 
     def tokens_by_meaning(self) -> dict[Any, int]:
-        """{(string, is special, is byte-level): token}; tokens of one key mean the same in any tokenizer."""
+        """Return {(string, is special, is byte-level): token}; equal keys mean the same in any tokenizer."""
         return {
             (name, self._is_special.get(token, False), self.is_byte_level): token
             for name, token in self._ids.items()
@@ -256,9 +259,9 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_with_package(content: bytes) -> "PackageTokenizer":
-    """Return the package's tokenizer for a tokenizer.json, set to encode as `JsonTokenizer` describes.
+    """Return the package's Tokenizer for a tokenizer.json, set to encode as `JsonTokenizer` describes.
 
-    Raises ValueError for other content, UserError if the package is missing.
+    Raises ValueError for other content, UserError if the package `tokenizers` is missing.
     """
     try:
         from tokenizers import Tokenizer as PackageTokenizer
@@ -280,7 +283,7 @@ def load_with_package(content: bytes) -> "PackageTokenizer":
 
 
 def check_unicode(text: str) -> None:
-    """Raises UserError naming the first character that UTF-8 cannot encode."""
+    """Raise UserError, naming the first one, if UTF-8 cannot encode a character of the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -294,7 +297,7 @@ def check_unicode(text: str) -> None:
 def parse_tokenizer_json(content: bytes) -> Tokenizer:
     """Return a CharTokenizer, which needs no package, if one has written the file; else a JsonTokenizer.
 
-    Raises ValueError for content that cannot be used, UserError if the package is missing.
+    Raises ValueError for content that cannot be used, UserError if the package `tokenizers` is missing.
     """
     return CharTokenizer.from_tokenizer_json(content) or JsonTokenizer(content)
 

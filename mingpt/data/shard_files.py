@@ -28,7 +28,7 @@ UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # a fingerprint (a hash) covers the first block, the last and two between
-VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not medieval, nor eval
+VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
 
@@ -46,7 +46,7 @@ class FileMeta(pydantic.BaseModel):
 
 
 class Meta(pydantic.BaseModel):
-    """The fields of a finished meta.json that this program uses; there may be others."""
+    """The fields of a finished meta.json that this program uses; other fields are ignored."""
 
     format: Literal[1]
     complete: Literal[True]
@@ -68,10 +68,11 @@ class ShardFile:
 
 
 def find_files(path: str) -> tuple[Path, list[str], bool]:
-    """The folder, the names of the files to read in any order, and whether `path` is the whole folder.
+    """Return the shards' folder, the unsorted names of the files to read, and whether `path` is the folder.
 
-    `path` is a folder, a pattern, or a file, which may be missing. Raises UserError if a folder cannot be
-    read, if a folder or pattern has no .bin file, or if a pattern matches files in several folders.
+    `path` is a folder, whose .bin files are all read, a pattern, or a file, which may be missing. Raises
+    UserError if a folder cannot be read, if a folder has or a pattern matches no .bin file, or if a pattern
+    matches files in several folders.
     """
     whole = os.path.isdir(path)
     if whole:
@@ -105,14 +106,15 @@ def has_pattern(path: str) -> bool:
 
 
 def is_validation(name: str) -> bool:
-    """Whether `val`, `valid` or `validation`, in lower case, is in the name with no letter beside it."""
+    """Return whether the name has `val`, `valid` or `validation`, in lower case, with no letter beside it."""
     return VALIDATION.search(name) is not None
 
 
 def in_order(folder: Path, names: Iterable[str]) -> list[str]:
-    """The names in the order of reading: training before validation, then by prefix and number (_2, _10).
+    """Return the names in the order of reading: training before validation, then by prefix, then by number.
 
-    Raises UserError naming the first file missing between two of one prefix, or two files with one number.
+    The number is compared as such, so _2 precedes _10. Raises UserError if two files of one prefix have the
+    same number, or if a number between two is missing; it names these two or the missing file.
     """
     by_key: dict[tuple[bool, str, int], str] = {}
     for name in names:
@@ -138,10 +140,10 @@ def in_order(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
-    """Check a file's size, and return it with its fingerprint. `entry` is its entry in meta.json, if any.
+    """Check a file's header and size; return the file's layout and fingerprint as a ShardFile.
 
-    Raises UserError, naming the file, if it cannot be read, or unless its size agrees with its header or name
-    and with `entry`. The SHA-256 in `entry` is not checked; the fingerprint depends on it.
+    `entry` is the file's entry in meta.json, if any: its size must agree, its SHA-256 is not checked, but is
+    part of the fingerprint. Raises UserError, naming the file, if the file cannot be read or used.
     """
     try:
         with open(path, "rb") as file:
@@ -164,9 +166,10 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
 
 
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
-    """The number of tokens, the first token's byte offset and the tokens' type, of a file of `size` bytes.
+    """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
 
-    Raises UserError, naming the file, unless `size` agrees with the header, its first HEADER_BYTES, or name.
+    `header` is the file's first HEADER_BYTES, `size` its length in bytes. Raises UserError, naming the file,
+    for an unknown header, or a size that does not agree with the header.
     """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]
@@ -194,7 +197,7 @@ def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]
 
 
 def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
-    """SHA-256 in hex of a file's name, size and 4 KiB at 4 fixed places, which cover a file up to 16 KiB."""
+    """Return the SHA-256 in hex of a file's name, size and 4 evenly spaced blocks, all of it up to 16 KiB."""
     digest = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(name), size))
     last = size - BLOCK_BYTES
     for place in (0, last // 3, last * 2 // 3, last) if last > 0 else (0,):
@@ -204,9 +207,9 @@ def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """The checked content of the folder's meta.json; None if there is none.
+    """Return the checked content of the folder's meta.json; None if there is no such file.
 
-    Raises UserError if it cannot be read, is damaged or another program's, or says that prepare has not
+    Raises UserError if the file cannot be read, is damaged or another program's, or says that prepare has not
     finished.
     """
     path = folder / "meta.json"

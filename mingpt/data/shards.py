@@ -1,7 +1,7 @@
 """Read token shards (nanoGPT's or llm.c's .bin files of tokens) as one array, by windows, never whole.
 
-No file is mapped into memory: a file that is cut short, or a network that fails, would end the process by a
-signal, and the resident memory would grow with the data.
+No file is mapped into memory: if a mapped file were cut short, or its network failed, a signal would end the
+process, and resident memory would grow with the data.
 """
 
 import bisect
@@ -32,9 +32,9 @@ LOCAL = ("file://", "local://")
 
 
 def is_shards(path: str) -> bool:
-    """Whether `data.path` names token shards: a folder, a pattern, or a name that ends in .bin.
+    """Return whether `path`, a data.path, names token shards: a folder, a pattern, or a name ending in .bin.
 
-    A URL is judged by its name alone: nothing is asked over the network.
+    A URL is judged by its name alone, without the network; a file with *, ? or [ in its name is no pattern.
     """
     local = local_path(path)
     if local is None:
@@ -48,7 +48,7 @@ def is_shards(path: str) -> bool:
 
 
 def local_path(path: str) -> str | None:
-    """Return the local path that a path, file:// or local:// URL names, ~ expanded; None for other URLs."""
+    """Return the path, ~ expanded, of a local path, file:// or local:// URL; None for any other URL."""
     for scheme in LOCAL:
         path = path.removeprefix(scheme)
     return None if "://" in path else os.path.expanduser(path)
@@ -56,10 +56,10 @@ def local_path(path: str) -> str | None:
 
 @contextlib.contextmanager
 def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
-    """Open a checked file. An OSError until the block ends becomes one sentence that names the file.
+    """Open a checked file. An OSError, also in the block, becomes an error with one sentence on the file.
 
     Raises UserError if the file is gone, may not be read or has another size than when it was checked, and
-    ExpectedError if reading fails in another way, which may pass.
+    ExpectedError for any other OSError, which may be temporary.
     """
     try:
         with open(file.path, "rb") as stream:
@@ -78,7 +78,7 @@ def open_unchanged(file: ShardFile) -> Iterator[BinaryIO]:
 
 
 class TokenShards:
-    """The tokens `first` to `stop` - 1 of all files, one after the other, as one array, read by windows.
+    """The tokens `first` to `stop` - 1 of the files, taken end to end, as one array, read by windows.
 
     A file is open only while some of it is read, so any thread or forked process may read.
     """
@@ -91,10 +91,10 @@ class TokenShards:
         return self._stop - self._first
 
     def read(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each of `starts` on, also across files; (len(starts), length) int64.
+        """Return `length` tokens from each of `starts` on, across files, too: (len(starts), length) int64.
 
-        Raises IndexError for a window outside of the array, UserError if a file has changed or is gone,
-        ExpectedError if reading fails.
+        Raises IndexError for a window outside of the array, UserError if a file is gone, forbidden or of
+        another size than when it was checked, ExpectedError if reading fails otherwise.
         """
         windows = np.empty((len(starts), length), dtype=np.int64)
         for number, pieces in itertools.groupby(self._pieces(starts, length), key=operator.itemgetter(0)):
@@ -113,7 +113,7 @@ class TokenShards:
         return f"token {token:,} of {self._files[number].path}"
 
     def file_count(self) -> int:
-        """The number of files that hold some of the tokens."""
+        """Return the number of files that hold some of this array's tokens."""
         return self._file_at(self._stop - 1) - self._file_at(self._first) + 1
 
     def _file_at(self, position: int) -> int:
@@ -122,10 +122,10 @@ class TokenShards:
     def _pieces(
         self, starts: Sequence[int] | np.ndarray, length: int
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield the reads, window by window in the order of position, so that a batch opens few files.
+        """Yield the reads of all windows, sorted by position, so that a batch opens few files.
 
-        A read: number of the file, row (place in `starts`), column (place in the window), first token in the
-        file, number of tokens. Raises IndexError for a window outside of the array.
+        A read is (number of the file, row or place in `starts`, column or place in the window, first token in
+        the file, number of tokens). Raises IndexError for a window outside of the array.
         """
         for row in np.argsort(starts).tolist():
             start = int(starts[row])
@@ -143,9 +143,9 @@ class TokenShards:
 class ShardData:
     """Checked token shards, split into a training and a validation part.
 
-    `files` has each file's fingerprint (a hash) by name, in the order of reading; `fingerprint` is the
-    SHA-256 over these in hex. `meta` is the folder's meta.json, if there is one; its `val_bytes` is None if
-    the files that are read are not the files that it lists.
+    `files` has each file's fingerprint (a hash) by name, in the order of reading; `fingerprint` is, in hex,
+    the SHA-256 over these. `meta` is the content of the folder's meta.json, if there is one; its `val_bytes`
+    is replaced by None if the files that are read are not exactly those that meta.json lists.
     """
 
     fingerprint: str
@@ -157,11 +157,12 @@ class ShardData:
 
 
 def open_shards(path: str, val_fraction: float) -> ShardData:
-    """Find, order and check the files of `path`: a folder, a pattern or one .bin file; split them in two.
+    """Find, order and check the files of `path`: a folder, a pattern or one .bin file; split their tokens.
 
-    Files with the word val, valid or validation in their names are for validation, else the last
-    `val_fraction` of the tokens. Raises UserError for a URL, for files that are missing or no whole token
-    shards, if meta.json lists other files than a folder has, or unless each part has at least 2 tokens.
+    Files with the word val, valid or validation in their names are for validation. If there are none, the
+    last `val_fraction` of all tokens is. Raises UserError for a URL, for files that are missing, unreadable
+    or no whole token shards, for an unusable meta.json, if meta.json lists other files than the folder
+    `path` has, or if the training or validation part has fewer than 2 tokens.
     """
     local = local_path(path)
     if local is None:
@@ -204,7 +205,7 @@ def open_shards(path: str, val_fraction: float) -> ShardData:
 
 
 def check_listed(folder: Path, names: Sequence[str], entries: dict[str, Any]) -> None:
-    """Raises UserError unless `names`, the shards in the folder, are those of `entries`, as in meta.json."""
+    """Raise UserError unless `names`, the shards in the folder, are the keys of meta.json's `entries`."""
     different = sorted(entries.keys() ^ set(names))
     if different:
         raise UserError(

@@ -38,15 +38,16 @@ class AbsentFile(UserError):
 
 
 def read_bytes(config: DataConfig) -> bytes:
-    """The bytes at data.path, as `read_cached` reads them. UserError if unreadable, or not of data.sha256."""
+    """Return the bytes at data.path, cached if remote. UserError if unreadable, or not of data.sha256."""
     return read_cached(config.resolved_path, config.sha256, "data.path", "data.sha256")
 
 
 def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: str) -> bytes:
-    """The bytes at a path or URL; remote files are cached, and without `sha256` never downloaded again.
+    """Return the bytes at a path or URL; a remote file is cached.
 
-    Raises UserError if they cannot be read or have another SHA-256 than `sha256` (None accepts any). Its
-    message begins with `setting`, the setting that gives the path, and may name `checksum_setting`.
+    The file is downloaded again only if the cached bytes have another SHA-256 than `sha256` (None accepts
+    any). Raises UserError if the bytes cannot be read, or have another SHA-256 even so. The message begins
+    with `setting`, the setting that gives the path, and may name `checksum_setting`.
     """
     remote = "://" in path and not path.startswith(LOCAL)
     content = read_cache(path) if remote else None
@@ -62,7 +63,7 @@ def read_cached(path: str, sha256: str | None, setting: str, checksum_setting: s
 
 
 def read_cache(url: str) -> bytes | None:
-    """The bytes of a URL from the cache; None if the cache does not have them or cannot be read."""
+    """Return the cached bytes of a URL; None if the cache does not have them or cannot be read."""
     try:
         return cache_path(url).read_bytes()
     except (OSError, RuntimeError) as error:
@@ -71,18 +72,18 @@ def read_cache(url: str) -> bytes | None:
 
 
 def write_cache(url: str, content: bytes) -> None:
-    """Keep a text in the cache for the next start. A failure is logged in one line."""
+    """Write the content of a URL to the cache, for the next start. A failure is only logged."""
     try:
         cached = cache_path(url)
         cached.parent.mkdir(parents=True, exist_ok=True)
-        # Durable, since without data.sha256 nothing tells whether it is complete.
+        # Durable, since without data.sha256 nothing tells whether the cached file is complete.
         write_atomic(cached, content, cached.with_name(f"{cached.name}.{os.getpid()}"), sync="file")
     except (OSError, RuntimeError) as error:
         log.warning(f"{url} is not cached ({error}): the next start downloads it again")
 
 
 def cache_path(url: str) -> Path:
-    """The cache file of a URL. Raises RuntimeError if there is neither XDG_CACHE_HOME nor a home folder."""
+    """Return the cache file of a URL. Raises RuntimeError without XDG_CACHE_HOME and a home folder."""
     place = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(place) if place else Path.home() / ".cache") / "mingpt"
     digest = hashlib.sha256(url.encode(errors="surrogateescape")).hexdigest()
@@ -94,16 +95,16 @@ def has_checksum(content: bytes, sha256: str | None) -> bool:
 
 
 def download(path: str, setting: str) -> bytes:
-    """The bytes at a path or URL, not cached. Raises AbsentFile or UserError, beginning with `setting`."""
+    """Return the bytes at a path or URL, not cached. Raises UserError (AbsentFile if there is no file)."""
     with readable(path, f"{setting} "), fsspec.open(path, "rb") as file:
         return bytes(file.read())
 
 
 @contextlib.contextmanager
 def readable(path: str, begin: str = "") -> Iterator[None]:
-    """Turn an exception in the block, but a UserError, into one that begins with `begin` and the path.
+    """Raise UserError in place of any other Exception of the block, AbsentFile if the file does not exist.
 
-    It is AbsentFile if the file does not exist.
+    The message begins with `begin` and `path`.
     """
     try:
         yield
@@ -124,26 +125,29 @@ def relative_to(path: str) -> str:
 
 
 def failed_request(error: Exception) -> BaseException | None:
-    """What fsspec's HTTP driver hides behind FileNotFoundError: no connection, timeout, refusal; or None."""
+    """Return what fsspec's HTTP driver raised `error` for: no connection, a timeout or a refusal; else None.
+
+    For these the driver raises FileNotFoundError, too, as for 404 and 410, which really mean an absent file.
+    """
     cause = error.__cause__
     is_of_driver = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
     return cause if is_of_driver and getattr(cause, "status", None) not in (404, 410) else None
 
 
 def hint_to_prepare(path: str) -> str:
-    """The way to use a file that `prepare` reads and training does not, for an error message; else ""."""
+    """Return a hint to run `prepare`, for an error message, if only `prepare` can read the file; else ""."""
     name = path.partition("?")[0] if "://" in path else path
     is_for_prepare = name.lower().endswith((*KINDS, *COMPRESSED))
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
-    """Read and parse the tokenizer that `read_named_tokenizer` describes. Raises UserError if that fails."""
+    """Read a tokenizer by `read_named_tokenizer`, and parse it. Raises UserError if either fails."""
     return parse_named_tokenizer(read_named_tokenizer(name, setting), name, setting)
 
 
 def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
-    """The tokenizer in a tokenizer.json's `content`. UserError, with `setting` and `name`, if unusable."""
+    """Parse a tokenizer.json. Raises UserError if it is unusable; the message gives `setting` and `name`."""
     try:
         return parse_tokenizer_json(content)
     except UserError:
@@ -153,10 +157,11 @@ def parse_named_tokenizer(content: bytes, name: str, setting: str) -> Tokenizer:
 
 
 def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
-    """The content of a tokenizer.json; `name` is gpt2, or a path or fsspec URL of the .json or its folder.
+    """Return the content of a tokenizer.json. `name` is gpt2, or a path or URL of the file or its folder.
 
-    A folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead. Raises
-    UserError, which begins with `setting`, for files that cannot be read.
+    A folder may hold GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe, instead: these, and
+    the files that are downloaded for gpt2, are joined to a tokenizer.json. Raises UserError, which begins
+    with `setting`, for files that cannot be read or used.
     """
     if name == "gpt2":
         vocab, merges = (
@@ -170,7 +175,7 @@ def read_named_tokenizer(name: str, setting: str = "data.tokenizer") -> bytes:
 
 
 def read_folder(folder: str, setting: str) -> bytes:
-    """The content of the folder's tokenizer.json, or of one made from GPT-2's two files; else UserError."""
+    """Return the folder's tokenizer.json, or one made from GPT-2's two files. Raises UserError otherwise."""
     try:
         return download(f"{folder}/tokenizer.json", setting)
     except AbsentFile:
@@ -190,7 +195,7 @@ def read_folder(folder: str, setting: str) -> bytes:
 
 
 def join_vocabulary(vocab: bytes, merges: bytes, source: str) -> bytes:
-    """Make a tokenizer.json from GPT-2's two files. UserError, beginning with `source`, for another form."""
+    """Make a tokenizer.json from GPT-2's two files. Raises UserError, naming `source`, for another form."""
     try:
         tokens = parse_json(vocab)
         ids = sorted(tokens.items(), key=lambda item: item[1])

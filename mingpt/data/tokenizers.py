@@ -17,23 +17,23 @@ from mingpt.base.files import parse_json
 
 
 class Tokenizer(ABC):
-    """Encodes text to tokens, decodes them, and turns itself into bytes for a snapshot."""
+    """A tokenizer: encodes text, decodes tokens, and turns itself into bytes for a snapshot."""
 
     stored_as_tensor = False  # whether a snapshot keeps the bytes as a tensor: too many for its manifest
 
     @classmethod
     @abstractmethod
     def train(cls, text: str) -> "Tokenizer":
-        """Make the tokenizer for a text. Raises UserError for a kind that is not made from the run's text."""
+        """Make a tokenizer from a text. Raises UserError for a class that is not made from the run's text."""
 
     @classmethod
     @abstractmethod
     def from_bytes(cls, content: bytes) -> "Tokenizer":
-        """The tokenizer whose `to_bytes` gave this content. ValueError for other bytes or no package."""
+        """Return the tokenizer whose `to_bytes` gave `content`. ValueError for other bytes or no package."""
 
     @abstractmethod
     def to_bytes(self) -> bytes:
-        """The whole tokenizer as UTF-8 text, for a snapshot."""
+        """Return the whole tokenizer as UTF-8 text, for a snapshot."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -41,62 +41,66 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Encode a text as (tokens,) in the smallest unsigned type. UserError if it cannot be encoded."""
+        """Return a text's tokens, (tokens,), in the smallest unsigned type.
+
+        Raises UserError if the text cannot be encoded.
+        """
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text; see `encode`."""
+        """Return the tokens of each text, as `encode` does for one."""
         return [self.encode(text) for text in texts]
 
     def first_token_bytes(self, text: str) -> int:
-        """The number of UTF-8 bytes of `text` that its first token covers; 0 if it has no token."""
+        """Return the number of UTF-8 bytes of `text` that its first token covers; 0 if it has no token."""
         return len(self.decode(self.encode(text)[:1].tolist()).encode())
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens below len(self) without special tokens; bytes that are not UTF-8 give U+FFFD."""
+        """Return the text of tokens below len(self), without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def decode_pieces(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of tokens as they arrive, in whole characters; joined, the result of `decode`."""
+        """Yield the text of tokens as they arrive, in whole characters, which join to that of `decode`."""
         for token in tokens:
             yield self.decode([token])
 
     def token_bytes(self) -> np.ndarray | None:
-        """The number of UTF-8 bytes that each token stands for, (vocabulary,) int64; 0 for special tokens.
+        """Return the number of UTF-8 bytes of each token, (len(self),) int64; 0 for special tokens.
 
-        None where the number does not depend on the token alone.
+        Return None if the number does not depend on the token alone.
         """
         return None
 
     def loses(self, text: str) -> bool:
-        """Whether the tokens of `text`, or of its beginning, lack more than whitespace at its ends."""
+        """Return whether encoding loses more of `text`, or of its beginning, than whitespace at the ends."""
         return False
 
     @property
     def end_of_text(self) -> int | None:
-        """The token that ends a document, if there is one."""
+        """The token that ends a document; None if there is none."""
         return None
 
     def default_prompt(self) -> list[int]:
-        """The tokens that a sample begins with if no prompt is given: the end-of-text, else a line break.
+        """Return the tokens that a sample without a prompt begins with: `end_of_text`, else a line break.
 
-        It is token 0 for a tokenizer without an end-of-text that drops line breaks.
+        Return [0] if there is no `end_of_text` and a line break has no token.
         """
         end = self.end_of_text
         return [end] if end is not None else self.encode("\n").tolist() or [0]
 
     def to_tokenizer_json(self) -> bytes | None:
-        """The content of a tokenizer.json for Hugging Face's tokenizers; None if there is no such form."""
+        """Return a tokenizer.json for Hugging Face's tokenizers; None for a class that has no such form."""
         return None
 
     def tokens_by_meaning(self) -> dict[Any, int]:
-        """{a token's meaning: token}. If a run starts with other weights, embedding rows follow the meanings.
+        """Return {a token's meaning: token}. By default no meaning occurs in another tokenizer.
 
-        By default a token means the same only in tokenizers with the same fingerprint.
+        A run that starts with the weights of a model with another tokenizer takes over the embedding rows of
+        tokens that have the same meaning in both.
         """
         return {(self.fingerprint(), token): token for token in range(len(self))}
 
     def fingerprint(self) -> str:
-        """A SHA-256 in hex, the same for tokenizers of the same kind and content."""
+        """Return a SHA-256 in hex, the same for tokenizers of the same class and content."""
         return hashlib.sha256(type(self).__name__.encode() + self.to_bytes()).hexdigest()
 
 
@@ -104,14 +108,14 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {}  # by kind, which `data.tokenizer` m
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
-    """The name under which the tokenizer's class is registered."""
+    """Return the name of the tokenizer's class in TOKENIZERS."""
     return next(kind for kind, registered in TOKENIZERS.items() if type(tokenizer) is registered)
 
 
 def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
-    """The tokenizer of this kind whose `to_bytes` gave `content`, as a snapshot carries it.
+    """Return the tokenizer of this kind, a name in TOKENIZERS, whose `to_bytes` gave `content`.
 
-    Raises ValueError for an unknown kind, for other bytes, or if a package that it needs is missing.
+    Raises ValueError for an unknown kind, for other bytes, or if a package that the kind needs is missing.
     """
     if kind not in TOKENIZERS:
         raise ValueError(f"there is no tokenizer {kind!r}; there are {', '.join(TOKENIZERS)}")
@@ -119,7 +123,7 @@ def load_tokenizer(kind: str, content: bytes) -> Tokenizer:
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character: its place among the distinct ones of the text trained on, by code point."""
+    """A tokenizer with one token per character: its place among a text's distinct characters, sorted."""
 
     def __init__(self, characters: str) -> None:
         if not 0 < len(characters) <= sys.maxunicode + 1:
@@ -145,7 +149,7 @@ class CharTokenizer(Tokenizer):
         return len(self.characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens, (len(text),). Raises UserError naming the first character outside of the vocabulary."""
+        """Return the tokens, (len(text),). Raises UserError for an unknown character, which it names."""
         codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
         dtype = np.min_scalar_type(len(self) - 1)
         table = np.zeros(int(max(codes.max(initial=0), self._codes[-1])) + 1, dtype=dtype)
@@ -171,7 +175,7 @@ class CharTokenizer(Tokenizer):
         return self.encode("\n" if "\n" in self.characters else self.characters[0]).tolist()
 
     def to_tokenizer_json(self) -> bytes:
-        """A tokenizer.json with one word per character: WordLevel after a split at every character."""
+        """Return a tokenizer.json with one word per character: WordLevel after a split at every character."""
         every_character = {"Regex": r"[\s\S]"}
         split = {"type": "Split", "pattern": every_character, "behavior": "Isolated", "invert": False}
         vocab = {character: token for token, character in enumerate(self.characters)}
@@ -190,7 +194,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_tokenizer_json(cls, content: bytes) -> "CharTokenizer | None":
-        """The tokenizer whose `to_tokenizer_json` gave this content; None for any other content."""
+        """Return the tokenizer whose `to_tokenizer_json` gave this content; None for any other content."""
         try:
             tokenizer = cls("".join(parse_json(content)["model"]["vocab"]))
         except (ValueError, TypeError, KeyError):

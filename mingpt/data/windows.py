@@ -1,8 +1,8 @@
 """Turn a text or token shards into tokens and windows, and choose the windows that each worker reads.
 
-The data are split first: the model never trains on the validation part, whose characters a tokenizer may
-know. A window is `block_size + 1` neighbouring tokens: an input, and its targets one token to the right. The
-order of windows is a seeded permutation per epoch, cut into micro-batches.
+The data are split first, and the model never trains on the validation part; only a tokenizer may be made from
+all of a text. A window is `block_size + 1` neighbouring tokens: an input, and its targets one token to the
+right. The order of windows is a seeded permutation per epoch, cut into micro-batches.
 """
 
 import hashlib
@@ -57,15 +57,15 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def __getitems__(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the windows that begin at `starts`, each (len(starts), block_size) int64."""
+        """Return inputs and targets of the windows at `starts`, each (len(starts), block_size) int64."""
         windows = self.read(starts, self.block_size + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def read(self, starts: Sequence[int], length: int) -> Tensor:
-        """The `length` tokens from each of `starts` on, (len(starts), length) int64.
+        """Return the `length` tokens from each of `starts` on, (len(starts), length) int64.
 
-        Raises IndexError past the end; with shards also UserError for a token outside of the vocabulary, and
-        the errors of `TokenShards.read`.
+        Raises IndexError past the end; with shards also UserError for a token outside of the vocabulary or a
+        file that is gone or has changed, and ExpectedError if reading fails otherwise.
         """
         if isinstance(self.tokens, Tensor):
             return self.tokens[torch.as_tensor(starts).unsqueeze(1) + torch.arange(length)].long()
@@ -84,8 +84,8 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield the windows that begin at `starts` in batches: (inputs, targets, then both on `device`).
 
-        `starts`, which may be endless, is read ahead; the last batch may be smaller. The errors of `read` for
-        a batch of shards are raised after the batches before it.
+        `starts`, which may be endless, is read ahead; the last batch may be smaller. With shards, an error of
+        `read` for a batch is raised only after the batches before it are yielded.
         """
         remaining = iter(starts)
         if isinstance(self.tokens, Tensor):
@@ -104,20 +104,21 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
     def split(
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the windows of (inputs, targets), already read, as batches in the form of `batches`."""
+        """Split `on_cpu`, the (inputs, targets) of many windows, and yield batches as `batches` does."""
         on_device = [part.to(device) for part in on_cpu]
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> "EvalBatches":
-        """Batches of all windows end to end or, if that is fewer, of `max_windows` evenly spaced windows."""
+        """Return batches of all windows end to end, or of `max_windows`, evenly spaced, if that is fewer."""
         return EvalBatches(self, batch_size, max_windows)
 
 
 class EvalBatches(Sequence[tuple[Tensor, Tensor]]):
     """Batches of inputs and targets, each (<= batch_size, block_size) int64, read on access.
 
-    Every token but the first is a target exactly once; a shorter last window is a batch of its own. If
-    `max_windows` is fewer, the batches have that number of evenly spaced whole windows instead.
+    The windows lie end to end: every token but the first is a target exactly once, and a last window of fewer
+    than `block_size` targets is a batch of its own. If `max_windows` is less than the number of these
+    windows, the batches have `max_windows` evenly spaced whole windows instead.
     """
 
     def __init__(self, dataset: CharDataset, batch_size: int, max_windows: int | None) -> None:
@@ -144,7 +145,7 @@ class EvalBatches(Sequence[tuple[Tensor, Tensor]]):
 
 
 def mix(*numbers: int) -> int:
-    """A 64-bit hash of `numbers` and their order (SplitMix64's finalizer, Steele et al. 2014)."""
+    """Return a 64-bit hash of `numbers` and their order (SplitMix64's finalizer, Steele et al. 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + GOLDEN) & MASK_64
@@ -155,11 +156,11 @@ def mix(*numbers: int) -> int:
 
 
 def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """The images of `indices` under a keyed permutation of range(size); (N,) uint64 to (N,) uint64.
+    """Return the images of `indices` under a permutation of range(size) that `key` chooses, (N,) uint64.
 
-    Its memory does not grow with `size`: a balanced Feistel network over the next power of four, repeated
-    until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). numpy and
-    torch promise no stable random streams across versions, so this program has its own.
+    Memory does not grow with `size`: the permutation is a balanced Feistel network over the next power of
+    four, repeated until the result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"). numpy and torch promise no stable permutations across versions, so this program has its own.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -180,14 +181,14 @@ def permute(indices: np.ndarray, size: int, key: int) -> np.ndarray:
 class ElasticSampler(DistributedSampler[int]):
     """Assign the windows of a shuffled epoch to any number of workers.
 
-    The order depends on (seed, epoch) alone: if another number of workers goes on, each window of the epoch
-    is still read exactly once. The whole state is `windows_seen`, one integer: the windows that all workers
-    have read before this sampler. `seek` sets it, iterating does not.
+    The order depends on the data, `seed` and the epoch alone: if another number of workers goes on, each
+    window of the epoch is still read exactly once. The only state is the integer `windows_seen`, the number
+    of windows that all workers together read before iteration begins. `seek` sets it, iterating does not.
 
-    An epoch's windows lie end to end from an offset that the epoch draws, in the order of a permutation. A
-    step takes the next `batch_size` windows, across the end of an epoch too, in micro-batches of
-    `micro_batch_size`. Iterating yields the start of each of this worker's windows, from `windows_seen` on,
-    without end; nothing for a worker without micro-batches.
+    An epoch's windows lie end to end from a random offset, and are read in a random order. A step takes the
+    next `batch_size` windows, across the end of an epoch, too, in micro-batches of `micro_batch_size`.
+    Iterating yields the start of each of this worker's windows, from `windows_seen` on, without end; nothing
+    for a worker without micro-batches.
     """
 
     def __init__(
@@ -212,14 +213,14 @@ class ElasticSampler(DistributedSampler[int]):
         self.windows_seen = 0
 
     def seek(self, windows_seen: int) -> None:
-        """Let iterating begin after the run's first `windows_seen` windows, whoever has read them. O(1)."""
+        """Let iteration begin after the first `windows_seen` windows of the run, in constant time."""
         self.windows_seen = windows_seen
 
     def micro_batches_by_rank(self) -> list[range]:
-        """The micro-batches that each rank reads, out of the m micro-batches of a step.
+        """Return the micro-batches that each rank reads, out of the m micro-batches of a step.
 
-        Rank r of n reads range(r * m // n, (r + 1) * m // n): contiguous shares that differ by one at most;
-        with `takes_turns`, r, r + n, r + 2 n, ... Surplus workers read none.
+        Rank r of n reads range(r * m // n, (r + 1) * m // n): contiguous shares whose sizes differ by one at
+        most; with `takes_turns` it reads r, r + n, r + 2 n, ... If n > m, n - m ranks read none.
         """
         count, workers = self.batch_size // self.micro_batch_size, self.num_replicas
         if self.takes_turns:
@@ -230,7 +231,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self.micro_batches_by_rank()[self.rank]
 
     def window_starts(self, first: int, count: int) -> np.ndarray:
-        """The positions where `count` windows begin, from window number `first` of the run on; (count,)."""
+        """Return the positions where `count` windows of the run begin, from number `first` on, (count,)."""
         starts = []
         while count:
             epoch, place = divmod(first, self.windows_per_epoch)
@@ -265,13 +266,13 @@ class Corpus:
     tokenizer: Tokenizer | None
     vocab_size: int  # rows of the embedding; at least the tokenizer's size
     fingerprint: str  # of the data, 64 hexadecimal digits
-    files: Mapping[str, str] = field(default_factory=dict)  # fingerprints of token shards; none for a text
+    files: Mapping[str, str] = field(default_factory=dict)  # {shard's name: fingerprint}; empty for a text
     val_bytes: int | None = None  # of the validation text in UTF-8, after its first token; None: unknown
     entropy_floor: float | None = None  # nats per token of the validation part, if known
 
 
 class TextData:
-    """A text, not yet split. Raises UserError if it is empty, not UTF-8, or named .jsonl or .ndjson."""
+    """A text, not yet split. Raises UserError if it is empty, not UTF-8, or named *.jsonl or *.ndjson."""
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
         if not content:
@@ -294,14 +295,14 @@ Data = TextData | ShardData
 
 
 def open_data(config: DataConfig) -> Data:
-    """Read the text or the token shards of `data.path` on this machine. Raises UserError if unusable."""
+    """Read the text, or open the token shards, of data.path on this machine. Raises UserError if unusable."""
     if is_shards(config.path):
         return open_shards(config.path, config.val_fraction)
     return TextData(read_bytes(config), config)
 
 
 def make_corpus(content: bytes, config: DataConfig) -> Corpus:
-    """The corpus of a text, with the tokenizer that `train_tokenizer` makes of it; no tokenizer.json is read.
+    """Return the Corpus of a text, `content`, encoded by the tokenizer that `train_tokenizer` makes of it.
 
     Raises UserError for an unusable text, KeyError if data.tokenizer is neither auto nor in TOKENIZERS.
     """
@@ -310,11 +311,12 @@ def make_corpus(content: bytes, config: DataConfig) -> Corpus:
 
 
 def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: int | None = None) -> Corpus:
-    """The corpus of the data. A text is encoded by `tokenizer`, which it needs; shards stay as they are.
+    """Return the Corpus of `data`. `tokenizer`, which a text needs, encodes it; shards are tokens already.
 
-    `rows`, the number of embedding rows of a model to continue, becomes `vocab_size` unchecked. The last
-    `data.val_fraction` of a text is for validation. Raises UserError if a part is shorter than a window, if
-    the tokenizer cannot encode the text or, without `rows`, if it has more tokens than data.vocab_size.
+    The last `data.val_fraction` of a text is for validation. `rows`, the number of embedding rows of a model
+    to continue, becomes `vocab_size` without a comparison with the tokenizer. Raises UserError if the
+    training or validation part is shorter than a window, if the tokenizer cannot encode the text or, without
+    `rows`, if it has more tokens than data.vocab_size.
     """
     meta = data.meta if isinstance(data, ShardData) else None
     vocab_size = rows or vocabulary_size(config, tokenizer, meta)
@@ -344,15 +346,18 @@ def tokenize(data: Data, config: DataConfig, tokenizer: Tokenizer | None, rows: 
 
 
 def train_tokenizer(data: TextData, config: DataConfig) -> Tokenizer:
-    """Make a tokenizer of this text, of the kind `data.tokenizer` (auto: char). KeyError if it is no kind."""
+    """Make a tokenizer of a text, of the kind that data.tokenizer names; auto means char.
+
+    Raises KeyError if TOKENIZERS lacks the kind, UserError if tokenizers of this kind are not made of a text.
+    """
     return TOKENIZERS["char" if config.tokenizer == "auto" else config.tokenizer].train(data.text)
 
 
 def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[str, Any] | None) -> int:
-    """The number of rows of a new model's embedding: data.vocab_size, else the tokenizer's tokens.
+    """Return the number of rows of a new model's embedding: data.vocab_size, else the tokenizer's size.
 
-    Without both, it is what `meta`, the content of the shards' meta.json, says, else GPT-2's. Raises
-    UserError if `data.vocab_size` has fewer rows than the tokenizer has tokens.
+    Without both, it is the size in `meta`, the content of the shards' meta.json, else GPT-2's. Raises
+    UserError if data.vocab_size is less than the tokenizer's size.
     """
     size = meta["tokenizer"]["vocab_size"] if meta else GPT2_VOCABULARY
     size = size if tokenizer is None else len(tokenizer)
@@ -362,7 +367,7 @@ def vocabulary_size(config: DataConfig, tokenizer: Tokenizer | None, meta: dict[
 
 
 def entropy_floor(config: DataConfig, fingerprint: str) -> float | None:
-    """The nats per character in the .json beside the text, if it describes this text and split, else None."""
+    """Return the nats per character that a .json beside the text gives for this text and split, else None."""
     beside = Path(config.resolved_path.removeprefix("file://")).with_suffix(".json")
     try:
         about = read_json(beside)

@@ -3,8 +3,8 @@
 With trainer.compile=auto a new run is compiled if that saves the time of the first compilation twice. The
 choice is a function of the configuration, the vocabulary and the kind of device alone, so that it is the same
 for any number of workers and on every machine of a kind. Times are therefore estimates: planned FLOPs at the
-rates in COSTS. A wrong rate costs time, and never the promise of the same bits. A resumed run keeps
-to its choice.
+rates in COSTS. A wrong rate can cost time, but does not make the choice depend on the workers or the machine.
+A resumed run keeps to its choice.
 
 Where compiling fails, training goes on without it. On a GPU a small model's kernels end sooner than Python
 can launch the next ones. There, if the caller asks for it, the compiled passes are also captured as CUDA
@@ -26,7 +26,7 @@ from mingpt.base.files import reason_of
 from mingpt.config import Config
 from mingpt.model.gpt import GPT, Block, LossModule, flops_per_token
 
-PAID_BACK = 2  # times, so that a run that is restarted elsewhere, or stopped early, loses nothing
+PAID_BACK = 2  # times, so that a run that compiles once more elsewhere, or stops early, loses nothing
 MAX_GRAPH_FLOPS = 4e12  # of a micro-batch: about ten milliseconds of a GPU; larger ones gain nothing
 REPLAYS = 4  # calls per input: the first runs the kernels, the second captures, the others replay
 
@@ -70,11 +70,11 @@ class CompileChoice:
 def choose_compile(
     config: Config, vocab_size: int, device_type: str, recorded: bool | None = None
 ) -> CompileChoice:
-    """Decide trainer.compile for "cpu", "cuda" or "mps".
+    """Decide, as trainer.compile says, whether to compile the model for "cpu", "cuda" or "mps".
 
     `recorded`: whether the model of the snapshot that the run resumes from was compiled; auto then keeps that
     choice, also if trainer.max_steps has changed. None for a run that has trained nothing yet. Raises
-    UserError if the recorded choice contradicts trainer.recompute.
+    UserError if auto would keep a compiled model, and trainer.recompute contradicts that.
     """
     trainer = config.trainer
     if trainer.compile != "auto":
@@ -104,18 +104,19 @@ def choose_compile(
 
 
 def import_compiler() -> None:
-    """Import the compiler, which takes longer than to import torch, so that later compiling starts sooner."""
+    """Import the compiler, so that later compiling starts sooner; this takes longer than importing torch."""
     importlib.import_module("torch._inductor.compile_fx")
 
 
 def compile_model(
     loss: LossModule, example: Tensor, autocast: Autocast, graphs: bool = False
 ) -> tuple[Forward | None, bool]:
-    """The loss compiled for (B, T) tokens and targets of the example's shape; None if compiling fails.
+    """Compile the loss for (B, T) tokens and targets of the example's shape, and try it.
 
-    With `graphs`, small models on a GPU use CUDA graphs. The second value tells whether they do: then each
-    call overwrites the loss and gradients of the call before. Call the result in the thread that compiled it.
-    A failure is logged. The trial passes seed torch with 0 and set all gradients to None.
+    Returns the compiled loss, None if compiling fails, and whether it uses CUDA graphs, which `graphs` allows
+    for small models on a GPU. With CUDA graphs each call overwrites the loss and gradients of the call
+    before. Call the compiled loss in the thread that compiled it. A failure is logged. The trial seeds torch
+    with 0 and sets all gradients to None.
     """
     small = loss.model.flops_per_token() * example.numel() < MAX_GRAPH_FLOPS
     modes = [("default", "torch.compile")]
@@ -140,9 +141,10 @@ def compile_model(
 
 
 def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dtype) -> bool:
-    """Whether a block like the model's can be compiled for (B, T, C) activations; fills the compiler's cache.
+    """Compile a block like the model's for (B, T, C) activations `x`; return whether that succeeds.
 
-    `dtype` is the type of the block's weights; only the shape and device of `x` matter. A failure is logged.
+    This fills the compiler's cache. `dtype` is the type of the block's weights; only the shape and device of
+    `x` matter. A failure is logged.
     """
     try:
         import torch._inductor.config as inductor
@@ -160,14 +162,14 @@ def can_compile_block(model: GPT, x: Tensor, autocast: Autocast, dtype: torch.dt
 
 
 def compile_blocks(model: GPT) -> None:
-    """Have each block compiled by itself, at its first call: sharded weights come and go between blocks."""
+    """Have each block compiled alone, at its first call: FSDP2 gathers and frees weights between blocks."""
     for block in model.h:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, dynamic=False)  # type: ignore[method-assign]
 
 
 def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast: Autocast) -> bool:
-    """Whether two alternating inputs give the same loss and gradients, bit by bit, as at their first call."""
+    """Return whether two inputs, used in turn, repeat the loss and gradients of their first calls exactly."""
     generator = torch.Generator().manual_seed(0)
     shape = example.shape
     inputs = [torch.randint(0, loss.model.vocab_size, shape, generator=generator) for _ in range(2)]
@@ -184,7 +186,7 @@ def is_repeatable(forward: Forward, loss: LossModule, example: Tensor, autocast:
 
 @contextmanager
 def random_weights(loss: LossModule) -> Iterator[None]:
-    """Make the weights random until the block ends: if matrices are zero, gradients may be zero, too."""
+    """Make the weights random for the block: initial matrices of zeros may give gradients of zeros."""
     weights = list(loss.parameters())
     with torch.no_grad():
         saved = [weight.clone() for weight in weights]
@@ -199,7 +201,7 @@ def random_weights(loss: LossModule) -> Iterator[None]:
 
 
 def gradients(forward: Forward, loss: LossModule, tokens: Tensor, autocast: Autocast) -> list[Tensor]:
-    """Seed torch with 0, and return copies of the loss and all gradients, which are then set to None."""
+    """Seed torch with 0; compute the loss and gradients, return copies of them, and set `grad`s to None."""
     torch.manual_seed(0)  # the same dropout each time
     try:
         with autocast():

@@ -34,20 +34,20 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor) -> Tensor:
-    """1 / sqrt(mean of x^2 + EPSILON) along the last dimension, kept with size 1; in float32 or wider."""
+    """Return 1 / sqrt(mean(x^2) + EPSILON) over the last dimension, kept as size 1; in float32 or wider."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
     return square.div_(x.size(-1)).add_(EPSILON).rsqrt_()
 
 
 def norm_backward(grad: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of x, given the gradient of y = x * scale, where scale is 1 / rms(x)."""
+    """Return the gradient for x, given the gradient `grad` for y = x * scale, where scale is 1 / rms(x)."""
     inner = (grad * y).mean(-1, keepdim=True, dtype=scale.dtype)
     return torch.addcmul(grad, y, inner, value=-1.0).mul(scale)
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """F.rms_norm(x, x.shape[-1:], eps=EPSILON), in autocast's type if it is on, else in that of x."""
+    """Return F.rms_norm(x, x.shape[-1:], eps=EPSILON), in autocast's type if it is on, else in x's type."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return _RMSNorm.apply(x, dtype)  # type: ignore[no-any-return]
 
@@ -66,7 +66,7 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """F.relu(x).square()"""
+    """Return F.relu(x).square()."""
     return _SquaredReLU.apply(x)  # type: ignore[no-any-return]
 
 
@@ -90,7 +90,7 @@ class _GELU(torch.autograd.Function):
 
 @functools.cache
 def gelu_tables() -> tuple[Tensor, Tensor]:
-    """GELU and its slope for each bfloat16 number, by its bits as uint16; (65536,) bfloat16 bits in int16."""
+    """Return GELU and its slope by the bits of a bfloat16 number: tables of (65536,) bfloat16 as int16."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     y = F.gelu(numbers, approximate="tanh")
     slope = torch.ops.aten.gelu_backward(torch.ones_like(numbers), numbers, approximate="tanh")
@@ -98,9 +98,9 @@ def gelu_tables() -> tuple[Tensor, Tensor]:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """F.gelu(x, approximate="tanh")
+    """Return F.gelu(x, approximate="tanh").
 
-    There are 65,536 numbers in bfloat16, so value and slope are looked up. torch's own kernel computes a
+    In bfloat16 there are 65,536 numbers, so value and slope are looked up. torch's own kernel computes a
     hyperbolic tangent for each element in each pass, and takes three times as long.
     """
     if x.dtype != torch.bfloat16:
@@ -109,20 +109,20 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def random_bytes(shape: torch.Size) -> Tensor:
-    """Draw uniform uint8 from torch's CPU generator, in a twentieth of the time of as many floats."""
+    """Draw uniform uint8 numbers from torch's CPU generator, in a twentieth of the time of as many floats."""
     size = math.prod(shape)
     drawn = torch.randint(-(2**63), 2**63 - 1, (-(-size // 8),))
     return drawn.view(torch.uint8)[:size].view(shape)
 
 
 def dropout_threshold(dropout: float) -> tuple[int, float]:
-    """The smallest random byte that keeps an activation, and the factor that restores the mean."""
+    """Return the smallest random byte that keeps an activation, and the factor that restores the mean."""
     byte = min(255, max(1, round(256 * dropout)))
     return byte, 256 / (256 - byte)
 
 
 def dropout_mask(shape: torch.Size, dropout: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Draw a mask of ones and zeros; return it and the factor that restores the mean. Booleans are slower."""
+    """Draw a mask of ones and zeros of `dtype`; return the mask and the factor that restores the mean."""
     byte, factor = dropout_threshold(dropout)
     return torch.ge(random_bytes(shape), byte, out=torch.empty(shape, dtype=dtype)), factor
 
@@ -141,12 +141,12 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """F.dropout(x, probability), where a probability above 0 is rounded to n / 256, 0 < n < 256."""
+    """Return F.dropout(x, probability), with a probability above 0 rounded to n / 256, 0 < n < 256."""
     return _Dropout.apply(x, probability) if probability else x  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D / 2) of the last dimension into `out`, not x itself; return it. -sin inverts."""
+    """Rotate the pairs (i, i + D / 2) of x's last dimension D into `out`, not x itself; -sin inverts this."""
     half = x.size(-1) // 2
     first, second = x[..., :half], x[..., half:]
     out_first, out_second = out[..., :half], out[..., half:]
@@ -237,18 +237,19 @@ class _Attention(torch.autograd.Function):
 
 
 def row_ranges(length: int) -> list[tuple[int, int]]:
-    """The first query of each product and its last + 1, for `length` queries, at most ROWS in each."""
+    """Split `length` queries into products of at most ROWS; return each product's (first, last + 1)."""
     return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 
 def attention(
     qkv: Tensor, heads: int, mask: Tensor, cos: Tensor | None, sin: Tensor | None, dropout: float
 ) -> Tensor:
-    """Causal self-attention of (B, T, 3 C) queries, keys and values: softmax(q k^T / sqrt(D) + mask) v.
+    """Compute causal self-attention, softmax(q k^T / sqrt(D) + mask) v.
 
-    Returns (B, T, C). `mask` is (T, T) or larger, minus infinity above the diagonal. Given (T, D / 2) or
-    longer cosines and sines, queries and keys are first divided by their root mean square and rotated.
-    `dropout` is the probability for the softmax, rounded as in `dropout`.
+    `qkv` has (B, T, 3 C) queries, keys and values; the result is (B, T, C). `mask` is (T, T) or
+    larger, minus infinity above the diagonal. Given (T, D / 2) or longer cosines and sines, queries and keys
+    are first divided by their root mean square and rotated. `dropout` is the probability for the softmax,
+    rounded as by the function `dropout`.
     """
     if cos is not None and sin is not None:
         # (T, 1, 1, D / 2)

@@ -11,7 +11,7 @@
 | `c_proj` begins as | N(0, 0.02 / sqrt(2 n_layer)) | zero |
 
 N(0, s) has standard deviation s. B is the batch, T the length of the input, C = n_embd, H = n_head,
-D = C / H, V = vocab_size. Each parameter has a random stream of its own, so a worker can draw one by one.
+D = C / H, V = vocab_size. Each parameter has a random stream of its own, so a worker can draw any one alone.
 """
 
 import hashlib
@@ -47,9 +47,9 @@ MAX_MATH_ATTENTION = 512
 
 
 def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -> dict[str, Shape]:
-    """The shapes of GPT(config, vocab_size=..., block_size=...).named_parameters(), by name.
+    """Return the shapes of GPT(config, vocab_size=..., block_size=...).named_parameters(), by name.
 
-    The function allocates little, and takes time in proportion to n_layer.
+    No model is made: the function allocates little, and takes time in proportion to n_layer.
     """
     width, gpt2 = config.n_embd, config.arch == "gpt2"
     shapes: dict[str, Shape] = {"wte.weight": (vocab_size, width)}
@@ -74,7 +74,7 @@ def parameter_shapes(config: ModelConfig, *, vocab_size: int, block_size: int) -
 
 
 def flops_per_token(config: ModelConfig, *, vocab_size: int, block_size: int) -> float:
-    """FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
+    """Return the FLOPs of a forward and backward pass per token (Chowdhery et al. 2022, appendix B)."""
     shapes = parameter_shapes(config, vocab_size=vocab_size, block_size=block_size)
     embeddings = {"wpe.weight"} if config.arch == "gpt2" else {"wte.weight"}  # gpt2's wte is the head too
     matrices = sum(
@@ -84,7 +84,7 @@ def flops_per_token(config: ModelConfig, *, vocab_size: int, block_size: int) ->
 
 
 def draw_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """The initial value of a parameter of GPT, float32 on the CPU, by the table at the top of this file.
+    """Return a parameter's initial value, float32 on the CPU, by the table at the top of this file.
 
     The value depends on the arguments alone, not on the device, the number of threads or other parameters.
     """
@@ -215,7 +215,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter to its `draw_weight`: the last two rows of the table at the top."""
+        """Set every parameter to the initial value that `draw_weight` draws for it."""
         for name, weight in self.named_parameters():
             weight.copy_(draw_weight(name, tuple(weight.shape), self.config, seed))
 
@@ -255,7 +255,7 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def flops_per_token(self) -> float:
-        """FLOPs of a forward and backward pass per token."""
+        """Return the FLOPs of a forward and backward pass per token."""
         return flops_per_token(self.config, vocab_size=self.vocab_size, block_size=self.block_size)
 
 
@@ -284,9 +284,9 @@ class Cache:
         self.length = 0
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a block's (B, H, T, D) keys and values; returns all of its, each (B, H, length + T, D).
+        """Append a block's (B, H, T, D) keys and values; return all keys and values of this block.
 
-        Call it for the blocks in their order: `length` grows at the last one.
+        Each is (B, H, length + T, D). Call the method for the blocks in order: `length` grows at the last.
         """
         assert not self.length or key.size(2) == 1, "several tokens would see those after them"
         end = self.length + key.size(2)
@@ -303,7 +303,7 @@ def choose(
 ) -> int:
     """Draw a token from (V,) logits; temperature 0 takes the most likely one.
 
-    The tokens are the `top_k` most likely ones (all if None or 0), and of these the fewest whose
+    It draws from the `top_k` most likely tokens (all if None or 0), and of these from the fewest whose
     probabilities sum to at least `top_p` (Holtzman et al. 2020, section 3.1).
     """
     if temperature < torch.finfo(torch.float32).tiny:  # float32 may treat it as 0
@@ -331,13 +331,13 @@ def generate_batch(
     vocab_size: int | None = None,
     end: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yield `count` times the next token of each sample that continues `prompt`, one sample per seed.
+    """Yield, up to `count` times, the next token of each sample that continues `prompt`, a sample per seed.
 
     The prompt must hold at least one token. The token `end` and those after it are None, and the iterator
-    ends once all samples have. Until then, or until it is closed, the model is in eval mode. Only the first
-    `vocab_size` tokens are drawn, where the embedding has more rows. The same seeds give the same tokens on
-    the same device; each sample has a random stream of its own, and other samples beside it change no more
-    than the rounding of its logits. At `block_size` positions the older half of the context is dropped.
+    ends early once all samples have ended. Until it ends or is closed, the model is in eval mode. Only tokens
+    below `vocab_size` are drawn, if the embedding has more rows. The same seeds give the same tokens on the
+    same device. Each sample has a random stream of its own, so that more samples change no more than the
+    rounding of its logits. At `block_size` positions the older half of the context is dropped.
     """
     was_training = model.training
     model.eval()

@@ -50,7 +50,7 @@ def import_transformers() -> Any:
 def hf_fields(
     config: ModelConfig, *, vocab_size: int, block_size: int, end_of_text: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of transformers' configuration class. Its sampling ends at `end_of_text`, if given."""
+    """Return the arguments of transformers' configuration class, whose sampling ends at `end_of_text`."""
     fields: dict[str, Any] = {
         "vocab_size": vocab_size,
         "max_position_embeddings": block_size,
@@ -68,7 +68,7 @@ def hf_fields(
 
 
 def fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """{field of transformers' configuration: its allowed values} for this model; the first one is written."""
+    """Return {field of transformers' configuration: its allowed values}; an export writes the first value."""
     if config.arch == "gpt2":
         return {
             "n_inner": (None, 4 * config.n_embd),
@@ -93,9 +93,9 @@ def fixed_fields(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def config_from_hf(theirs: Any) -> ModelConfig:
-    """The ModelConfig that a configuration of transformers describes, with our default dropout.
+    """Return the ModelConfig that a configuration of transformers describes, with ModelConfig's dropout.
 
-    Raises UserError, naming the field, for a model that these architectures do not compute.
+    Raises UserError, naming the field, for a model that neither `gpt2` nor `modern` can compute.
     """
     kinds = {"gpt2": "gpt2", "nanochat": "modern"}
     if theirs.model_type not in kinds:
@@ -122,7 +122,7 @@ def another_kind(name: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
 
 
 def hf_names(name: str, arch: str) -> list[str]:
-    """The names of the tensors of transformers that make up a parameter of GPT, in the order of its rows."""
+    """Return the names of transformers' tensors that make up a parameter of GPT, in the order of its rows."""
     if arch == "gpt2":
         return [f"transformer.{name}"]
     if name == "lm_head.weight":
@@ -134,7 +134,7 @@ def hf_names(name: str, arch: str) -> list[str]:
 
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The parameters of GPT as transformers' tensors, contiguous; without gpt2's head, which is `wte`."""
+    """Return the parameters of GPT as transformers' tensors, contiguous, without gpt2's tied head."""
     found = {}
     for name, tensor in tensors.items():
         parts = [tensor]
@@ -149,10 +149,10 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
 
 
 def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters `names` of GPT from tensors of transformers: the inverse of `to_hf`.
+    """Return the parameters `names` of GPT from `theirs`, transformers' tensors: the inverse of `to_hf`.
 
-    These tensors are removed from `theirs`, so that none is held twice; others stay there. Results may not be
-    contiguous. Raises KeyError if one is missing.
+    The tensors that are used are removed from `theirs`, so that none is held twice. Results may not be
+    contiguous. Raises KeyError if a tensor is missing.
     """
     ours = {}
     for name in names:
@@ -172,9 +172,10 @@ def swap_halves(weight: Tensor, n_head: int) -> Tensor:
 
 
 def from_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of `arch: gpt2` from a file of GPT-2, which may have a prefix, masks and a head.
+    """Return the parameters of `arch: gpt2` from the tensors of a GPT-2 file.
 
-    Raises UserError if the head is not `wte`.
+    Names there may begin with `transformer.`; causal masks and a head are left out. Raises UserError if the
+    head differs from `wte`.
     """
     check_tied(tensors)
     named = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -186,7 +187,7 @@ def from_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_tied(tensors: Mapping[str, Tensor]) -> None:
-    """Raises UserError if the head in a file of GPT-2 is not its embedding."""
+    """Raise UserError if a GPT-2 file has a head that differs from its embedding."""
     head, *embeddings = (tensors.get(name) for name in TIED)
     for embedding in embeddings:
         if head is not None and embedding is not None and not torch.equal(head, embedding):

@@ -18,17 +18,17 @@ ROTARY_BASE = 10_000.0
 
 
 def use_torch_ops(x: Tensor) -> bool:
-    """Whether to compute with torch's own operations: under a compiler, and on every device but the CPU."""
+    """Return whether to use torch's own operations: under a compiler, and on any device but the CPU."""
     return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
 def compiling_for_cpu(x: Tensor) -> bool:
-    """Whether a compiler traces this for the CPU: it fuses passes over memory, but not random draws."""
+    """Return whether torch.compile traces the call for the CPU, where it does not fuse random draws."""
     return x.device.type == "cpu" and torch.compiler.is_compiling()
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square along the last dimension (Zhang and Sennrich 2019), without weights."""
+    """Return x over its root mean square along the last dimension (Zhang and Sennrich 2019), no weights."""
     return F.rms_norm(x, x.shape[-1:], eps=cpu_ops.EPSILON)
 
 
@@ -66,7 +66,7 @@ class Dropout(nn.Module):
 
 
 def compiled_dropout(x: Tensor, probability: float) -> Tensor:
-    """Compute `cpu_ops.dropout` in a form for the CPU's compiler, which would draw one number at a time."""
+    """Compute `cpu_ops.dropout` by operations that torch.compile vectorises on the CPU, draws included."""
     if not probability:
         return x
     byte, factor = cpu_ops.dropout_threshold(probability)
@@ -75,14 +75,14 @@ def compiled_dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """F.gelu(x, approximate="tanh")"""
+    """Return F.gelu(x, approximate="tanh")."""
     if compiling_for_cpu(x):  # one exponential instead of a hyperbolic tangent
         return x * torch.sigmoid(x * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * x * x))
     return F.gelu(x, approximate="tanh") if use_torch_ops(x) else cpu_ops.gelu(x)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """F.relu(x).square() (So et al. 2021)"""
+    """Return F.relu(x).square() (So et al. 2021)."""
     return F.relu(x).square() if use_torch_ops(x) else cpu_ops.squared_relu(x)
 
 
@@ -117,9 +117,10 @@ class Rotary(nn.Module):
 
 
 class Positions(nn.Module):
-    """Holds `mask`, (block_size, block_size), minus infinity above the diagonal, and `rotary`.
+    """The causal mask and the rotary tables, which all blocks share.
 
-    `rotary` is None if positions are learned.
+    `mask` is (block_size, block_size), minus infinity above the diagonal, else 0. `rotary` is None if
+    positions are learned.
     """
 
     def __init__(self, rotary: Rotary | None, block_size: int) -> None:
@@ -130,7 +131,7 @@ class Positions(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute mask and tables, again after Module.to_empty; on the meta device there is nothing to do."""
+        """Compute the mask and tables, as is needed again after Module.to_empty; not on the meta device."""
         if not self.mask.is_meta:
             self.mask.fill_(float("-inf")).triu_(1)
         if self.rotary:

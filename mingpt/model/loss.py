@@ -21,12 +21,12 @@ ROW_MULTIPLE = 128
 
 
 def padding(weight: Tensor) -> int:
-    """The number of rows to add to a (V, C) head for a multiple of VOCAB_MULTIPLE; 0 unless on a GPU."""
+    """Return how many rows a (V, C) head on a GPU lacks to a multiple of VOCAB_MULTIPLE; 0 elsewhere."""
     return -weight.size(0) % VOCAB_MULTIPLE if weight.is_cuda else 0
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """The (..., V) logits of (..., C) features and a (V, C) head."""
+    """Return the (..., V) logits of (..., C) features and a (V, C) head."""
     missing = padding(weight)
     if not missing:
         return F.linear(x, weight)
@@ -34,7 +34,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def needs_chunking(x: Tensor, weight: Tensor) -> bool:
-    """Whether (..., C) features and a (V, C) head give more than MAX_LOGITS logits."""
+    """Return whether (..., C) features and a (V, C) head give more than MAX_LOGITS logits."""
     return x.numel() // x.size(-1) * weight.size(0) > MAX_LOGITS
 
 
@@ -69,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """F.cross_entropy(F.linear(x, weight), targets) in nats, a float32 scalar.
+    """Return F.cross_entropy(F.linear(x, weight), targets) in nats, a float32 scalar.
 
     `x` has (N, C) features, `weight` is the (V, C) head, and there are (N,) targets, all in range(V).
     """

@@ -71,7 +71,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update the weights in place from gradients of their shapes, which are not changed. Collective."""
+        """Update the weights in place from gradients of the same shapes; keep the gradients. Collective."""
         assert gradients.keys() >= self.weights.keys(), "every parameter takes part in every step"
         buffers = {name: state["momentum_buffer"] for name, state in self.state.items()}
         momentum = self.config.momentum
@@ -83,7 +83,7 @@ class Muon:
     def step_on_matrices(
         self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Compute this worker's updates, then receive the others' updates, and apply all. Collective."""
+        """Compute this worker's updates, receive those of the other workers, and apply all. Collective."""
         mine = self.names_by_rank[self.exchange.rank]
         nesterov = {name: self.nesterov(gradients[name], buffers[name]) for name in mine}
         computed = self.join(list(self.orthogonal(nesterov).values()))
@@ -93,7 +93,7 @@ class Muon:
             self.apply(names, updates.split(of_rank), lr)
 
     def step_on_rows(self, lr: float, gradients: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Send rows to the workers that compute the updates, and apply the rows received. Collective."""
+        """Send rows to the workers that compute the updates, apply the updates' rows received. Collective."""
         mine, ranks = self.names_by_rank[self.exchange.rank], range(self.exchange.workers)
         names = [name for part in self.names_by_rank for name in part]
         sizes = [self.weights[name].numel() for name in names]
@@ -124,9 +124,9 @@ class Muon:
         return gradient.lerp(buffer, self.config.momentum).bfloat16()
 
     def orthogonal(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {name: whole update}, not yet scaled, of this worker's matrices, see `names_by_rank`.
+        """Return {name: whole update}, not yet scaled, of the matrices that this worker computes.
 
-        `matrices` has the whole of each of them.
+        These are names_by_rank[rank]; `matrices` has each of them whole.
         """
         updates = {}
         for batch in self.batches_by_rank[self.exchange.rank]:
@@ -136,14 +136,14 @@ class Muon:
         return updates
 
     def apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
-        """Subtract flat updates from their weights in place, scaled by `lr` and the whole matrix's shape."""
+        """Subtract flat updates from the named weights, scaled by `lr` and a factor of the matrix's shape."""
         for name, update in zip(names, updates, strict=True):
             weight = self.weights[name]
             weight.add_(update.view_as(weight), alpha=-lr * 0.2 * math.sqrt(max(self.shapes[name])))
 
 
 def assign_batches(shapes: Mapping[str, Shape], workers: int, device_type: str) -> list[list[list[str]]]:
-    """Return each worker's batches of names: the costliest batch goes first, to the least loaded worker.
+    """Return each worker's batches of names; each batch, the costliest first, goes to the least loaded one.
 
     A batch has matrices of one shape, some of them perhaps transposed. All workers get the same answer.
     """
@@ -174,14 +174,14 @@ def is_wide(shape: Shape) -> bool:
 
 
 def wide(matrix: Tensor) -> Tensor:
-    """The matrix, or its transpose, so that it has no more rows than columns."""
+    """Return the matrix, or its transpose if that has fewer rows."""
     return matrix if is_wide(tuple(matrix.shape)) else matrix.T
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
     """Return (N, rows, columns) matrices in bfloat16 with all singular values brought near one (Jordan 2024).
 
-    There may be no more rows than columns.
+    `matrices` may have no more rows than columns.
     """
     x = matrices.bfloat16()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)

@@ -91,7 +91,7 @@ def missing(tensor: Tensor) -> int:
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """Return the tensor itself if it needs no padding, else a copy of its elements and zeros, (n,)."""
+    """Return the tensor itself if it needs no padding, else a flat copy with zeros at the end."""
     if not missing(tensor):
         return tensor
     longer = tensor.new_zeros(tensor.numel() + missing(tensor))
@@ -100,7 +100,7 @@ def padded(tensor: Tensor) -> Tensor:
 
 
 def unpadded(tensor: Tensor, like: Tensor) -> Tensor:
-    """A view of the elements before the padding, in the shape of `like`."""
+    """Return a view of the elements before the padding, in the shape of `like`."""
     return tensor.view(-1)[: like.numel()].view_as(like) if missing(like) else tensor
 
 
@@ -113,13 +113,13 @@ def linear(progress: float) -> float:
     return 1.0 - progress
 
 
-# Schedules, by `optimizer.schedule`: functions from progress after warm-up, 0 to 1, to a factor from 1 to 0
-# between peak and minimum.
+# By `optimizer.schedule`: functions of progress after warm-up, 0 to 1. The result falls from 1, for the peak
+# learning rate, to 0, for the minimum.
 SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": cosine, "linear": linear}
 
 
 def learning_rate(step: int, config: OptimizerConfig, max_steps: int) -> float:
-    """The learning rate of the update that completes `step` (from 1): linear warm-up, then the schedule."""
+    """Return the learning rate of update `step`, counted from 1: linear warm-up, then the schedule."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
@@ -149,12 +149,12 @@ class Optimizer:
             self.parts.append(Muon(hidden, shapes, config, exchange))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
-        """Update the weights in place from gradients of their shapes, which are not changed. Collective."""
+        """Update the weights in place from gradients of the same shapes; keep the gradients. Collective."""
         for part in self.parts:
             part.step(lr, gradients)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This worker's state as {"<parameter>.<state>": tensor}; the tensors themselves, not copies."""
+        """Return this worker's state as {"<parameter>.<state>": tensor}; tensors are not copied."""
         return {
             f"{name}.{key}": value
             for part in self.parts
@@ -164,7 +164,7 @@ class Optimizer:
 
 
 def uses_muon(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> bool:
-    """Whether Muon updates the parameter; AdamW updates the others."""
+    """Return whether Muon updates the parameter; otherwise AdamW does."""
     return config.name == "muon" and len(shape) == 2 and name.startswith("h.")
 
 
