@@ -46,8 +46,8 @@ class StopSignal:
     other signal ends this process at once. After `defer`, a request waits until all ranks have agreed on it.
     A second signal, more than REPEAT_S after the first, ends this process at once; after a file STOP, a
     signal counts as the first. This process also ends if its agent is gone or a worker of the same agent was
-    lost. While a signal other than SIGUSR1 waits, it ends, too, if a worker of the agent was stopped alone
-    or no collective has ended for `timeout_s`.
+    lost; and, while a signal other than SIGUSR1 waits, if a worker of the same agent was stopped alone or no
+    collective has ended for `timeout_s`.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:

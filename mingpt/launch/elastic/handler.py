@@ -6,8 +6,8 @@ members' ranks are in the order of their addresses. Workers find the job's token
 of the round in MINGPT_ROUND.
 
 Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, which
-would be lost with its host. Each knows all ranks. When its workers have finished, an agent asks the others
-whether theirs have, too.
+would be lost with its host: every agent knows all ranks, and when its workers have finished, it asks the
+other agents whether theirs have, too.
 """
 
 import atexit
