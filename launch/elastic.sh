@@ -3,7 +3,7 @@
 #
 #   launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A -- train.py ...
 #
-# --help explains the options. It prints the torchrun command and its environment, and becomes that command.
+# --help explains the options. The script prints a torchrun command with its environment, and becomes it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$(command -v python || command -v python3)}

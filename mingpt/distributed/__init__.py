@@ -1,7 +1,7 @@
-"""The workers of one generation (between two restarts): rendezvous, collectives, requests to stop, exit.
+"""The workers of a generation (between two restarts): rendezvous, collectives, requests to stop, and exit.
 
 Importing this package does not import torch. `Launch`, `StopSignal` (signals.py) and `ProcessExit` work
-without torch until there is a process group; constructing a `DistributedContext` imports it.
+without torch until there is a process group; constructing a `DistributedContext` imports torch.
 """
 
 from mingpt.distributed.context import DistributedContext

@@ -1,4 +1,4 @@
-"""A process group for one background thread per rank, which saves snapshots while the ranks train."""
+"""A process group for the background threads, one per rank, that save snapshots while the ranks train."""
 
 import contextlib
 import itertools
@@ -14,8 +14,8 @@ from torch import Tensor
 from mingpt.base.errors import SaveAborted
 from mingpt.distributed.exit import is_lost_peer
 
-# The time limit of an exchange: a rank may write slowly meanwhile. A dead rank is noticed at once, and a
-# frozen rank by the collectives of training.
+# The time limit of an exchange, in which a rank may write slowly. A dead rank is noticed at once, a frozen
+# rank by the timeout of training's collectives.
 TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def save_needs_peers() -> Iterator[None]:
-    """Raise SaveAborted for an error in this block that means a lost peer; pass on any other error."""
+    """In this context, raise SaveAborted for an error that means a lost peer; pass on any other error."""
     try:
         yield
     except RuntimeError as error:
@@ -54,7 +54,7 @@ class BackgroundGroup:
         return values
 
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on each rank; return all results, by rank. All raise an error of any. Collective."""
+        """Run `work` on all ranks; return results by rank, or raise the first rank's error. Collective."""
         if self.world_size == 1:
             return [work()]
         result, error = None, None
@@ -77,9 +77,9 @@ class BackgroundGroup:
     def send_and_receive(
         self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Send tensors to other ranks, receive from them in place, and wait. Both are (rank, tensor) pairs.
+        """Send tensors `sent`, receive into tensors `received`, both (rank, tensor) pairs, and wait for all.
 
-        Not collective: each tensor sent needs one of its size received by that rank, in the same order.
+        Not collective. For each tensor sent, its rank must receive one of the same size, in the same order.
         """
         with save_needs_peers():
             work = [dist.isend(tensor, rank, group=self.group) for rank, tensor in sent]
@@ -91,10 +91,10 @@ class BackgroundGroup:
     def all_to_all(
         self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]
     ) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send bytes to each rank; returns a function that waits for those received. Collective.
+        """Begin to send bytes to each rank; return a function that waits for the bytes received. Collective.
 
-        `sent[rank]` has the (n,) uint8 tensors for a rank, which are joined; `received[rank]` is the number
-        of bytes from it. The function returns one uint8 tensor per rank, or raises SaveAborted.
+        `sent[rank]` has one-dimensional uint8 tensors for that rank, which are joined; `received[rank]` is
+        the number of bytes from it. The function returns one uint8 tensor per rank, or raises SaveAborted.
         """
         empty = torch.empty(0, dtype=torch.uint8)
         outgoing = torch.cat([empty, *itertools.chain.from_iterable(sent)])
@@ -115,9 +115,9 @@ class BackgroundGroup:
 
 
 def picklable(error: Exception | None) -> Exception | None:
-    """The error itself (also None), or an OSError with its type and text if it cannot be pickled."""
+    """Return `error` (also None), or an OSError with its type and text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # drivers put connections and the like into their exceptions
+    except Exception:  # storage drivers put connections and the like into theirs
         return OSError(f"{type(error).__name__}: {error}")
     return error

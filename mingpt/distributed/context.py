@@ -52,9 +52,9 @@ class StepStatus(NamedTuple):
 class DistributedContext:
     """Rank, world size, device, dtype and collectives. Constructing a context waits for the other workers.
 
-    Without a launcher this is the only worker. All ranks raise UserError if one has no `trainer.device` or
-    their kinds of devices differ, and StopRequested after a request to stop. A rank that is there raises
-    PeersMissing if others do not arrive within `trainer.timeout_s`, or longer where starting takes long.
+    Without a launcher this is the only worker. All ranks raise UserError if one lacks `trainer.device`, or if
+    their kinds of devices differ, and StopRequested after a request to stop. The others raise PeersMissing if
+    some do not arrive within `trainer.timeout_s`, or longer after a slow start or without an agent.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class DistributedContext:
             keep_freed_memory()
 
     def environment(self) -> Environment:
-        """What the bits depend on besides the configuration; `compiled` is False, for the caller to set."""
+        """Return what the weights' bits depend on besides the configuration; the caller sets `compiled`."""
         return find_environment(self.device, self.threads, self.dtype)
 
     def use_threads(self, recorded: int) -> None:
-        """Set the number of CPU threads to `recorded`, with which the run began, since bits depend on it."""
+        """Set the number of CPU threads to `recorded`, as when the run began, since bits depend on it."""
         import torch
 
         if recorded != self.threads:
@@ -109,10 +109,10 @@ class DistributedContext:
             torch.set_num_threads(recorded)
 
     def is_restart(self, was_started: bool) -> bool:
-        """Whether an earlier generation of this job has passed the checks of its start, on any rank's word.
+        """Return whether any rank knows that an earlier generation of the job passed the checks of its start.
 
-        `was_started`: this rank knows so from its claims, since the store may have died with its host.
-        Collective; all ranks get the same answer.
+        `was_started`: this rank knows it from its claims; the store may have been lost with its host.
+        Collective; all ranks return the same.
         """
         was_started = was_started or (self.rendezvous is not None and self.rendezvous.was_started())
         return any(self.all_gather_object(was_started))
@@ -123,7 +123,7 @@ class DistributedContext:
             self.rendezvous.mark_started()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The values of all ranks, which are pickled, by rank, on all ranks. Collective."""
+        """Return the values of all ranks, by rank, on all ranks. Values are pickled. Collective."""
         if self.world_size == 1:
             return [value]
         from torch.distributed import all_gather_object
@@ -134,7 +134,7 @@ class DistributedContext:
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
-        """The value of rank `source`, pickled, on all ranks; what others pass is ignored. Collective."""
+        """Return rank `source`'s value, pickled, on all ranks; ignore the values of others. Collective."""
         if self.world_size == 1:
             return value  # type: ignore[return-value]
         from torch.distributed import broadcast_object_list
@@ -145,7 +145,7 @@ class DistributedContext:
         return box[0]  # type: ignore[return-value]
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        """The bytes of rank `source` (None is b""), on all ranks; all others pass None. Collective."""
+        """Return rank `source`'s bytes (b"" for None) on all ranks; all others must pass None. Collective."""
         if self.world_size == 1:
             return content or b""
         import torch
@@ -158,11 +158,11 @@ class DistributedContext:
         return buffer.numpy().tobytes()
 
     def broadcast(self, tensor: "torch.Tensor", source: int) -> None:
-        """Copy rank `source`'s elements of a contiguous tensor to that of each rank, in place. Collective."""
+        """Copy rank `source`'s `tensor` into the other ranks' `tensor`; all are contiguous. Collective."""
         self.broadcast_async(tensor, source)()
 
     def broadcast_async(self, tensor: "torch.Tensor", source: int) -> Callable[[], None]:
-        """Begin a `broadcast`; returns a function that waits for it. Until then do not use `tensor`."""
+        """Begin a `broadcast`; return a function that waits for it: use `tensor` only then. Collective."""
         import torch
 
         works = []
@@ -180,7 +180,10 @@ class DistributedContext:
     def all_to_all(
         self, tensor: "torch.Tensor", send: Sequence[int], receive: Sequence[int]
     ) -> "torch.Tensor":
-        """Send `send[rank]` elements to each rank in turn; returns (sum(receive),), by sender. Collective."""
+        """Send elements of a vector to the ranks, `send[rank]` to each; return those received. Collective.
+
+        `receive[rank]` is how many a rank sends to this one. The elements of lower ranks come first.
+        """
         if self.world_size == 1:
             return tensor
         import torch
@@ -190,11 +193,11 @@ class DistributedContext:
         return received
 
     def all_reduce(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Sum over the ranks in place; return `tensor`. Exact if all ranks but one give zeros. Collective."""
+        """Sum over the ranks in place; return `tensor`. Exact if all ranks but one have zeros. Collective."""
         return self.all_reduce_async(tensor)()
 
     def all_reduce_async(self, tensor: "torch.Tensor") -> Callable[[], "torch.Tensor"]:
-        """Begin an `all_reduce`; returns a function that waits and returns `tensor`, the sum. Collective."""
+        """Begin an `all_reduce`; return a function that waits and returns `tensor`, the sum. Collective."""
         import torch
 
         work = torch.distributed.all_reduce(tensor, async_op=True) if self.world_size > 1 else None
@@ -207,7 +210,7 @@ class DistributedContext:
         return wait
 
     def all_gather(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """Gather (n,) of each rank, n being the same on all, as (workers, n) on all ranks. Collective."""
+        """Return the ranks' vectors, equally long, as one tensor, (workers, n), on all ranks. Collective."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         from torch import distributed
@@ -219,7 +222,10 @@ class DistributedContext:
         return gathered
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
-        """Yield each rank's (sizes[rank],) `own`, valid until the next. Collective: all read to the end."""
+        """Yield the vector `own` of each rank, with `sizes[rank]` elements; each is valid until the next.
+
+        Collective: all ranks must read to the end.
+        """
         if self.memory is not None:
             yield from self.memory.all_gather_parts(own, sizes)
             return
@@ -230,9 +236,9 @@ class DistributedContext:
             yield part
 
     def connect_memory(self, timeout_s: float) -> "SharedMemory | None":
-        """Have all ranks share memory from now on, and return it. Collective.
+        """Have all ranks share memory from now on, and return the memory. Collective.
 
-        None, on all ranks, with one rank, on GPUs, on several nodes, or if the system refuses.
+        Return None, on all ranks, with one rank, on GPUs, on several nodes, or if the system refuses.
         """
         from mingpt.distributed.shared_memory import connect
 
@@ -242,10 +248,11 @@ class DistributedContext:
         return self.memory
 
     def reduce_step_status(self, losses: "torch.Tensor", newest_written: int) -> Callable[[], StepStatus]:
-        """Exchange the status of a step; returns a function that waits for it. All ranks call both.
+        """Exchange the status of a step; return a function that waits for it. All ranks must call both.
 
-        `losses` is (M,), zero for micro-batches of other ranks; `newest_written` is zero on all ranks but
-        one: both are summed. With losses on a GPU the exchange begins only in the returned function.
+        `losses` has an element for each micro-batch of the step, zero for those of other ranks, and
+        `newest_written` is zero on all ranks but one: the ranks' values are summed. If the losses are on a
+        GPU, the exchange begins only in the returned function.
         """
         import torch
 
@@ -288,7 +295,7 @@ class DistributedContext:
         return result  # type: ignore[return-value]
 
     def exchange_heartbeat(self, is_busy: bool) -> bool:
-        """Whether any rank is busy. A request to stop on any rank becomes `agreed_stop` on all. Collective.
+        """Return whether any rank is busy. A request to stop on one becomes `agreed_stop` on all. Collective.
 
         If there is such a request before `StopSignal.defer`, all ranks raise StopRequested.
         """
@@ -304,8 +311,9 @@ class DistributedContext:
         """Run `work` in a thread while ranks exchange heartbeats, so timeouts do not fire. Collective.
 
         For work that takes long, or that only some ranks have. Returns this rank's result once all ranks are
-        done; errors are as in `raise_on_all_ranks`. A request to stop before `StopSignal.defer` raises
-        StopRequested on all ranks, without waiting for the work; a later one becomes `agreed_stop`.
+        done. All ranks raise a UserError of any; a rank raises another error at once, alone. A request to
+        stop before `StopSignal.defer` raises StopRequested on all ranks, without waiting for the work; a
+        later request becomes `agreed_stop`.
         """
         if self.world_size == 1:
             return work()
@@ -314,7 +322,7 @@ class DistributedContext:
         is_busy = True
         while is_busy:
             if outcome.done() and not isinstance(outcome.exception(), UserError | None):
-                outcome.result()  # other ranks may be waiting for this rank, so they must lose a peer
+                outcome.result()  # raise: other ranks may wait for this one, and then lose a peer
             is_busy = self.exchange_heartbeat(thread.is_alive())
             thread.join(HEARTBEAT_S)
         return self.raise_on_all_ranks(outcome.result)
@@ -328,7 +336,7 @@ class DistributedContext:
         return work()
 
     def heartbeat_while(self, work: Callable[[], T]) -> T:
-        """Run `work` in this thread, as a compiler needs, while another thread exchanges heartbeats.
+        """Run `work` in this thread, which compilation needs, while another thread exchanges heartbeats.
 
         Collective. Returns this rank's result, or raises this rank's error, once all ranks are done. The
         process exits if a peer is lost, or for a request to stop before `StopSignal.defer`.
@@ -356,7 +364,7 @@ class DistributedContext:
             self.exit.exit_with_error(error)
 
     def should_stop(self) -> bool:
-        """Whether a stop is agreed, so that work may be cut short; other ranks may know later."""
+        """Return whether a stop is agreed, so that work may be cut short. Other ranks may learn it later."""
         if self.world_size == 1 and self.stop_signal.deferred:
             self.agreed_stop = self.agreed_stop or self.stop_signal.reason
         return self.agreed_stop is not None

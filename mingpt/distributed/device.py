@@ -1,4 +1,4 @@
-"""The device of a worker, the type that it computes in, and the environment that its bits depend on."""
+"""A worker's device, the dtype it computes in, and the environment that the weights' bits depend on."""
 
 import ctypes
 import os
@@ -17,9 +17,10 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def find_device(wanted: str, launch: Launch) -> "torch.device":
-    """This worker's device for `trainer.device`; a GPU becomes the current one. UserError if there is none.
+    """Return the device for `wanted`, the value of `trainer.device`. UserError if there is no such device.
 
-    auto is GPU `local_rank` if the node has a GPU per worker, else mps for a single worker, else the CPU.
+    auto is GPU `local_rank` if the node has a GPU for each of its workers, else mps if there is one and a
+    single worker, else the CPU. A GPU becomes the current device.
     """
     import torch
 
@@ -42,7 +43,7 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
 
 
 def check_device_types(types: list[str]) -> None:
-    """Raises UserError unless `types`, by rank, are all the same, as a process group requires."""
+    """Raise UserError unless the `types`, by rank, are all the same, as a process group requires."""
     if len(set(types)) > 1:
         raise UserError(
             f"the workers have different kinds of devices (by rank: {', '.join(types)}): start the job where "
@@ -51,10 +52,11 @@ def check_device_types(types: list[str]) -> None:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32: it has AMX, or AMD's AVX512_BF16.
+    """Return whether this CPU multiplies bfloat16 faster than float32, by its instruction sets.
 
-    Intel's cores since Sapphire Rapids (which have AVX512_FP16) need AMX for that, which some virtual
-    machines hide; without AMX bfloat16 takes twice the time of float32 there.
+    It does with AMX, or with AVX512_BF16 but no AVX512_FP16, as AMD's Zen 4. Intel's cores since Sapphire
+    Rapids have AVX512_FP16 and need AMX, which some virtual machines hide: without AMX, bfloat16 takes twice
+    the time of float32 there.
     """
     import torch
 
@@ -64,7 +66,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
-    """The type of matrix products for `trainer.dtype`; auto is bfloat16 where that is fast, else float32."""
+    """Return the dtype of matrix products for `trainer.dtype`; auto is bfloat16 where fast, else float32."""
     import torch
 
     if wanted == "auto":
@@ -77,7 +79,7 @@ def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
 
 
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
-    """A context manager that autocasts to `dtype`; it does nothing for float32."""
+    """Return a context manager that autocasts to `dtype`, or does nothing for float32."""
     import torch
 
     # A forward pass uses each weight once, so a cache of cast weights would save nothing.
@@ -102,7 +104,7 @@ class Environment:
 
 
 def device_name(device: "torch.device") -> str:
-    """The name of the GPU; else the device's type and the CPU's instruction set, as "cpu AVX512 AMX"."""
+    """Return the GPU's name, else the device's type and the CPU's instruction set, as "cpu AVX512 AMX"."""
     import torch
 
     if device.type == "cuda":
@@ -113,7 +115,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype") -> Environment:
-    """The Environment of this process, with `compiled` false, as before anything is compiled."""
+    """Return the Environment of this process, with `compiled` False, as before anything is compiled."""
     import torch
 
     return Environment(
@@ -145,28 +147,28 @@ def use_one_arena() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: if it gave large blocks back, every step would fault them in again."""
+    """Have glibc keep freed memory: blocks given back to the kernel would cost page faults in every step."""
     set_malloc_option(M_MMAP_MAX, 0)
     set_malloc_option(M_TRIM_THRESHOLD, 2**31 - 1)
     set_malloc_option(M_TOP_PAD, 64 << 20)
 
 
 def set_malloc_option(option: int, value: int) -> None:
-    """Set one of malloc's options by glibc's `mallopt`; does nothing if the C library has none."""
+    """Set one of malloc's options by glibc's `mallopt`; do nothing if the C library has no `mallopt`."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(option, value)
 
 
 def usable_cores() -> int:
-    """The number of CPU cores that affinity and cgroup quota, rounded down, allow this process; 1 or more."""
+    """Return how many CPU cores affinity and cgroup quota, rounded down, allow this process, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return max(1, int(min(cores, quota)))
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:
-    """The least CPU quota, in cores, of the cgroup (v2) that `membership` names and its parents, or inf."""
+    """Return the least CPU quota, in cores, of the cgroup (v2) in `membership` and its parents, or inf."""
     quota = float("inf")
     try:
         (path,) = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]

@@ -32,18 +32,18 @@ from mingpt.distributed.rendezvous import (
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
-STACKS_AFTER = 0.9  # as a share of timeout_s: before the others give up a stuck worker
+STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
 MAX_STACK_FILES = 20
 RELEASE_S = 5.0
-JOB_ENDS = ("SIGUSR1", "STOP")  # these requests end the job; an agent passes any other on to its workers
+JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; after any other one, the agent decides
 LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
 class StackFile:
     """The file to which a process writes the stacks of its threads when it is stuck, and at each SIGUSR2.
 
-    A process is stuck when `note_progress` was called and then not again for about `limit_s`. The timer is
-    faulthandler's, which needs no interpreter lock: C code may hold that. Constructing it raises OSError.
+    A process is stuck if `note_progress` was called, and not again for about `limit_s` seconds. The timer is
+    faulthandler's: it needs no interpreter lock, which C code may hold. Constructing may raise OSError.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
@@ -54,7 +54,7 @@ class StackFile:
         faulthandler.register(signal.SIGUSR2, self.file)
 
     def note_progress(self) -> None:
-        """Restart the timer. If the process was stuck until now, empty the file, also of SIGUSR2's stacks."""
+        """Restart the timer. At the first call, or if the process was stuck, empty the file of all stacks."""
         now = time.monotonic()
         waited_s = now - self.armed_at
         if waited_s > self.limit_s / 20:  # seldom, since each call starts a thread
@@ -72,10 +72,10 @@ class StackFile:
 
 
 class ProcessExit:
-    """Ends this process in one of several ways; its owner keeps `step` at the last completed step.
+    """Ends this process in one of several ways. The trainer sets `step` to the last completed step.
 
-    The main thread and that of StopSignal call it. The first thread to begin an exit completes it, and the
-    other waits or does nothing; only `exit_on_signal` and `exit_if_orphaned` exit all the same.
+    The main thread, the thread of StopSignal and others call it. The thread that begins an exit first
+    completes it; others wait or do nothing. `exit_on_signal` and `exit_if_orphaned` alone exit even then.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -94,12 +94,12 @@ class ProcessExit:
             launch.status_file.unlink(missing_ok=True)  # of an earlier generation
 
     def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """From now on, use the store of `rendezvous` for exit reasons, and watch its workers on this node."""
+        """From now on use this rendezvous' store for exit reasons, and watch other workers of this agent."""
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.local_peer_pidfds = rendezvous.local_peer_pidfds
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
-        """Have `release_claims` called by `exit_process`, if it exits with 0, and by `abort_job`."""
+        """Have `exit_process`, if its exit code is 0, and `abort_job` call `release_claims`."""
         self.release_claims = release_claims
 
     def on_failure(self, note: Callable[[str], None]) -> None:
@@ -107,10 +107,10 @@ class ProcessExit:
         self.note_failure = note
 
     def open_stacks(self, run_dir: str, is_kept: bool) -> None:
-        """Have this worker write its stacks to a file in `run_dir`/stacks when it is stuck, from now on.
+        """Have this worker write its stacks to a file in `run_dir`/stacks when stuck, and at each SIGUSR2.
 
-        If `is_kept`, remove files of earlier generations that are empty, or past the newest MAX_STACK_FILES.
-        If files cannot be written, there are no stacks.
+        If `is_kept` (this rank keeps the run folder), remove files of earlier generations that are empty or
+        past the newest MAX_STACK_FILES. If the file cannot be opened, no stacks are written there.
         """
         folder = Path(run_dir) / "stacks"
         name = self.rendezvous.generation if self.rendezvous else ""
@@ -130,27 +130,27 @@ class ProcessExit:
             self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
     def note_begun(self) -> None:
-        """Let exit reasons of this worker tell that training has begun: a failure is no failed start then."""
+        """Have this worker's exit reason say that training has begun: a failure is then no failed start."""
         if self.rendezvous is not None:
             self.rendezvous.has_begun = True
 
     def write_status(self, code: int, is_final: bool = False, sentence: str = "") -> None:
-        """Write the exit code of the job for the agent of `python train.py`, if that is the launcher.
+        """Write the job's exit code to the status file, for the agent of `python train.py` if there is one.
 
-        Any rank may write a final code, which replaces any other; else rank 0 writes it if there is none. The
-        agent prints the sentence if the whole job was told to stop, not this generation alone.
+        If `is_final`, any rank writes, and replaces the file; otherwise only rank 0 writes, if there is no
+        file. The agent prints `sentence` if the agent itself was told to stop.
         """
         if self.launch.status_file and (is_final or self.launch.rank == 0):
             mode = "w" if is_final else "x"
-            # If it cannot be written, the code is 1, or another worker has ended the job.
+            # Without the file, the agent exits with 1. If it exists, another worker has ended the job.
             with contextlib.suppress(OSError), self.launch.status_file.open(mode) as file:
                 file.write(f"{code} {sentence}")
 
     def exit_process(self, stopped_by: str | None) -> NoReturn:
-        """Exit, without Python's clean-up, after the request to stop `stopped_by`; None at the run's end.
+        """Exit, without Python's clean-up, after the request to stop `stopped_by`, None at the run's end.
 
-        The exit code is 0, and the claims are released; under an agent, after a signal other than SIGUSR1, it
-        is 128 + signal, so that the agent decides whether a next generation starts.
+        The exit code is 0, and claims are released. Under an agent, after a signal other than SIGUSR1, the
+        code is 128 + signal and claims stay: the agent decides whether a next generation starts.
         """
         self.exiting.acquire()
         code = 0
@@ -170,7 +170,7 @@ class ProcessExit:
         os._exit(code)
 
     def exit_on_signal(self, number: signal.Signals, is_first: bool) -> NoReturn:
-        """Exit at once with 128 + `number`, or with 0 without an agent if it `is_first` request to stop."""
+        """Exit at once with code 128 + `number`; at the first request to stop, without an agent, with 0."""
         self.record_exit_reason(f"{TOLD} by {number.name}")
         sentence = before_first_step(number.name)
         if is_first:
@@ -193,18 +193,18 @@ class ProcessExit:
             os._exit(1)
 
     def exit_stopped(self, number: signal.Signals) -> None:
-        """Exit with 128 + `number`, as ranks cannot agree any more. Does nothing if another thread exits."""
+        """Exit with 128 + `number`, since ranks cannot agree to stop; do nothing if another thread exits."""
         is_first = self.exiting.acquire(blocking=False)
         if is_first:
             self.exit_on_signal(number, is_first=False)
 
     def how_peer_ended(self, rank: int) -> PeerEnd | None:
-        """How a worker ended that has exited, LOST without exit reason; None if the store does not answer."""
+        """Return how a worker that has exited ended: LOST without exit reason; None if no store answers."""
         answers, reason = self.rendezvous.read_exit_reason(rank) if self.rendezvous else (False, None)
         return PeerEnd.of(reason) if answers else None
 
     def exit_without_peer(self, rank: int) -> None:
-        """Exit with code 1 since worker `rank` has exited. Called by the thread of StopSignal.
+        """Exit with code 1 since worker `rank` has exited. The thread of StopSignal calls this.
 
         Calls `leave_peers` first, and `note_end_of_job` if no restart is left. Does nothing if another thread
         is exiting.
@@ -222,7 +222,7 @@ class ProcessExit:
         os._exit(1)
 
     def note_end_of_job(self, why: str) -> None:
-        """Record in run.json, once, a failure that ends the job, on a rank where `on_failure` was called."""
+        """Record in run.json, once, why the job failed, on a rank where `on_failure` was called."""
         with self.noting:
             note, self.note_failure = self.note_failure, None
             if note is not None:
@@ -231,8 +231,8 @@ class ProcessExit:
     def exit_with_error(self, error: BaseException) -> NoReturn:
         """Record why this worker failed, print the error, and exit with code 1.
 
-        An ExpectedError is printed as one sentence, others with their traceback. After a lost peer the error
-        is not printed, and the workers of this node are ended, too (`leave_peers`).
+        An ExpectedError is printed as one sentence, any other error with its traceback. If a peer was
+        lost, the error is not printed, and workers of this agent that may hang are killed (`leave_peers`).
         """
         self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
         self.exiting.acquire()
@@ -260,7 +260,7 @@ class ProcessExit:
             )
 
     def exit_without_rendezvous(self, error: BaseException) -> NoReturn:
-        """Exit with code 1 after PeersMissing, which the next generation logs; print it if none follows."""
+        """Exit with code 1 after PeersMissing. Print it if no restart is left: then no generation logs it."""
         self.exiting.acquire()
         if not self.launch.has_restarts_left():
             write_stderr(f"{error}\n")
@@ -269,12 +269,12 @@ class ProcessExit:
     def abort_job(
         self, error: Exception, sigterm_received: Callable[[], bool], by_all: bool = True
     ) -> NoReturn:
-        """End the job even if restarts are left: exit code 2 after a UserError, else 1.
+        """End the job even if restarts are left. The exit code is 2 after a UserError, else 1.
 
-        Rank 0 prints the error (a NodeRefused or ClaimLost is printed by the first worker of a node), and
-        claims are released. No exit code ends a job under torchrun, so the first worker of each node sends
-        SIGTERM to its agent, and the others wait for the agent to pass it on. If not all ranks call this
-        method (`by_all` is False), this worker sends the signal itself.
+        Rank 0 prints the error. Local rank 0 of any node prints it, too, before the rendezvous, or if it is a
+        NodeRefused or ClaimLost. No exit code ends a job under torchrun, so local rank 0 of each node
+        releases its claims and sends SIGTERM to its agent; other workers wait for the agent to pass it on.
+        If not all ranks call this method (`by_all` is False), this worker does what local rank 0 does.
         """
         self.exiting.acquire()
         self.record_exit_reason(f"ended the job ({type(error).__name__}: {first_line(error)})", agreed=True)
@@ -290,7 +290,7 @@ class ProcessExit:
         self.write_status(code, is_final=True)
         is_of_node = isinstance(error, (NodeRefused, ClaimLost))  # rank 0 may not know of the error
         is_first = self.launch.rank == 0 or (is_of_node and self.launch.local_rank == 0)
-        if is_first or self.rendezvous is None:  # without one, rank 0 may not know of the error
+        if is_first or self.rendezvous is None:  # before the rendezvous, rank 0 may not know of it
             write_stderr(f"error: {error}\n")
         # With a time limit: storage may be the cause of the failure.
         try_within(RELEASE_S, self.release_claims)
@@ -300,11 +300,11 @@ class ProcessExit:
         os._exit(code)
 
     def leave_peers(self, why: str, are_frozen: bool) -> None:
-        """Record why this worker exits, and kill workers of the same agent that may hang. Does not exit.
+        """Record why this worker exits, and kill other workers of the agent that may hang. Does not exit.
 
-        They have PEER_EXIT_S to exit or to record a reason of their own. The agent would kill a frozen one
-        only after 30 s. Unless `are_frozen`, the killed are not the cause of the generation's end, so an exit
-        reason is recorded for each.
+        The others have PEER_EXIT_S seconds to exit or to record an exit reason. The agent would kill a frozen
+        worker only after 30 s. If `are_frozen`, the killed workers are the cause of the generation's end.
+        Otherwise they are not, so the exit reason LOST_PEER is recorded for each.
         """
         self.record_exit_reason(why)
         waiting = dict(self.local_peer_pidfds)
@@ -325,14 +325,14 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr, without the secrets of URLs. Failures are ignored: they must not change the exit."""
+    """Write to stderr, without the secrets in URLs. Ignore failures, which must not change the exit code."""
     with contextlib.suppress(OSError):
         sys.stderr.write(redact(text))
         sys.stderr.flush()
 
 
 def before_first_step(reason: str) -> str:
-    """The line to print about a stop when there is nothing to save; `reason` is one of REASONS."""
+    """Return the line to print about a stop before the first step; `reason` is a signal's name or STOP."""
     return f"stopped by {reason} before the first step\n"
 
 
@@ -341,12 +341,12 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """The exit reason for a failure: "failed", the error's type and its first line."""
+    """Return the exit reason for a failure: "failed", the error's type and the first line of its text."""
     return f"{FAILED} ({type(error).__name__}: {first_line(error)})"
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed as a worker is gone or silent: a DistError, or gloo's RuntimeError."""
+    """Return whether an error means that a worker is gone or silent: DistError, or gloo's RuntimeError."""
     from torch.distributed import DistError
 
     text = str(error)

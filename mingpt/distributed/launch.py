@@ -1,4 +1,4 @@
-"""Read the launcher's environment variables, which tell this worker's rank. No other module reads them.
+"""Read the environment variables that the launcher set for this process, such as RANK, into one object.
 
 torch is not imported here, so that a wrong setting is reported without waiting for the import.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # importing pydantic would delay the moment from which signal
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before the worker calls it
 STATUS_FILE = "MINGPT_STATUS_FILE"
 AGENT_FOLDER = "mingpt-"  # prefix of the folder that the agent makes for the status file
-# Set by launch/elastic/handler.py for its workers; the same on all nodes, whatever happens to a node.
+# Set by launch/elastic/handler.py for its workers; the same on all nodes, also after nodes were lost.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
 
 
@@ -44,7 +44,10 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> "Launch":
-        """The Launch of this process. Raises UserError if RANK and WORLD_SIZE are set, but no MASTER_*."""
+        """Return this process's Launch.
+
+        Raises UserError if RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not.
+        """
         env = os.environ
 
         def number(name: str, default: int = 0) -> int:
@@ -87,9 +90,9 @@ class Launch:
         return self.master_addr is not None
 
     def threads(self, config: "TrainerConfig") -> int:
-        """This worker's CPU threads: `trainer.threads`; if that is 1, its default, OMP_NUM_THREADS if set."""
+        """Return the CPU threads: `trainer.threads`; if that is 1, its default, OMP_NUM_THREADS if set."""
         return self.omp_threads if config.threads == 1 and self.omp_threads else config.threads
 
     def has_restarts_left(self) -> bool:
-        """Whether the agent starts a next generation if this one fails."""
+        """Return whether the agent starts a next generation if this one fails."""
         return self.agent_pid is not None and self.restart_count < self.max_restarts

@@ -1,13 +1,12 @@
-"""The rendezvous of a generation's workers in the store, and the exit reasons that they leave there.
+"""The rendezvous of a generation's workers in the job's store, and the exit reasons they record there.
 
 Workers meet under keys that no earlier generation wrote. The agent's store outlives the workers, and with
 several agents neither the restart count nor the port tells generations apart. So each worker offers a fresh
 nonce, and rank 0 answers under that nonce with the generation's name: a key of a dead worker cannot be
 mistaken for an answer.
 
-The workers of a generation leave their exit reasons in the store; from them the next generation tells how the
-generation ended. The other workers of this worker's agent are found in /proc, watched and killed by pidfd, on
-Linux only.
+The next generation reads the exit reasons of the previous one, to tell how that ended. A worker finds the
+other workers of its agent in /proc, and watches and kills them by pidfd, on Linux only.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ POLL_S = 0.01
 
 
 def parent_pid(pid: int) -> int | None:
-    """The process id of a process's parent; None if the process is gone or there is no /proc."""
+    """Return the process id of a process's parent; None if the process is gone or there is no /proc."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -52,7 +51,7 @@ def parent_pid(pid: int) -> int | None:
 
 
 def find_local_peers(agent_pid: int | None) -> dict[int, int]:
-    """The agent's other children that have a rank, {rank: new pidfd}; empty without an agent or pidfds."""
+    """Return {rank: new pidfd} of the agent's other children with a rank; {} without an agent or pidfds."""
     found: dict[int, int] = {}
     if agent_pid is None or not hasattr(os, "pidfd_open"):
         return found
@@ -67,7 +66,7 @@ def find_local_peers(agent_pid: int | None) -> dict[int, int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """The RANK in a process's environment; None if there is none, or the environment cannot be read."""
+    """Return RANK in a process's environment; None if there is none or the environment cannot be read."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -77,7 +76,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def wait_readable(fds: Mapping[int, int], timeout_s: float) -> list[int]:
-    """Wait at most `timeout_s` for a readable file descriptor of {key: fd}; returns their keys, if any.
+    """Wait at most `timeout_s` until one of {key: file descriptor} is readable; return the keys that are.
 
     A pidfd is readable once its process has exited.
     """
@@ -102,7 +101,7 @@ class PeerEnd(Enum):
 
     @classmethod
     def of(cls, reason: dict[str, Any] | None) -> "PeerEnd":
-        """The end that an exit reason describes; `reason` is None if the worker recorded none."""
+        """Return the end that an exit reason describes; `reason` is None if the worker recorded none."""
         if reason is None:
             return cls.LOST
         if reason.get("agreed"):
@@ -119,11 +118,11 @@ class GenerationEnd:
     name: str = ""
 
     def step(self) -> int | None:
-        """The last completed step that a worker recorded when it exited; None without any exit reason."""
+        """Return the latest step that a worker recorded when it exited; None without any exit reason."""
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
 
     def sentence(self, stacks: Path | None = None) -> str:
-        """The end in one sentence; after a timeout with the code lines where workers hung, from `stacks`."""
+        """Return the end as a sentence, after a timeout with the lines where workers hung (from `stacks`)."""
         reasons = {rank: reason["why"] for rank, reason in self.exit_reasons.items()}
         missing = [rank for rank in range(self.world_size) if rank not in reasons]
         parts = []
@@ -143,7 +142,7 @@ class GenerationEnd:
 
 
 def passive(why: str) -> str:
-    """A clause on an exit reason: "the workers were told to stop by SIGTERM", "the workers finished"."""
+    """Return a clause on an exit reason, such as "the workers were told to stop by SIGTERM"."""
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 
@@ -154,7 +153,10 @@ class FailedStarts(NamedTuple):
     step: int | None = None
 
     def followed_by(self, end: GenerationEnd) -> "FailedStarts":
-        """The count with `end`: one more, 1 at another step, 0 if training had begun or a worker vanished."""
+        """Return the count after a generation with this end: one more, or 1 if it stood at another step.
+
+        Return 0 if no worker failed, one that failed had begun to train, or one left no exit reason.
+        """
         failed = [reason for reason in end.exit_reasons.values() if reason["why"].startswith(FAILED)]
         all_known = len(end.exit_reasons) == end.world_size
         if not failed or not all_known or any(reason.get("began") for reason in failed):
@@ -170,8 +172,8 @@ def repeated_sentence(where: str, end: str) -> str:
 class Rendezvous:
     """A worker's connection to the job's store. Constructing it is collective: all workers meet there.
 
-    Raises PeersMissing if other workers do not arrive within `timeout_s`, once the missing ones of this agent
-    are killed, and DistError if the store cannot be reached.
+    Raises PeersMissing if other workers, such as the store's host, do not arrive within `timeout_s`; those
+    missing of this agent are killed first. Raises DistError if the store fails otherwise.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -211,7 +213,7 @@ class Rendezvous:
         return store
 
     def _offer_nonce(self) -> str:
-        """Offer a nonce, on ranks other than 0. Returns the generation's name once all ranks have it."""
+        """Offer a nonce, on ranks other than 0. Return the generation's name once all ranks have it."""
         store, nonce = self._store, uuid.uuid4().hex
         store.set(f"hello/{self.launch.rank}", nonce)
         self._wait_for(f"answer/{nonce}", lambda: [0])
@@ -222,7 +224,7 @@ class Rendezvous:
         return name
 
     def _answer_nonces(self) -> str:
-        """Answer every offer, on rank 0, until all ranks have confirmed the generation's name; returns it."""
+        """Answer offers, on rank 0, until all ranks have confirmed the generation's name; return the name."""
         store, name = self._store, uuid.uuid4().hex
         store.set(member_key(name, 0), "")
         answered: dict[int, bytes] = {}
@@ -244,12 +246,12 @@ class Rendezvous:
         return name
 
     def _missing(self, name: str) -> list[int]:
-        """The ranks that have not confirmed the generation's name."""
+        """Return the ranks that have not confirmed the generation's name."""
         ranks = range(self.launch.world_size)
         return [rank for rank in ranks if not self._store.check([member_key(name, rank)])]
 
     def _waited_for(self, name: str) -> list[int]:
-        """The ranks that all wait for: missing ones; rank 0 if none, or if it leaves an offer unanswered."""
+        """Return the ranks that all wait for: those missing; rank 0 if none is, or if it ignores an offer."""
         store, missing = self._store, self._missing(name)
         for rank in missing:
             offered = read_key(store, f"hello/{rank}")
@@ -268,7 +270,10 @@ class Rendezvous:
             is_there = self._store.check([key])
 
     def _give_up(self, missing: Sequence[int], can_tell: bool = True) -> NoReturn:
-        """Kill missing workers of this agent, record missing ranks if `can_tell`, and raise PeersMissing."""
+        """Kill missing workers of this agent, and raise PeersMissing.
+
+        If `can_tell` (the store can be reached), first record the missing ranks for the next generation.
+        """
         for rank, pidfd in find_local_peers(self.launch.agent_pid).items():
             if rank in missing:
                 kill_by_pidfd(pidfd)
@@ -280,7 +285,7 @@ class Rendezvous:
         raise PeersMissing(sentence)
 
     def _replace_generation(self) -> GenerationEnd | None:
-        """Record this generation, on rank 0. Returns the end of the one before; None if it is not known."""
+        """Record this generation, on rank 0. Return the end of the previous one; None if it is not known."""
         store, previous = self._store, None
         last = read_key(store, "generation")
         if last is not None:
@@ -303,7 +308,7 @@ class Rendezvous:
         return previous
 
     def record_exit_reason(self, why: str, step: int, rank: int, agreed: bool = False) -> None:
-        """Record in the store, if it answers, why a rank exits after `step`; a rank's first reason counts."""
+        """Record in the store, if it answers in time, why a rank exits after `step`; a first reason stays."""
         content = {"why": why, "step": step, "agreed": agreed, "began": self.has_begun}
         key = exit_reason_key(self.generation, rank)
         within(
@@ -311,7 +316,7 @@ class Rendezvous:
         )
 
     def read_exit_reason(self, rank: int) -> tuple[bool, dict[str, Any] | None]:
-        """(whether the store answers in time, the exit reason of a rank or None if there is none)."""
+        """Return whether the store answers in time, and the exit reason of a rank, None if there is none."""
         unknown: tuple[bool, dict[str, Any] | None] = (False, None)
         return within(
             PEER_END_TIMEOUT_S,
@@ -320,7 +325,7 @@ class Rendezvous:
         )
 
     def was_started(self) -> bool:
-        """Whether an earlier generation of this job had passed its checks, as far as this rank knows."""
+        """Return whether an earlier generation passed its checks, or, without an agent's store, was there."""
         # Only the agent's store outlives generations; without it the agent's restart count is used.
         if self.launch.agent_hosts_store:
             return bool(self._store.check(["started"]))
@@ -331,10 +336,10 @@ class Rendezvous:
 
 
 def note_failed_start(launch: Launch, why: str) -> str | None:
-    """Count a failure before this worker could meet the others, in an import for example.
+    """Count a failure of this worker before the rendezvous, in an import for example.
 
-    Returns one sentence if this agent's workers failed in this way in each of the last MAX_REPEATS
-    generations and no other of them has reported it; otherwise, and without an agent's store, None.
+    Returns a sentence if workers of this agent failed like this in each of the last MAX_REPEATS generations,
+    and no other worker of the agent has reported it. Returns None otherwise, and without an agent's store.
     """
     if launch.agent_pid is None or not launch.agent_hosts_store or launch.master_addr is None:
         return None
@@ -362,7 +367,7 @@ def note_failed_start(launch: Launch, why: str) -> str | None:
 
 
 def read_key(store: Any, key: str) -> bytes | None:
-    """The value of a key in a store, None if the key is not set; `get` would wait for it."""
+    """Return the value of a key in a store, or None if the key is not set; `store.get` would wait for it."""
     is_set = store.check([key])
     return store.get(key) if is_set else None
 
@@ -372,13 +377,16 @@ def exit_reason_key(generation: str, rank: int) -> str:
 
 
 def read_exit_reason(store: Any, generation: str, rank: int) -> dict[str, Any] | None:
-    """The exit reason that a rank has recorded, as written by record_exit_reason; None without one."""
+    """Return the exit reason that a rank recorded by Rendezvous.record_exit_reason; None without one."""
     content = read_key(store, exit_reason_key(generation, rank))
     return None if content is None else json.loads(content)
 
 
 def stuck_place(stacks: Path) -> str:
-    """The main thread's "FILE:LINE in FUNCTION" in a file of stacks, outside libraries if it can be."""
+    """Return where the main thread is, by a file of stacks, as "FILE:LINE in FUNCTION".
+
+    This is the innermost line outside libraries, if there is one. Without stacks, a clause says so.
+    """
     main_thread = stacks.read_text(errors="replace").rpartition("hread 0x")[2]  # the last thread
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
     own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
@@ -401,8 +409,8 @@ def list_workers(ranks: Sequence[int]) -> str:
 
 
 def within(timeout_s: float, work: Callable[[], T], otherwise: T) -> T:
-    """The result of `work`, or `otherwise` if it raises or takes longer: then the store may be gone."""
+    """Return the result of `work`, or `otherwise` if it raises or takes longer than `timeout_s`."""
     try:
         return run_within(timeout_s, work)
-    except Exception:  # without the store no later generation would read this
+    except Exception:  # the store may be gone: then no later generation reads it
         return otherwise

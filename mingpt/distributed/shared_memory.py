@@ -26,7 +26,7 @@ MEETING_SHARE = 0.25  # share of the time limit, for which the ranks wait for a 
 
 
 class SharedMemory:
-    """The segments of all ranks, made by `connect`, for one thread. All methods but `of` are collective.
+    """The memory segments of all ranks, for one thread of each. All methods but `of` are collective.
 
     An exchange is
 
@@ -50,10 +50,10 @@ class SharedMemory:
         self.has_ended = False  # whether the signals that end an exchange are still to be received
 
     def begin(self, nbytes: int) -> None:
-        """Wait for the `end` of all ranks, if this rank has called it, and make segments of `nbytes`.
+        """Wait for `end` of all ranks, if this rank has called `end`; make segments of `nbytes` or more.
 
-        `nbytes` is a minimum, the same on all ranks. A segment that has to grow is replaced by a new one;
-        tensors in the old segment stay there.
+        `nbytes` is the same on all ranks. Segments that are too small are replaced by new ones; tensors in
+        the old segments stay valid.
         """
         self.wait_for_end()
         if nbytes <= self.capacity:
@@ -77,15 +77,15 @@ class SharedMemory:
                 os.close(fds[0])
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it: then each sees the bytes that the others wrote before."""
+        """Wait until all ranks have called this. Each then sees the bytes that the others wrote before."""
         for rank, peer in self.peers.items():
             self.ask(rank, peer.send, b"\0")
         self.wait()
 
     def end(self) -> None:
-        """Signal to the other ranks that this rank has finished reading; does not wait for them.
+        """Signal to the other ranks that this rank has finished reading; do not wait for them.
 
-        A peer that has finished may have exited already. If it was lost, the next exchange notices.
+        Errors are ignored, since a peer that has finished may have exited. The next exchange notices a loss.
         """
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class SharedMemory:
             self.has_ended = False
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """The contents of all ranks, by rank, equally long, at most `max_message_bytes`; needs no `begin`."""
+        """Return all ranks' contents, by rank: equally long, up to `max_message_bytes`. Needs no `begin`."""
         assert len(content) <= self.max_message_bytes, "all ranks write before they read"
         self.wait_for_end()
         for rank, peer in self.peers.items():
@@ -115,7 +115,10 @@ class SharedMemory:
         return [gathered[rank] for rank in sorted(gathered)]
 
     def all_gather_parts(self, own: "torch.Tensor", sizes: Sequence[int]) -> "Iterator[torch.Tensor]":
-        """Yield each rank's (sizes[rank],) `own`, valid until the next. All ranks read to the end."""
+        """Yield the vector `own` of each rank, with `sizes[rank]` elements; each is valid until the next.
+
+        All ranks must read to the end.
+        """
         self.begin(max(sizes) * own.element_size())
         self.of(self.rank, own.dtype, 0, len(own)).copy_(own)
         self.barrier()
@@ -124,7 +127,7 @@ class SharedMemory:
         self.end()
 
     def of(self, rank: int, dtype: "torch.dtype", first: int, count: int) -> "torch.Tensor":
-        """A view, not a copy, of (count,) elements of a rank's segment from byte `first` on."""
+        """Return a view, not a copy, of `count` elements of a rank's segment, from byte `first` on."""
         import torch
 
         if not count:
@@ -132,14 +135,14 @@ class SharedMemory:
         return torch.frombuffer(self.segments[rank], dtype=dtype, count=count, offset=first)
 
     def wait(self) -> None:
-        """Wait for one signal of each peer."""
+        """Wait for one signal, a byte, from each peer."""
         for rank, peer in self.peers.items():
             content = self.ask(rank, peer.recv, 1)
             if not content:
                 self.lose(rank)
 
     def ask(self, rank: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `call`, on the socket of peer `rank`. An OSError of it becomes DistNetworkError."""
+        """Return the result of `call`, on the socket of peer `rank`. Turn OSError into DistNetworkError."""
         from torch.distributed import DistNetworkError
 
         try:
@@ -159,7 +162,7 @@ class SharedMemory:
 def connect(
     rank: int, all_gather_object: Callable[[Any], list[Any]], is_possible: bool, timeout_s: float
 ) -> SharedMemory | None:
-    """The memory that all ranks share; None unless they are on one node that allows it. Collective.
+    """Return memory that all ranks share, or None unless they are on one node that allows it. Collective.
 
     If `is_possible` is false on one rank, no rank shares memory. `timeout_s` limits each wait for a peer.
     """
@@ -179,14 +182,14 @@ def connect(
 
 
 def node() -> str:
-    """A name for processes that can share memory: one boot, user and namespaces. OSError without /proc."""
+    """Return a name that is equal in processes that can share memory. Raises OSError without /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net", "user")]
     return " ".join([boot, *namespaces, str(os.geteuid())])
 
 
 def listen() -> socket.socket | None:
-    """A listening socket whose name needs no file; None unless the system allows that and shared memory."""
+    """Return a listening Unix socket without a file; None unless the system allows it and shared memory."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
     try:
@@ -203,10 +206,10 @@ def listen() -> socket.socket | None:
 def meet(
     listener: socket.socket, rank: int, pids: Sequence[int], names: Sequence[bytes], timeout_s: float
 ) -> dict[int, socket.socket] | None:
-    """Connect to all peers, as {rank: socket}; None if that fails or one is not there in time. Collective.
+    """Connect to all peers; return {rank: socket}, or None if that fails or a peer is late. Collective.
 
-    Each rank connects to the ranks before it; `pids` and `names` are by rank. A socket's name is no secret,
-    so the kernel is asked whether the process at the other end is the peer.
+    Each rank connects to the lower ranks; `pids` and `names` (of listening sockets) are by rank. A socket's
+    name is no secret, so the kernel is asked whether the process at the other end is the peer.
     """
     peers: dict[int, socket.socket] = {}
     try:
@@ -229,7 +232,7 @@ def meet(
 
 
 def process_of(peer: socket.socket) -> int:
-    """The id of the process at the other end of a socket, when it connected or began to listen."""
+    """Return the id of the process that connected, or began to listen, at the other end of a socket."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid: int = CREDENTIALS.unpack(credentials)[0]
     return pid

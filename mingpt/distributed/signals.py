@@ -29,7 +29,7 @@ SIGNALS = [
     if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup ignores it
 ]
 POLL_S = 0.2
-# Signals this close together are one request: an agent that receives a signal passes it on to its workers.
+# Signals this close together are one request: the agent passes on a signal that the workers may have, too.
 REPEAT_S = 1.0
 # The main thread has this time to notice a lost peer by itself, since the backend gives a reason.
 PEER_GRACE_S = 0.3
@@ -40,13 +40,14 @@ READ_END = -1  # the pipe's key among the ranks whose pidfds are polled
 
 
 class StopSignal:
-    """Keeps the request to stop in `reason`. Its thread works while the main thread is stuck.
+    """Keeps the request to stop in `reason`. Its thread works even while the main thread is stuck.
 
-    After `defer`, a request waits until all ranks have agreed on it. Before `defer`, SIGUSR1 and STOP end a
-    single worker at once, and several workers agree first; another signal ends this process at once. A second
-    signal, later than REPEAT_S, does so, too; after STOP, a signal counts as the first. The process also ends
-    if its agent is gone or a worker of the same agent was lost. Once a signal other than SIGUSR1 waits, it
-    ends if a worker of the agent has left alone or no collective has ended for `timeout_s`.
+    Before `defer`, SIGUSR1 or a file STOP ends a single worker at once, and several workers agree first; any
+    other signal ends this process at once. After `defer`, a request waits until all ranks have agreed on it.
+    A second signal, more than REPEAT_S after the first, ends this process at once; after a file STOP, a
+    signal counts as the first. This process also ends if its agent is gone or a worker of the same agent was
+    lost; and, while a signal other than SIGUSR1 waits, if a worker of the same agent was stopped alone or no
+    collective has ended for `timeout_s`.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -71,11 +72,11 @@ class StopSignal:
         self.thread.start()
 
     def watch_stop_file(self, path: Path, note_stop: Callable[[], None] | None = None) -> None:
-        """Take a file `path` for a request, too. `note_stop` is for rank 0 in `exit_before_training`."""
+        """Take a file `path` for a request to stop. In `exit_before_training`, rank 0 calls `note_stop`."""
         self.stop_file, self.note_stop = path, note_stop
 
     def defer(self) -> None:
-        """From now on keep a request until all ranks agree on it, after a step or by heartbeats."""
+        """From now on, keep a request until all ranks agree on it, after a step or by heartbeats."""
         self.deferred = True
 
     def note_progress(self) -> None:
@@ -93,7 +94,7 @@ class StopSignal:
             log.warning(f"{self.stop_file} cannot be removed ({error.strerror}) and will stop the next run")
 
     def exit_before_training(self, reason: str) -> NoReturn:
-        """Exit, as `exit_process` does, for a request that all ranks know, when there is nothing to save."""
+        """Exit by `exit_process` without saving, for a request before the first step that all ranks know."""
         if self.launch.rank == 0:
             self.remove_stop_file()
             if self.note_stop is not None:
@@ -128,7 +129,7 @@ class StopSignal:
                     self.exit.exit_stopped(signal.Signals[self.reason])
 
     def wait(self) -> None:
-        """Wait until a signal comes or a peer exits, at most until it is time to look again."""
+        """Wait, at most POLL_S seconds, until a signal comes or a worker of the same agent exits."""
         peers = self.exit.local_peer_pidfds
         watched = {rank: pidfd for rank, pidfd in peers.items() if rank not in self.exited_at}
         is_soon = len(self.exited_at) > len(self.ends)
@@ -155,7 +156,7 @@ class StopSignal:
         self.reason = number.name
 
     def request(self, reason: str) -> None:
-        """Keep a request that all ranks obey together; before `defer` a single worker exits at once."""
+        """Keep a request, SIGUSR1 or STOP, for ranks to agree on; before `defer`, exit a single worker."""
         if not self.deferred and self.launch.world_size == 1:
             self.exit_before_training(reason)
         self.reason = self.reason or reason
@@ -163,8 +164,8 @@ class StopSignal:
     def check_peers(self) -> None:
         """End this process if a worker of the same agent has failed or was killed.
 
-        After `defer` and a signal other than SIGUSR1, also end it if that worker was stopped by a signal that
-        could not wait: it cannot agree.
+        After `defer`, if a signal other than SIGUSR1 has come, also end this process if a worker of the same
+        agent was stopped by a signal at once: that worker can no longer agree.
         """
         is_told = self.deferred and self.reason not in (None, *JOB_ENDS)
         for rank, exited_at in self.exited_at.items():

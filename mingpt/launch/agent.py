@@ -35,9 +35,9 @@ BACKEND = "mingpt-one-node"
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
-    """The number of workers that `trainer.workers` means on this machine. UserError if a number is too large.
+    """Return the number of workers for `trainer.workers`. UserError if a step has fewer micro-batches.
 
-    auto is one per GPU, else one per `trainer.threads` cores, but at most MAX_WORKERS and the number of
+    auto is one per GPU, else one per `Launch.threads` cores, but at most MAX_WORKERS and the number of
     micro-batches in a step. It is one with Apple's GPU, and with snapshots in a process's memory.
     """
     trainer = config.trainer
@@ -60,8 +60,8 @@ def choose_workers(config: Config, launch: Launch) -> int:
 class StopRequest:
     """The first signal that told this job to stop. torch's agent obeys it when it next calls the rendezvous.
 
-    Until then the handler raises nothing: torch's rendezvous may swallow SignalException, which is an
-    Exception, and one that is raised while workers are started leaves them running.
+    Until then the signal handler raises nothing. torch's rendezvous may swallow SignalException, which is an
+    Exception; if one is raised while workers are being started, they keep running.
     """
 
     def __init__(self, status_file: Path) -> None:
@@ -70,7 +70,7 @@ class StopRequest:
         self.is_obeyed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler: note the first. After `obey` it obeys once more, and workers exit at once."""
+        """Handle a signal: note the first. If `obey` has raised, raise again, and workers exit at once."""
         self.first = self.first or signal.Signals(number)
         if self.is_obeyed:
             self.obey()
@@ -78,7 +78,7 @@ class StopRequest:
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
-        `before_start`: no worker runs that could write the status file, so it is written here.
+        `before_start`: no worker runs that could write the status file, so write it here.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -89,7 +89,7 @@ class StopRequest:
             raise SignalException(f"got {self.first.name}", sigval=self.first)
 
     def exit_code(self) -> int:
-        """The exit code of the stopped job by the status file, 1 without one. Prints the file's sentence."""
+        """Return the stopped job's exit code by the status file, 1 without it; print the file's sentence."""
         try:
             code, sentence = self.status_file.read_text().split(" ", 1)
         except (OSError, ValueError):  # rank 0 was killed before it wrote the file, or the disk is full
@@ -99,7 +99,7 @@ class StopRequest:
 
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
-    """Run `python *command` in so many workers, restarted up to `max_restarts` times; exit as they did."""
+    """Run `python *command` in `workers` processes, restart up to `max_restarts` times, exit as they did."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -148,7 +148,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
 
 
 def pass_on(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGUSR2: pass it on to the workers, which write their stacks."""
+    """Pass SIGUSR2 on to the workers, which then write their stacks. This is the handler of SIGUSR2."""
     for pidfd in find_local_peers(os.getpid()).values():
         kill_by_pidfd(pidfd, number)
         os.close(pidfd)
@@ -169,13 +169,13 @@ def register_rendezvous(stop: StopRequest) -> None:
             return BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            """Return the next rendezvous; the agent calls this before it starts workers."""
+            """Return the next rendezvous, or obey `stop`. The agent calls this before it starts workers."""
             info = super().next_rendezvous()
             stop.obey(before_start=True)
             return info
 
         def num_nodes_waiting(self) -> int:
-            """Return the number of waiting nodes; the agent calls this every 0.1 s while all workers run."""
+            """Return the number of waiting nodes, or obey `stop`. The agent calls this every 0.1 s."""
             stop.obey()
             return super().num_nodes_waiting()
 
@@ -187,7 +187,7 @@ def register_rendezvous(stop: StopRequest) -> None:
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
-    """The LaunchConfig of `torchrun --standalone`, with the rendezvous BACKEND and its logs in `folder`."""
+    """Return the LaunchConfig of `torchrun --standalone`, with rendezvous BACKEND and logs in `folder`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

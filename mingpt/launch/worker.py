@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Worker:
     """This process. As a context manager it exits with the code that shows how its block ended:
 
-    0 if it finished or was told to stop, 128 + signal if told to stop by a signal other than SIGUSR1 under
-    torchrun, 2 after a UserError, 1 after any other error. The block sets `stopped_by` to the request that
-    stopped it. Constructing a Worker begins to listen for signals, and exits with 2 if the launcher's
-    variables are wrong.
+    0 if it finished or was told to stop, 128 + signal if told to stop by a signal other than SIGUSR1 under an
+    agent (such as torchrun's), 2 after a UserError, 1 after any other error. The block sets `stopped_by` to
+    the request that stopped it. Constructing a Worker begins to listen for signals, and exits with 2 if the
+    launcher's variables are incomplete.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,9 @@ class Worker:
     def start_workers(self, config: "Config", command: Sequence[str]) -> None:
         """Under plain `python`, run `python *command` in as many workers as `trainer.workers` asks for.
 
-        Exits as they do. Returns if this process is itself a worker: under a launcher, or if one is enough.
-        In any case it calls `watch_stop_file`. Raises UserError, also in several srun tasks without torchrun.
+        Exits with the job's exit code. Returns if this process is itself a worker: under a launcher, or if
+        one is enough. Calls `watch_stop_file` first in any case. Raises UserError if `trainer.workers` is too
+        large, or is auto in one of several srun tasks without torchrun.
         """
         self.watch_stop_file(config)
         if self.launch.is_distributed:
@@ -73,7 +74,7 @@ class Worker:
             run_agent(workers, config.trainer.max_restarts, command, self.stop_signal)
 
     def watch_stop_file(self, config: "Config") -> None:
-        """Take a file STOP in run_dir for a request to stop; not with `eval_only`, beside a running job."""
+        """Take a file STOP in run_dir for a request to stop. A run with `eval_only` ignores the file."""
         run_dir = Path(config.run_dir)
 
         def note_stop() -> None:
@@ -87,7 +88,7 @@ class Worker:
             self.stop_signal.watch_stop_file(run_dir / "STOP", note_stop if is_restart else None)
 
     def connect(self, config: "Config") -> "DistributedContext":
-        """Meet this generation's workers; return the context, or raise errors as it does. Collective."""
+        """Meet this generation's workers; return the DistributedContext, or raise its errors. Collective."""
         from mingpt.distributed.context import DistributedContext
 
         gc.enable()

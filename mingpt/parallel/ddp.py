@@ -1,4 +1,4 @@
-"""Each rank holds all weights: the base of such strategies, and DistributedDataParallel, `reduction=fast`.
+"""Strategies in which each rank holds all weights: their base, and DistributedDataParallel, `reduction=fast`.
 
 With `shard_optimizer` each rank updates its rows of each parameter, and all ranks gather them, a bucket of
 parameters at a time. The bits of DistributedDataParallel's reduction depend on the number of workers; the
@@ -30,9 +30,10 @@ def fits_one_bucket(nbytes: int) -> bool:
 
 
 def make_buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of the parameters in each bucket, the last first, as a backward pass likely reaches them.
+    """Return the parameters' indices, bucket by bucket, from the last parameter to the first.
 
-    A bucket is closed once it holds BUCKET_BYTES, so that a large weight shares it with small ones.
+    A backward pass likely completes gradients in this order. A bucket is closed once it holds BUCKET_BYTES,
+    so that a large parameter shares its bucket with small ones.
     """
     buckets: list[list[int]] = [[]]
     size = 0
@@ -46,7 +47,7 @@ def make_buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Replace parameters and buffers on the meta device by uninitialised ones. Shared ones stay shared."""
+    """Replace parameters and buffers on meta by uninitialised ones on `device`. Shared ones stay shared."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -62,10 +63,13 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """torch.empty_like, without its import of sympy for meta tensors: a fifth of torch's import time."""
+    """Return an uninitialised tensor like `tensor` on `device`.
+
+    For a meta tensor torch.empty_like would import sympy, which takes a fifth of torch's import time.
+    """
     if type(tensor) in (Tensor, nn.Parameter):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.empty_like(tensor, device=device)  # a tensor of FSDP2, which has more than a shape
+    return torch.empty_like(tensor, device=device)  # a DTensor of FSDP2, which has more than a shape
 
 
 class WholeWeights(Strategy):
@@ -78,7 +82,7 @@ class WholeWeights(Strategy):
         self.names, self.parameters = list(self.weights), list(self.weights.values())
         self.updates_are_sharded = setup.shard_optimizer and self.world_size > 1
         self.buckets = make_buckets(self.parameters)
-        self.memory: SharedMemory | None = None  # of all ranks, if the strategy uses it and they can
+        self.memory: SharedMemory | None = None  # of all ranks, if the strategy and the system share any
 
     def held_weights(self) -> dict[str, Tensor]:
         return {name: weight.detach() for name, weight in self.weights.items()}
@@ -87,7 +91,7 @@ class WholeWeights(Strategy):
         return self.own_rows(self.held_weights())
 
     def own_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of whole tensors that this rank updates."""
+        """Return the rows of whole tensors that this rank updates: all rows, unless updates are sharded."""
         if not self.updates_are_sharded:
             return tensors
         return {name: tensor[self.my_rows(name)] for name, tensor in tensors.items()}
@@ -138,7 +142,7 @@ class WholeWeights(Strategy):
 
 
 class DDPReduction(WholeWeights):
-    """DistributedDataParallel's all-reduce; without a process group, gradients accumulate in the model."""
+    """Sums gradients by DistributedDataParallel's all-reduce; without a launcher, they only accumulate."""
 
     ddp: DistributedDataParallel | None = None
 

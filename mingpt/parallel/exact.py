@@ -1,18 +1,18 @@
 """A step's gradient, summed in one fixed order on any number of workers: `trainer.reduction=exact`.
 
-The gradients of a step's micro-batches are the leaves of the tree of tree.py. Inside a worker, partial sums
-are kept like a binary counter, in place: as many additions as plain accumulation. Across workers,
+The gradients of a step's micro-batches are the leaves of the tree of tree.py. A worker adds two halves of a
+node in place as soon as it has both: as many additions as plain accumulation. Across workers,
 `BucketReducer` adds the workers' partial sums along the same tree, one bucket of parameters after the other,
 as the backward pass fills them: all-to-all, local additions, all-gather. The bytes are as many as in a ring
 all-reduce; ranks whose micro-batches are no whole subtree send a few more partial sums. If all ranks share
-memory, each rank adds the partial sums in the others' segments, and nothing is sent.
+memory, each rank reads the partial sums in the others' segments, and nothing is sent.
 
 Buckets are exchanged one after the other, in a thread or on a stream of their own, beside the backward pass.
-Issuing a bucket's all-gather when its all-to-all completes would deadlock, since ranks would meet in
-different collectives.
+If each bucket's all-gather were issued when its all-to-all completes, ranks could issue collectives in
+different orders, and deadlock.
 
 DistributedDataParallel with a communication hook would fill the buckets, too, but imports torch._dynamo for
-the hook, which takes as long as torch itself at every start and restart.
+the hook. That takes as long as importing torch, at every start and restart.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class BucketReducer:
     """Adds the workers' partial sums, bucket by bucket, along the tree, which has `leaves` leaves.
 
-    `covers` has, by rank, the nodes whose sums a rank sends. `memory` is what all ranks share, if anything.
+    `covers[rank]` has the nodes whose sums that rank sends. `memory` is shared by all ranks; None if none is.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class BucketReducer:
     def reduce(
         self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Future[Tensor]:
-        """Begin to add a bucket: the result is the whole sum if `gathers`, else this rank's chunk of it.
+        """Begin to add up a bucket. The future gets the sum if `gathers`, else this rank's chunk of the sum.
 
-        Collective. On a GPU call `synchronize` before the sum is used. `pieces` has, for each of this rank's
-        nodes, the vectors that make up its part, (sum(sizes),) in all; `sizes` are the sizes of the ranks'
-        chunks. A rank may have no nodes, so the empty tensor `like` gives their type and device. Leave the
-        pieces alone until the result is there. On a CPU it raises the error of a lost peer.
+        Collective. `pieces` has, for each of this rank's nodes, vectors that together are the bucket, with
+        sum(sizes) elements; `sizes[rank]` is the size of a rank's chunk. A rank may have no nodes, so the
+        empty tensor `like` gives dtype and device. Do not change the pieces before the future is done. On a
+        GPU, call `synchronize` before using the sum. On a CPU, the future raises the error of a lost peer.
         """
         future: Future[Tensor] = Future()
         if self.memory is None:
@@ -75,7 +75,7 @@ class BucketReducer:
     def reduce_on_stream(
         self, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """Add on a separate stream, so that NCCL's collectives run beside the backward pass."""
+        """Return the sum for `reduce`, added on a separate stream: NCCL runs beside the backward pass."""
         self.stream = self.stream or torch.cuda.Stream(like.device)
         current = torch.cuda.current_stream(like.device)
         self.stream.wait_stream(current)
@@ -87,7 +87,7 @@ class BucketReducer:
         return total
 
     def synchronize(self) -> None:
-        """Make the current stream wait for the additions that were queued."""
+        """Make the current CUDA stream wait for the additions that `reduce` has queued."""
         if self.stream:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
@@ -117,7 +117,7 @@ class BucketReducer:
         count = sum(map(len, self.covers))
         total = self.add(list(incoming.view(count, my_size)))
         if not gathers:
-            return total if count == 1 else total.clone()  # without the memory of all parts
+            return total if count == 1 else total.clone()  # a view would keep the memory of all parts
         size, chunk = sum(sizes), max(sizes)
         padded = (
             total.contiguous() if my_size == chunk else torch.cat([total, total.new_zeros(chunk - my_size)])
@@ -127,7 +127,7 @@ class BucketReducer:
         return gathered[:size]
 
     def add(self, parts: list[Tensor]) -> Tensor:
-        """Return the sum of the parts along the tree, in the memory of the first; overwrites others, too."""
+        """Return the sum of parts, one per node, along the tree, in the first's memory; overwrite others."""
         stack: PartialSums[Tensor] = []
         nodes = [node for nodes in self.covers for node in nodes]
         for (level, index), part in zip(nodes, parts, strict=True):
@@ -138,7 +138,7 @@ class BucketReducer:
     def sum_in_memory(
         self, memory: SharedMemory, pieces: list[list[Tensor]], sizes: list[int], like: Tensor, gathers: bool
     ) -> Tensor:
-        """Do `sum_along_tree` where all ranks share memory: each adds up parts in the ranks' segments."""
+        """Do `sum_along_tree` in shared memory: each rank adds up its chunk of the parts in all segments."""
         size, counts = sum(sizes), [len(nodes) for nodes in self.covers]
         memory.begin(max(counts) * size * like.element_size())
         for place, of_node in enumerate(pieces):
@@ -149,7 +149,7 @@ class BucketReducer:
             for rank, count in enumerate(counts)
             for place in range(count)
         ]
-        if gathers and len(parts) == 2:  # reads fewer bytes than sharing the work, without a second barrier
+        if gathers and len(parts) == 2:  # fewer bytes to read than if ranks shared the work, and one barrier
             total = parts[0] + parts[1]
             memory.end()
             return total
@@ -164,9 +164,9 @@ class BucketReducer:
 
 
 def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
-    """Return one vector of the chunks of all parts, rank by rank; a part is cut into chunks of `sizes`.
+    """Cut each part into a chunk per rank, of `sizes`; return all chunks in one vector, by rank, then part.
 
-    `like` gives the type and device of the empty vector if there are no parts.
+    `like` gives the dtype and device of the empty vector if there are no parts.
     """
     if not parts:
         return like.new_empty(0)
@@ -177,13 +177,13 @@ def by_rank(parts: list[Tensor], sizes: list[int], like: Tensor) -> Tensor:
 
 
 def add_lists(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """Add each tensor of `left` to that of `right`, in place; return `right`."""
+    """Add each tensor of `left` to its counterpart in `right`, in place; return `right`."""
     torch._foreach_add_(right, left)
     return right
 
 
 class ExactReduction(WholeWeights):
-    """Sums gradients along the tree; with several workers, the last backward pass sends each full bucket."""
+    """Sums gradients along the tree. With several workers, the last backward pass sends each full bucket."""
 
     def __init__(self, setup: StrategySetup) -> None:
         super().__init__(setup)
@@ -223,14 +223,14 @@ class ExactReduction(WholeWeights):
             events.emit("partial_sums", micro_batch=number, sums=self.partial_sums)
 
     def take_gradient(self, number: int) -> Tensor:
-        """The gradient of a parameter, which is removed from the parameter."""
+        """Return the gradient of parameter `number`, and remove it from the parameter."""
         gradient = self.parameters[number].grad
         assert gradient is not None, "every parameter takes part in every micro-batch"
         self.parameters[number].grad = None
         return gradient
 
     def on_grad_ready(self, number: int) -> None:
-        """In the last micro-batch, send buckets that this gradient completes, in one order on all ranks."""
+        """In the last micro-batch, note a gradient, and send full buckets, in the same order on all ranks."""
         if not self.is_last:
             return
         for missing in self.missing:
@@ -239,7 +239,7 @@ class ExactReduction(WholeWeights):
             self.send(self.buckets[len(self.sent)])
 
     def send(self, bucket: list[int]) -> None:
-        """Add the last micro-batch's bucket to the partial sums, and begin to reduce it. Collective."""
+        """Add a bucket of the last micro-batch to the partial sums, and begin its reduction. Collective."""
         pieces: list[list[Tensor]] = []
         if self.my_micro_batches:
             sums = [
@@ -262,7 +262,7 @@ class ExactReduction(WholeWeights):
                 tensors[number] = tensors[number].new_empty(0)
 
     def pieces_by_rank(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients as vectors; if updates are sharded, their rows as vectors, rank by rank."""
+        """Return the gradients as vectors; if updates are sharded, each rank's rows as vectors, by rank."""
         if not self.updates_are_sharded:
             return [gradient.flatten() for gradient in gradients]
         rows = [split_rows(len(gradient), self.world_size) for gradient in gradients]
@@ -273,7 +273,7 @@ class ExactReduction(WholeWeights):
         ]
 
     def chunk_sizes(self, bucket: list[int]) -> list[int]:
-        """The number of a bucket's elements that each rank adds: an equal chunk, or the rows it updates."""
+        """Return the sizes of the ranks' chunks of a bucket: about equal, or, if sharded, their rows."""
         shapes = [self.parameters[number].shape for number in bucket]
         if self.updates_are_sharded:
             counts = [numel_by_rank(shape, self.world_size) for shape in shapes]
@@ -298,7 +298,7 @@ class ExactReduction(WholeWeights):
         self.sent = []
 
     def take_sum(self, bucket: list[int], total: Tensor) -> None:
-        """Store a bucket's sum: all of it in the parameters' `grad`, or this rank's rows in `sums`."""
+        """Store a bucket's sum in the parameters' `grad`; if sharded, store this rank's rows in `sums`."""
         for number in bucket:
             name, parameter = self.names[number], self.parameters[number]
             if self.updates_are_sharded:

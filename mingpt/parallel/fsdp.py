@@ -3,11 +3,11 @@
 A block's weights are gathered for its forward and its backward pass and freed after each (without
 `trainer.fsdp_reshard` after the backward pass only), so all ranks pass through the blocks together. They take
 micro-batches in turns, in rounds, and a rank without a micro-batch in the last round computes a dummy that is
-not counted. After each backward pass of a block its gradients are scattered. A unit is what is gathered and
-scattered at once: a block, the weights outside of blocks, or a whole model that fits one bucket of ddp.py.
+not counted. After a block's backward pass its gradients are reduced and scattered. A unit is what is gathered
+and scattered at once: a block, the weights outside of blocks, or a model that fits one bucket of ddp.py.
 
-`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank adds the ranks' micro-batches,
-in their order along the tree of tree.py, to its rows of the sum. ExactReduction gives the same bits.
+`reduction=exact` replaces FSDP2's reduce-scatter by an all-to-all: each rank receives its rows of all ranks'
+gradients, and adds them up along the tree of tree.py. ExactReduction gives the same bits.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class FSDPReduction(Strategy):
             unit.set_custom_reduce_scatter(self.make_scatter(number))
 
     def make_scatter(self, number: int) -> "ReduceScatter":
-        """The reduce-scatter for the gradients of unit `number`."""
+        """Return the reduce-scatter for the gradients of unit `number`."""
         return ReduceScatter(self, number)
 
     def shard(self) -> None:
@@ -115,7 +115,7 @@ class FSDPReduction(Strategy):
         self.finish_update()
 
     def note_digest(self, number: int, gradients: Tensor) -> None:
-        """Record the digest of this rank's gradients of unit `number`, inside `unreduced`."""
+        """Inside `unreduced`, record the digest of this rank's gradients of unit `number`."""
         if self.found is not None:
             is_model = self.units[number] is self.setup.model  # or the weights outside of blocks
             self.found["the model" if is_model else f"block {number}"] = digest(gradients)
@@ -133,7 +133,7 @@ class FSDPReduction(Strategy):
 
 
 class ExactFSDPReduction(FSDPReduction):
-    """FSDP2 with a sum along the tree. FSDP2 adds nothing: it gets the sum in the last round only."""
+    """FSDP2 with a sum along the tree. FSDP2 itself adds nothing: it gets the sum in the last round only."""
 
     def __init__(self, setup: StrategySetup) -> None:
         memory = setup.context.connect_memory(setup.timeout_s)
@@ -189,10 +189,10 @@ class ExactFSDPReduction(FSDPReduction):
 
 
 class Areas:
-    """Shared memory for FSDP2: weights are gathered in two areas in turns, gradients lie in a third area.
+    """Shared memory for FSDP2, in three areas: weights are gathered in two in turns, gradients lie in one.
 
-    A rank enters a gather only after it has copied out the previous one. Once all ranks are in a gather, the
-    previous one's area is free, so two areas suffice.
+    A rank enters a gather only after it has copied the weights of the previous gather out of their area. So
+    once all ranks are in a gather, the area of the previous one is free: two areas suffice.
     """
 
     GATHERING, GRADIENTS, COUNT = (0, 1), 2, 3
@@ -203,7 +203,7 @@ class Areas:
         self.turn = 0
 
     def begin(self, nbytes: int, area: int) -> int:
-        """The first byte of an area, which has at least `nbytes` bytes on all ranks. Collective."""
+        """Give areas at least `nbytes` bytes on all ranks; return the first byte of `area`. Collective."""
         # Larger areas need new segments; weights that were gathered ahead stay in the old segments.
         pages = max(self.nbytes // PAGE, -(-nbytes // PAGE))
         self.memory.begin(self.COUNT * pages * PAGE)
@@ -216,7 +216,7 @@ class Areas:
 
 
 class SharedAllGather:
-    """The all-gather that FSDP2 calls for a unit: all ranks write to the first rank's segment."""
+    """The all-gather that FSDP2 calls for a unit: all ranks write to rank 0's segment."""
 
     def __init__(self, areas: Areas) -> None:
         self.areas = areas
@@ -229,7 +229,7 @@ class SharedAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Wait for all ranks. The input is this rank's part of the output, where FSDP2 has copied it."""
+        """Wait for all ranks. FSDP2 has copied this rank's input to its place in the shared output."""
         self.areas.memory.barrier()
 
 
@@ -250,7 +250,7 @@ class ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce the ranks' gradients, (workers * n,) each, to this rank's rows, (n,), in `output_tensor`."""
+        """Reduce the ranks' `input_tensor`, whole gradients, to this rank's rows, in `output_tensor`."""
         self.strategy.note_digest(self.number, input_tensor)
         reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
@@ -266,7 +266,7 @@ class TreeReduceScatter(ReduceScatter):
         self.first_byte: int | None = None  # of the input, if it is in shared memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input, in shared memory if there is any; the second call allocates the output."""
+        """Allocate the input, in shared memory if there is any; at the second call allocate the output."""
         areas, count = self.strategy.areas, math.prod(size)
         if areas is None or self.first_byte is not None:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -295,7 +295,7 @@ class TreeReduceScatter(ReduceScatter):
             strategy.areas.memory.end()
 
     def add(self, chunks: Sequence[Tensor], output_tensor: Tensor) -> None:
-        """Add a round's chunks, by rank, to the partial sums; the last round writes the sum to the output."""
+        """Add a round's chunks, by rank, to the partial sums; in the last round, write the sum out."""
         strategy = self.strategy
         count = strategy.setup.micro_batches
         for rank, chunk in enumerate(chunks):
@@ -315,7 +315,7 @@ class TreeReduceScatter(ReduceScatter):
             ]
 
     def exchange(self, input_tensor: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-        """This rank's rows, (n,), of each rank's gradients, which the caller may change. Collective."""
+        """Return this rank's rows of each rank's gradients, in vectors the caller may change. Collective."""
         rank, workers = self.strategy.rank, self.strategy.world_size
         if self.strategy.areas is None:
             received = torch.empty_like(input_tensor)
@@ -329,13 +329,13 @@ class TreeReduceScatter(ReduceScatter):
 
 
 def local(tensor: Any) -> Tensor:
-    """The rows of a DTensor that this rank holds."""
+    """Return the rows of a DTensor that this rank holds."""
     piece: Tensor = tensor.detach().to_local()
     return piece
 
 
 def make_group(is_distributed: bool, timeout_s: float) -> dist.ProcessGroup:
-    """A new process group of all ranks, or of this process alone without a launcher. Collective."""
+    """Return a new process group of all ranks, or of this process alone without a launcher. Collective."""
     if not is_distributed and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))

@@ -1,8 +1,8 @@
-"""The interface between the trainer and a way of training in parallel; rows of tensors, and the norm.
+"""The interface between the trainer and a way of training in parallel; splitting into rows, and the norm.
 
-The norm of a gradient has the same bits for any distribution of its rows: the rank that holds a row sums it,
-then every rank sums all rows in the order of the tensors. torch.nn.utils.clip_grad_norm_ takes a norm of each
-shard of sharded gradients, which depends on the number of workers.
+The norm of a gradient has the same bits for any distribution of its rows: a rank takes the norm of each row
+that it holds, then every rank adds up those of all rows in the order of the tensors.
+torch.nn.utils.clip_grad_norm_ takes the norm of each shard, so its bits depend on the number of workers.
 """
 
 import contextlib
@@ -23,42 +23,42 @@ Forward = Callable[[Tensor, Tensor], Tensor]  # (B, T) tokens and targets to the
 
 
 def split_rows(rows: int, workers: int) -> list[range]:
-    """The rows of each rank: chunks of ceil(rows / workers), of which the last ones may be shorter or empty.
+    """Return each rank's rows: chunks of ceil(rows / workers), of which the last may be shorter or empty.
 
-    torch.chunk makes the same chunks of dimension 0, as FSDP2 shards a parameter.
+    FSDP2 shards dimension 0 of a parameter into the same chunks, by torch.chunk.
     """
     size = -(-rows // workers)
     return [range(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(workers)]
 
 
 def numel_by_rank(shape: Sequence[int], workers: int) -> list[int]:
-    """The number of elements in each rank's rows of a tensor of this shape, with at least one dimension."""
+    """Return the number of elements in each rank's rows of a tensor of this shape, which is not ()."""
     columns = math.prod(shape[1:])
     return [len(rows) * columns for rows in split_rows(shape[0], workers)]
 
 
 def digest(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's elements, as hex digits."""
+    """Return the SHA-256 of a tensor's elements, as hex digits."""
     content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(content.numpy().data).hexdigest()
 
 
 def row_norms(gradient: Tensor) -> Tensor:
-    """The (rows,) norms of the rows of a (rows, columns) gradient; the absolute values of a vector."""
+    """Return the norm of each row of a matrix, (rows, columns), or the absolute values of a vector."""
     if gradient.ndim < 2:
         return gradient.abs()
     return torch.linalg.vector_norm(gradient, dim=1)
 
 
 def total_norm(norms: Tensor) -> Tensor:
-    """The scalar norm of a gradient whose rows have these norms."""
+    """Return the norm, a scalar tensor, of a gradient whose rows have these norms."""
     return norms.double().square_().sum().sqrt_().float()
 
 
 class RowGatherer:
-    """Brings the norms of all ranks' rows into the order of the tensors; `shapes` are of whole tensors.
+    """Gathers the norms of all ranks' rows, in the order of the tensors. `shapes` are of whole tensors.
 
-    `all_gather` makes (workers, n), the same on all ranks, of (n,) on each.
+    `all_gather` is collective: from a vector of n elements on each rank it returns (workers, n) on all.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RowGatherer:
         self.order = torch.cat(places)
 
     def gather(self, norms: Tensor) -> Tensor:
-        """The norms of all rows, from the (rows,) norms of this rank's rows, tensor by tensor. Collective."""
+        """Return the norms of all rows, given those of this rank's rows, tensor by tensor. Collective."""
         padded = torch.cat([norms, norms.new_zeros(self.size - len(norms))])
         self.order = self.order.to(norms.device)
         return self.all_gather(padded).flatten()[self.order]
@@ -135,7 +135,7 @@ class Strategy(ABC):
 
     takes_turns = False  # rank r has micro-batches r, r + workers, ... instead of neighbours
     weights_are_sharded = False  # if so, every forward pass is collective
-    updates_are_sharded = False  # whether gradients and the optimizer's state are
+    updates_are_sharded = False  # whether gradients and the optimizer's state are sharded
     loss_scale: float
     forward: Forward
 
@@ -149,25 +149,25 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
-        """Take the module `forward`, perhaps compiled, which maps (B, T) tokens and targets to the loss.
+        """Use the module `forward`, perhaps compiled, which maps (B, T) tokens and targets to the loss.
 
-        `grads_are_static`: the next backward pass overwrites the memory of its gradients (CUDA graphs).
+        `grads_are_static`: each backward pass overwrites the gradients of the one before (CUDA graphs).
         """
 
     @abstractmethod
     def pieces(self) -> dict[str, Tensor]:
-        """The rows of each parameter that this rank updates, in the parameters' own memory."""
+        """Return, by name, the rows of parameters that this rank updates, in the parameters' own memory."""
 
     @abstractmethod
     def held_weights(self) -> dict[str, Tensor]:
-        """All rows of each parameter that this rank holds, in the parameters' own memory."""
+        """Return, by name, all rows of parameters that this rank holds, in the parameters' own memory."""
 
     def start_step(self) -> None:  # noqa: B027 - most strategies have nothing to do
-        """Prepare for the first micro-batch of a step. Gradients were freed after the last step."""
+        """Prepare for the first micro-batch of a step. Gradients were freed after the step before."""
 
     @abstractmethod
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        """The context for the passes of micro-batch `number`: each of `my_micro_batches`, in their order."""
+        """Return a context for both passes of micro-batch `number`, each of `my_micro_batches` in order."""
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -178,14 +178,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def unreduced(self) -> AbstractContextManager[dict[str, str]]:
-        """The context for a backward pass that is not counted, after `start_step`, before any micro-batch.
+        """Return a context for a backward pass that is not counted, between `start_step` and `micro_batch`.
 
-        Afterwards the context's value has, by name, a `digest` of each parameter's or block's gradient as it
-        would enter the reduction.
+        Afterwards the context's value has, by name, the `digest` of each parameter's or block's gradient, as
+        the gradient would enter the reduction.
         """
 
     def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, str]:
-        """The digests of the gradients of (B, T) tokens; see `unreduced`.
+        """Return the digests of the gradients for `inputs` and `targets`, (B, T) tokens; see `unreduced`.
 
         Collective if weights are sharded.
         """
@@ -197,14 +197,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the pieces, after `finish_step`."""
+        """Return the gradients of the pieces, by name, after `finish_step`."""
 
     @abstractmethod
     def finish_update(self) -> None:
         """Give all ranks the new weights after the pieces were updated, and free the gradients."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to at most `max_norm` (0: leave them); returns the norm before, a scalar.
+        """Scale gradients to a norm of at most `max_norm` (0: leave them); return the norm before, a scalar.
 
         The norm's bits do not depend on the number of workers. Collective.
         """
@@ -220,19 +220,19 @@ class Strategy(ABC):
         return norm
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank, if the ranks' forward passes are collective; else `flag`.
+        """Return whether `flag` is true on any rank, if forward passes are collective; else return `flag`.
 
-        It tells whether work that the ranks do together ends. Collective, in any thread.
+        By it, ranks end a loop at the same place. Collective if forward passes are; any thread may call it.
         """
         return flag
 
     def my_rows(self, name: str) -> slice:
-        """This rank's rows of a sharded parameter."""
+        """Return the slice of this rank's rows of a sharded parameter."""
         rows = split_rows(self.shapes[name][0], self.world_size)[self.rank]
         return slice(rows.start, rows.stop)
 
     def dummy_backward(self) -> None:
-        """Run a forward and backward pass that is not counted, since other ranks' passes are collective."""
+        """Run a forward and backward pass with zero gradients, since other ranks' passes are collective."""
         tokens, targets = torch.zeros(
             2, *self.setup.batch_shape, dtype=torch.long, device=self.context.device
         )

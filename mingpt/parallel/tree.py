@@ -1,8 +1,8 @@
-"""The binary tree along which numbers are added, on whichever rank.
+"""The binary tree along which gradients are added, whichever ranks add them.
 
-Node (level, index) is the sum of leaves index * 2**level up to (index + 1) * 2**level, a left half plus a
-right half. If the right half would lie past the last leaf, a node is its left half. Floating-point addition
-is not associative, so the tree, and nothing else, determines the bits of a sum.
+Node (level, index) is the sum of leaves index * 2**level to (index + 1) * 2**level - 1: its left half plus
+its right half. If the right half would lie past the last leaf, the node is its left half. Floating-point
+addition is not associative: the tree, and not which ranks add, determines the bits of a sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ PartialSums = list[tuple[int, int, V]]  # (level, index, sum), from left to righ
 def push(
     stack: PartialSums[V], level: int, index: int, value: V, leaves: int, add: Callable[[V, V], V]
 ) -> None:
-    """Append node (level, index), whose sum is `value`, on the right, and merge as far as the tree allows.
+    """Append node (level, index), whose sum is `value`, to `stack`, and merge nodes as far as possible.
 
-    `leaves` is the number of leaves of the whole tree.
+    Nodes must be pushed from left to right. `leaves` is the number of leaves of the whole tree.
     """
     while 1 << level < leaves:
         if index % 2:
@@ -32,7 +32,7 @@ def push(
 
 
 def cover(leaves: Sequence[int], total: int) -> list[tuple[int, int]]:
-    """The fewest nodes, left to right, that hold exactly these neighbouring ones of the `total` leaves."""
+    """Return the fewest nodes, left to right, that hold exactly `leaves`, neighbours among `total` leaves."""
     stack: PartialSums[None] = []
     for leaf in leaves:
         push(stack, 0, leaf, None, total, lambda *_: None)

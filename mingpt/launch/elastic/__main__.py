@@ -1,6 +1,6 @@
-"""python -m mingpt.launch.elastic --serve HOST:PORT: a board on a host that outlives the nodes.
+"""python -m mingpt.launch.elastic --serve HOST:PORT: serve a board, on which torchrun's agents meet.
 
-Needs no torch.
+Run it on a host that outlives the nodes. Needs no torch.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Boards, on which agents see each other: a folder that all share, or the memory of hosts that they reach.
+"""Boards, on which torchrun's agents see each other: a shared folder, or the memory of hosts they reach.
 
 A board holds each agent's latest entry, the facts about itself, and nothing else. A lost entry is harmless:
 its agent posts it again.
@@ -37,7 +37,7 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
-    """The server's answer to `message`. OSError if it refuses, is no agent, or is silent for `timeout_s`."""
+    """Return a server's answer. OSError if the server refuses, is no agent, or is silent for `timeout_s`."""
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(json.dumps(message).encode() + b"\n")
@@ -49,9 +49,10 @@ def request(host: str, port: int, message: Message, timeout_s: float) -> Message
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Answers requests on (address, port), each in its own thread, with the operation that its `op` names.
+    """Answers each request on (address, port), in a thread of its own, by the operation that its `op` names.
 
-    Call `serve_forever`. `port` 0 takes a free one, the attribute `port`. Raises OSError if it is taken.
+    Call `serve_forever`. For `port` 0 the system chooses a free port; the attribute `port` has its number.
+    Constructing a Server raises OSError if the port is taken.
     """
 
     allow_reuse_address = True
@@ -72,7 +73,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 def answer(operations: Mapping[str, Operation], line: bytes) -> bytes:
-    """The line that answers a request's line; {"error": ...} if the line is no request."""
+    """Return the line that answers a request's line; {"error": ...} if the line is no request."""
     try:
         message = parse_json(line)
         result = operations[message["op"]](message)
@@ -93,7 +94,7 @@ class FolderBoard:
         self._folder = path / quote(rdzv_id, safe="")
 
     def exchange(self, mine: Entry) -> list[Entry]:
-        """Post `mine`, remove old entries, and return all. Raises OSError. May hang if the storage does."""
+        """Post `mine`, return all entries, and remove old ones. Raises OSError. Hangs if the storage does."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = self._folder / f"{mine.id}.json"
         write_atomic(own, json.dumps(asdict(mine)), sync="nothing")
@@ -128,7 +129,7 @@ class HostBoard:
 
 
 def parse_entries(contents: Iterable[Any]) -> list[Entry]:
-    """The valid entries of JSON, as bytes or parsed; others, such as a later version's, are left out."""
+    """Return the valid entries in JSON, as bytes or parsed; leave out others, such as a later version's."""
     found = []
     for content in contents:
         try:
@@ -150,7 +151,7 @@ class BoardMemory:
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
 
     def post(self, message: Message) -> str:
-        """Keep the message's entry; return its job's entries as JSON. KeyError or TypeError without one."""
+        """Keep a message's entry; return the job's entries as JSON. KeyError or TypeError if it has none."""
         now, rdzv_id, entry = time.monotonic(), str(message["rdzv_id"]), message["entry"]
         forget_s = FORGET_FINISHED_S if entry["state"] == FINISHED else FORGET_S
         # Each entry is encoded once: with many agents, encoding is most of the work.
@@ -163,7 +164,7 @@ class BoardMemory:
 
 
 def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -> None:
-    """Serve on a port for ever, once it is free: an earlier agent, say, may still have it."""
+    """Wait until a port is free, which an earlier agent may still have, and serve on it for ever."""
     while True:
         try:
             Server(address, port, operations).serve_forever()
@@ -172,7 +173,7 @@ def serve_once_free(address: str, port: int, operations: dict[str, Operation]) -
 
 
 def parse_endpoints(text: str) -> list[Endpoint]:
-    """The hosts and ports of HOST:PORT[,HOST:PORT...]; empty if the text is anything else."""
+    """Return the hosts and ports of HOST:PORT[,HOST:PORT...]; [] if the text is anything else."""
     endpoints = []
     name = r"[^/:.\s\[\]]{1,63}(?:\.[^/:.\s\[\]]{1,63})*\.?"  # socket raises UnicodeError for others
     for part in text.split(","):
@@ -184,7 +185,7 @@ def parse_endpoints(text: str) -> list[Endpoint]:
 
 
 def parse_rdzv(text: str) -> Path | list[Endpoint]:
-    """The endpoints of HOST:PORT[,HOST:PORT...], or else an absolute path. UserError if it has no slash."""
+    """Return the endpoints of HOST:PORT[,...], or any other text as a path. UserError if it has no slash."""
     endpoints = parse_endpoints(text)
     if endpoints:
         return endpoints

@@ -1,4 +1,4 @@
-"""The program of `launch/elastic.sh`: turns options into a torchrun command that makes a cluster elastic."""
+"""The program of `launch/elastic.sh`: run torchrun on this node of a cluster whose nodes may come and go."""
 
 import errno
 import ipaddress
@@ -37,7 +37,7 @@ def check_nproc(text: str) -> str:
 
 
 def check_local_addr(text: str) -> tuple[str, str]:
-    """(the IP address of `text`, its interface). UserError unless an interface of this host has it."""
+    """Return the IP address of `text` and its interface. UserError unless this host has the address."""
     interfaces = {str(address.ip): name for name, address in ipv4_addresses()}  # only interfaces that are up
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
@@ -57,7 +57,7 @@ def check_local_addr(text: str) -> tuple[str, str]:
 
 
 def torchrun_command(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(variables to add to the environment, the command). Creates the folder of --rdzv. Raises UserError."""
+    """Return the environment variables to add, and the command. Creates --rdzv's folder. Raises UserError."""
     parser = CommandParser("launch/elastic.sh", __doc__, usage=USAGE)
     parser.add_argument(
         "--nnodes", required=True, metavar="MIN:MAX", help="a majority, or 1 to survive anything"

@@ -1,7 +1,7 @@
-"""Who is in the group, and who has to restart: functions of the entries that the agents post.
+"""Decisions on who is in the group and who has to restart, from the entries that agents post.
 
-They use no clock, no network and no torch: a view goes in, a decision comes out. A group is the agents that
-may start workers together; a round is their agreement to do so, and the generation of workers that follows.
+They use no clock, no network and no torch. A group is the agents that may start workers together; a round is
+their agreement to do so, and the generation of workers that follows.
 """
 
 import ipaddress
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[int, int, str, str]:
-        """The order of the ranks: by address, compared as a number if it is one."""
+        """The sort key of the ranks' order: the address, as a number if it is an IP address, then the id."""
         try:
             return (0, int(ipaddress.ip_address(self.address)), "", self.id)
         except ValueError:
@@ -66,8 +66,8 @@ class Round:
 class Pulse:
     """One agent's heartbeat on one board: the agent is alive if its counter changed lately.
 
-    Times are by the reader's clock. A first sight is no change, so a file that an earlier job left never
-    counts.
+    Times are by the reader's clock. The first counter seen is no change, so a file that an earlier job left
+    never counts.
     """
 
     counter: int
@@ -83,15 +83,15 @@ class Pulse:
 
 
 def is_linked(one: Entry, other: Entry) -> bool:
-    """Whether each of two agents has reached the other lately."""
+    """Return whether each of two agents has reached the other lately, or they are the same."""
     return one.id == other.id or (other.id in one.reach and one.id in other.reach)
 
 
 def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
-    """Agents that all reach each other, at most `max_nodes`, in the order of their ranks.
+    """Return agents that all reach each other, at most `max_nodes`, in the order of their ranks.
 
-    The agent with the fewest links is left out first; of several, the one with the largest key. If there are
-    too many, members of the latest round are taken before others.
+    Until all reach each other, the agent that reaches the fewest is left out; of several such agents, the one
+    with the largest key. Of more than `max_nodes`, members of the latest round are taken before others.
     """
     group = sorted(entries, key=lambda entry: entry.key)
     reach = {entry.id: {entry.id, *entry.reach} for entry in group}
@@ -111,18 +111,18 @@ def best_group(entries: Iterable[Entry], max_nodes: int) -> list[Entry]:
 
 
 def last_members(group: Sequence[Entry]) -> set[str]:
-    """The ids of the members of the latest round that any agent of the group was in."""
+    """Return the ids of the members of the latest round that any agent of the group was in."""
     number = max((entry.number for entry in group), default=0)
     return {id for entry in group if entry.number == number for id in entry.members}
 
 
 def job_of(group: Sequence[Entry]) -> tuple[int, str]:
-    """The number of the job's latest round and its token, as the group knows them; (0, "") in a new job."""
+    """Return the number of the job's latest round and the job's token, by the group; (0, "") in a new job."""
     return max((entry.number, entry.job) for entry in group)
 
 
 def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """{id of a round: its members that run}."""
+    """Return {id of a round: its members in the state RUNNING}."""
     found: dict[str, list[Entry]] = {}
     for entry in alive:
         if entry.state == RUNNING:
@@ -131,10 +131,10 @@ def active_rounds(alive: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """The running agents: (those of rounds that go on, those of rounds that a member has left to wait).
+    """Return the running agents of rounds that go on, and those of rounds that a member has left to wait.
 
-    While there are agents of the first kind, no other round starts; their rounds end by themselves if they
-    can take in a waiting agent. Agents of the second kind will soon wait, too; others give them some time.
+    While a round goes on, no other round starts; it ends by itself if it can take in a waiting agent. Agents
+    of a round that a member has left will soon wait, too; waiting agents give them some time.
     """
     left = {entry.round for entry in alive if entry.state == WAITING and entry.round}
     going_on: list[Entry] = []
@@ -147,9 +147,10 @@ def busy(alive: Collection[Entry]) -> tuple[list[Entry], list[Entry]]:
 def is_complete(
     group: Sequence[Entry], min_nodes: int, max_nodes: int, unchanged_s: float, gone: Collection[str]
 ) -> bool:
-    """Whether the group may start: it is full, or is large enough and has waited long enough for others.
+    """Return whether the group may start: it is full, or has `min_nodes` and has waited enough for others.
 
-    `unchanged_s`: for how long it has been the same. `gone`: ids of agents that are known to be dead.
+    After the first round, it waits for no others if each member of the last round is here or in `gone`.
+    `unchanged_s`: how long the group has been the same. `gone`: ids of agents that ended or are silent.
     """
     if len(group) < min_nodes:
         return False
@@ -171,9 +172,9 @@ class Restart:
 
 
 class JoinBackoff:
-    """How long a waiting node is held off: longer each time in a row that it was lost soon after it joined.
+    """Tells how long a node must wait to join: longer each time in a row that it was lost soon after joining.
 
-    A node is known by host and address, since its agent may be another one each time.
+    A node is known by host and address, since it may have a new agent each time.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ class JoinBackoff:
         self._losses: dict[str, int] = {}  # by node
 
     def start_round(self, members: Iterable[Entry], now: float) -> None:
-        """Note who has joined and who was lost in a new round. In the first round nobody counts as joined."""
+        """Note which nodes a new round has gained and lost. In the first round, no node counts as joining."""
         joined = now if self._members else -math.inf
         before = self._members
         self._members = {one.id: before.get(one.id, (str(one), joined)) for one in members}
@@ -199,11 +200,11 @@ class JoinBackoff:
 def must_restart(
     me: Entry, alive: Collection[Entry], max_nodes: int, join_hold_s: Callable[[Entry], float]
 ) -> Restart | None:
-    """The Restart if the round that `me` is in has to end, for a reason that its workers cannot know.
+    """Return a Restart if the round of agent `me` has to end and its workers cannot know it, else None.
 
-    None if it may go on. The reasons: a member is not in the round; an agent waits that all members reach
-    (if they are fewer than `max_nodes`; held off for `join_hold_s`); there is a larger round of this job, or
-    one as large with a smaller id. An agent that only some members reach disturbs nobody.
+    The reasons: a member is not in the round; an agent waits that all running members reach, while the round
+    has fewer than `max_nodes` (`join_hold_s` says how long it must wait); another round has more running
+    members, or as many and a smaller id. A waiting agent that only some members reach is no reason.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
@@ -225,7 +226,7 @@ def must_restart(
 
 
 def has_lost_member(me: Entry, alive: Collection[Entry], gone: Collection[str]) -> bool:
-    """Whether a member of the round that `me` is in has ended, or has left the round."""
+    """Return whether a member of the round that `me` is in has ended, or has left the round."""
     members = set(me.members) - {me.id}
     left = {
         entry.id
@@ -240,7 +241,7 @@ def list_nodes(entries: Iterable[Entry]) -> str:
 
 
 def describe_wait(me: Entry, alive: Collection[Entry], min_nodes: int, troubles: Sequence[str]) -> str:
-    """One line: which nodes are here, how many are needed, and what is in the way."""
+    """Return a line: what this node waits for, which waiting nodes are here, and what does not answer."""
     linked = [entry for entry in alive if entry.state == WAITING and is_linked(me, entry)]
     going_on, leaving = busy(alive)
     if going_on:

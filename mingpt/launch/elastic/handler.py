@@ -2,11 +2,12 @@
 
 A round is an agreement to start workers together, and the generation of workers that follows. The leader, the
 agent with the smallest address, proposes it to agents that all reach each other. It starts if all accept. The
-members' ranks follow their addresses. Workers find the job's token in MINGPT_JOB and the number of the round
-in MINGPT_ROUND.
+members' ranks are in the order of their addresses. Workers find the job's token in MINGPT_JOB and the number
+of the round in MINGPT_ROUND.
 
-Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, since it
-would die with its host: all of them know all ranks, and at the end they ask each other who has come.
+Workers share a torch TCPStore, which the leader's agent hosts. The agents themselves share no store, which
+would be lost with its host: every agent knows all ranks, and when its workers have finished, it asks the
+other agents whether theirs have, too.
 """
 
 import atexit
@@ -65,9 +66,9 @@ RETRY_S = (0.1, 0.3)  # wait after a failed proposal; random, since two leaders 
 
 
 def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
-    """The keys and values by which torchrun's agents would tell each other the ranks of their workers.
+    """Return the keys and values by which torchrun's agents would tell each other their workers' ranks.
 
-    `nprocs` is how many workers each node has, in the order of the nodes' ranks. Workers have one role.
+    `nprocs` is how many workers each node has, in the order of the nodes' ranks. All have the same role.
     """
     found, total = {}, sum(nprocs)
     for rank, nproc in enumerate(nprocs):
@@ -81,8 +82,9 @@ def assigned_ranks(nprocs: Sequence[int]) -> dict[str, str]:
 class RoundStore:
     """The part of a torch Store that torchrun's agent uses, without a server that could be lost or cut off.
 
-    Agents share two things by it. The workers' ranks are `known` to all, and only read. And at the end of the
-    job there is a barrier: `add` announces that this agent has come, and `wait` returns once `is_passed()`.
+    torchrun's agent reads the workers' ranks in it, which are `known`. And when its workers have finished, it
+    waits for the other agents: `add` calls `come` to announce this agent, and `wait` returns once
+    `is_passed()`.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class RoundStore:
         self.timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Does nothing: all agents that read the key know its value."""
+        """Do nothing: each agent already has the values that it reads, in `known`."""
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Does nothing, like `set`."""
+        """Do nothing, like `set`."""
 
     def get(self, key: str) -> bytes:
         return self._known[key].encode()
@@ -120,13 +122,14 @@ class RoundStore:
 
 
 class ElasticRendezvous(RendezvousHandler):
-    """The rendezvous of elastic jobs: agents meet in a folder, or at one of several hosts.
+    """The rendezvous of elastic jobs: agents meet in a folder, or at several hosts of which one must live.
 
-    Raises UserError if the endpoint is neither a folder nor a list of HOST:PORT, or nproc is not given.
+    Raises UserError if the endpoint is neither HOST:PORT[,HOST:PORT...] nor a path with a slash, or if
+    --rdzv_conf has no nproc, the number of workers per node.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
-        # Imported here, since torch's launcher imports this file, as a plugin, while it is itself imported.
+        # Imported here: torch's launcher imports this file, a plugin, while the launcher is being imported.
         from torch.distributed.run import determine_local_world_size
 
         self._run_id, self._min, self._max = params.run_id, params.min_nodes, params.max_nodes
@@ -177,7 +180,7 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a round, or lead one, for as long as it takes. SystemExit(0) if the job is finished."""
+        """Wait for a round, or lead one, without a time limit. Raise SystemExit(0) if the job is finished."""
         self._node.wait_for_round()
         self._restart = None
         meeting, said = Meeting(self._min, self._max, began=time.monotonic()), ""
@@ -205,7 +208,7 @@ class ElasticRendezvous(RendezvousHandler):
             time.sleep(POLL_S)
 
     def _propose(self, group: Sequence[Entry]) -> str:
-        """Start a round if all accept. Returns "" or why not: an agent is cut off or promised to another."""
+        """Propose a round to `group`, and start it if all accept. Return "" or why it did not start."""
         number, job = decisions.job_of(group)
         members = tuple(replace(entry, members=(), reach=()) for entry in group)  # without the long lists
         round = Round(uuid.uuid4().hex, number + 1, job or uuid.uuid4().hex, members, self._host_store())
@@ -234,7 +237,7 @@ class ElasticRendezvous(RendezvousHandler):
             return list(threads.map(ask, others))
 
     def _host_store(self) -> int:
-        """The port of the workers' store, which the first call starts; it lives as long as this agent."""
+        """Return the port of the workers' store. The first call starts it; it runs as long as this agent."""
         if self._tcp_store is None:
             family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -261,13 +264,13 @@ class ElasticRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, len(round.members), bootstrap)
 
     def _is_passed(self) -> bool:
-        """Whether all have come to the end of the round, or a member has ended or left and will not come."""
+        """Return whether all members' workers have finished, or a member has ended or left and never will."""
         view = self._node.view()
         are_here = set(view.me.members) <= view.done | {view.me.id}
         return are_here or decisions.has_lost_member(view.me, view.alive, view.gone)
 
     def num_nodes_waiting(self) -> int:
-        """1 if the round has to end, else 0."""
+        """Return 1 if the round has to end, so that torchrun's agent restarts its workers, else 0."""
         view, now = self._node.view(), time.monotonic()
         restart = None
         if view.is_fresh:
@@ -286,7 +289,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._node.end(FINISHED, EXIT_S)
 
     def shutdown(self) -> bool:
-        """Post that the job is FINISHED, and let others read it; with an exception in flight, do nothing."""
+        """Post that the job is FINISHED and let others read it, unless an exception is being handled."""
         if sys.exc_info()[0] is None:
             atexit.unregister(self._leave)  # the entry stays for agents that are frozen or cut off
             self._node.end(FINISHED, EXIT_S)
@@ -303,7 +306,7 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
-    """The port that the list of endpoints gives this node, or 0."""
+    """Return the port that the list of endpoints gives this node, or 0."""
     for host, port in endpoints:
         try:
             found = {info[4][0] for info in socket.getaddrinfo(host, port)}
@@ -315,7 +318,7 @@ def own_port(endpoints: Sequence[Endpoint], address: str) -> int:
 
 
 def flush_stderr() -> None:
-    """Flush stderr before Python does, which exits with 120 if nobody reads what torchrun has logged."""
+    """Flush stderr before Python does: Python would exit with 120 if nobody reads what torchrun logged."""
     try:
         sys.stderr.flush()
     except OSError:  # its reader is gone, as srun is when the first node is lost

@@ -1,4 +1,4 @@
-"""Node: in the background, an agent posts its entry, reads the entries of the others and pings them.
+"""An agent's Node: in background threads it posts its entry, reads the entries of others, and pings them.
 
 No public method of `Node` waits for the network or for storage, except `end` for a limited time, so an agent
 whose storage hangs still obeys a signal. `Meeting` chooses, from what an agent sees while it waits, the group
@@ -52,7 +52,7 @@ class Peer:
     """Another agent, as this one sees it."""
 
     entry: Entry
-    # By a board's name: if two boards hold entries of different ages, that does not show life.
+    # By a board's name: entries of different ages on two boards are no sign of life.
     pulses: dict[str, Pulse] = field(default_factory=dict)
     answered_at: float = -math.inf  # when the last ping that it has answered was sent
     has_ended: bool = False  # its port refuses connections, or is another agent's
@@ -81,7 +81,7 @@ class Node:
     def start(self, port: int, boards: Sequence[Board]) -> None:
         """Begin to post this agent's entry on the boards, to read the others' there, and to ping the others.
 
-        They reach this agent's server on `port`.
+        Other agents reach this agent's server on `port`.
         """
         self._entry = dataclasses.replace(self._entry, port=port)
         self._boards = boards
@@ -134,7 +134,7 @@ class Node:
         }
 
     def _ping(self, peer: Peer) -> None:
-        """Note whether an agent answers, until the agent is forgotten."""
+        """Ping an agent, and note whether it answers, until the agent is forgotten."""
         while self._peers.get(peer.entry.id) is peer:
             entry, answered_at, has_ended, done = peer.entry, peer.answered_at, False, peer.done
             began = time.monotonic()
@@ -163,7 +163,7 @@ class Node:
                     name in pulses and pulses[name].is_alive(at, DEAD_S) for name, at in fresh.items()
                 )
                 was_alive = any(pulse.has_changed for pulse in pulses.values())
-                # An agent that answers is not gone: its storage may hang. Without a fresh board none is.
+                # An agent that answers is not gone: its storage may hang. Without a fresh board none is lost.
                 is_lost = bool(fresh) and was_alive and not is_alive and id not in me.reach
                 if peer.has_ended or is_lost or (is_alive and entry.state in (FINISHED, LEFT)):
                     gone.add(id)
@@ -220,7 +220,7 @@ class Node:
         return {"ok": self.promise(check_json(message["round"], Round))}
 
     def promise(self, round: Round) -> bool:
-        """Promise the round's leader to take part. False if not waiting, or while promised to another."""
+        """Promise a round's leader to take part. Return False if not waiting, or promised to another."""
         leader = round.members[0].id
         with self._changed:
             promised_to, _, until = self._promise
@@ -240,7 +240,7 @@ class Node:
         return {"ok": self.enter(check_json(message["round"], Round))}
 
     def enter(self, round: Round) -> bool:
-        """Enter a round: set `entered`, post RUNNING. False if the promise is to another, or has expired."""
+        """Enter a round: set `entered`, post RUNNING. Return False without a valid promise to this round."""
         with self._changed:
             _, promised, until = self._promise
             if self._entry.state != WAITING or promised != round.id or time.monotonic() > until:
@@ -268,7 +268,7 @@ class Meeting:
     _said_at: float = 0.0
 
     def group_to_propose(self, view: View, now: float) -> list[Entry] | None:
-        """The group by rank if it is complete, this agent leads it and no round goes on, else None.
+        """Return the group, by rank, if it is complete, this agent leads it and no round goes on, else None.
 
         Call it with each new view, since it notes for how long the group has been unchanged.
         """
@@ -293,7 +293,7 @@ class Meeting:
         return group if is_complete else None
 
     def line_to_say(self, view: View, now: float) -> str | None:
-        """The line to log now, or None: it is logged when it changes, and again every SAY_EVERY_S."""
+        """Return the line to log now, or None: it is logged when it changes, and again every SAY_EVERY_S."""
         if now - self.began < SAY_AFTER_S:
             return None
         line = decisions.describe_wait(view.me, view.alive, self.min_nodes, view.troubles)
