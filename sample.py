@@ -1,8 +1,8 @@
 """Generate text with a trained model: python sample.py out/default --prompt "..." --tokens 300.
 
 Prints the prompt, then the text, and nothing else; between several samples a line of dashes. A sample ends
-early where the model ends its document. In a terminal, without --prompt, the program asks for prompts again
-and again: Ctrl-C stops the text, Ctrl-D ends.
+early at an end-of-text token. In a terminal, if no prompt is given, the program asks for prompts again and
+again: Ctrl-C stops a text, Ctrl-D ends the program.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def find_device(wanted: str) -> "torch.device":
-    """The device that `--device` names. Raises UserError if there is no such device."""
+    """Return the device that `--device` names. Raises UserError if it cannot be used."""
     import torch
 
     if wanted == "auto":
@@ -181,7 +181,7 @@ def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Nam
 def write_samples(
     model: "GPT", tokenizer: "Tokenizer | None", text: str, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Write `text`, whose tokens are `prompt`, before each sample; without a tokenizer, write tokens."""
+    """Write the samples, each after `text`, whose tokens are `prompt`; without a tokenizer, write tokens."""
     for number, tokens in enumerate(samples(model, tokenizer, prompt, arguments)):
         if number:
             sys.stdout.write(SEPARATOR)
@@ -193,7 +193,7 @@ def write_samples(
 def samples(
     model: "GPT", tokenizer: "Tokenizer | None", prompt: list[int], arguments: argparse.Namespace
 ) -> Iterator[Iterable[int]]:
-    """Yield each sample's tokens after the prompt: a single one's as they come, several once complete."""
+    """Yield each sample's tokens after the prompt; those of a single sample come as they are generated."""
     from mingpt.model import generate_batch
 
     for first in range(0, arguments.num_samples, BATCH):
@@ -218,9 +218,9 @@ def samples(
 
 
 def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """The text of --prompt or --prompt_file, or the tokenizer's default prompt, and its tokens.
+    """Return the text of --prompt or --prompt_file, or the tokenizer's default prompt, and its tokens.
 
-    Raises UserError if it is empty or cannot be read or encoded.
+    Raises UserError if the text is empty or cannot be read or encoded.
     """
     text = arguments.prompt
     if arguments.prompt_file is not None:
@@ -234,7 +234,7 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
 
 
 def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[int]]:
-    """Return the text, or for None the tokenizer's default prompt, and its tokens. Raises UserError."""
+    """Return the text, or for None the default prompt, and its tokens. UserError if empty or unencodable."""
     if text is None:
         tokens = tokenizer.default_prompt()
         return tokenizer.decode(tokens), tokens
@@ -245,7 +245,7 @@ def encode_prompt(text: str | None, tokenizer: "Tokenizer") -> tuple[str, list[i
 
 
 def read_prompt_tokens(arguments: argparse.Namespace, vocab_size: int) -> list[int]:
-    """The tokens of --prompt_tokens. Raises UserError unless they are given and all below `vocab_size`."""
+    """Return the tokens of --prompt_tokens. UserError if there are none, or not all below `vocab_size`."""
     text = arguments.prompt_tokens
     if text is None:
         raise UserError("the run has no tokenizer: give tokens to continue, as in --prompt_tokens 464,3290")

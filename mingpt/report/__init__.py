@@ -2,7 +2,7 @@
 
 Rank 0 reports. Where nodes share no disk, one worker of each node also reports to the node's own run folder.
 
-Metrics are functions of a step's statistics; sinks are places that the metrics' values go to.
+A metric is a function of a step's statistics. A sink is a place for the metrics' values, such as a plot.
 """
 
 from mingpt.report.files import read_records

@@ -1,7 +1,7 @@
-"""Write the files of a run. A file that cannot be written ends no run: its content is kept and tried again.
+"""Write a run's report files. If one cannot be written, the run goes on and the content is tried again.
 
 metrics.jsonl has a JSON object per record, written at once, each with its `step`. The records of all
-generations (the workers between two restarts) make one curve.
+generations (a generation is the workers between two restarts) make one curve.
 """
 
 import functools
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl, none if it is missing; logs other lines. Raises OSError."""
+    """Yield the records of a metrics.jsonl, none if it is missing; log other lines. Raises OSError."""
     return (record for _, record in read_lines(path) if record is not None)
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield (line with its newline, its record) in order; None, and a log line, for a line that is none."""
+    """Yield (line with its newline, its record) in order. A line that is no record is logged, with None."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -64,7 +64,7 @@ class WriteStatus:
             log.warning(f"{self.path} is written again")
 
 
-# Called before a file is touched. False: the folder is another job's by now, so the file is left as it is.
+# Called before a file is touched. False: another job or a later generation has the folder; write nothing.
 MayWrite = Callable[[], bool]
 
 
@@ -73,9 +73,9 @@ def always() -> bool:
 
 
 class SmallFile:
-    """A file that is replaced whole. Its latest content is kept until a write or `retry` succeeds.
+    """A file that is replaced as a whole. Its latest content is kept in memory until it is written.
 
-    Methods raise no OSError: `status` logs it. They may be called in several threads.
+    The methods raise no OSError: `status` logs it. They may be called in several threads.
     """
 
     def __init__(self, path: Path, may_write: MayWrite = always) -> None:
@@ -86,12 +86,12 @@ class SmallFile:
         self.background = ThreadPoolExecutor(max_workers=1)
 
     def write(self, content: str | bytes) -> None:
-        """Replace the file and fsync it. If that fails or `may_write` is False, keep the content."""
+        """Replace the file and fsync it. If that fails or `may_write()` is False, keep the content."""
         self.unwritten = content
         self.retry()
 
     def write_in_background(self, content: str | bytes) -> None:
-        """Replace the file soon, in a thread; of contents that wait there, only the latest is written."""
+        """Replace the file in a background thread; of several contents that wait, the latest is written."""
         self.unwritten = content
         self.background.submit(self.retry)
 
@@ -115,8 +115,8 @@ class LineFile:
     """A file to which whole lines are appended. Safe for use by several threads. Logs OSError, raises none.
 
     A line that cannot be written waits in memory, with all later ones, until a write or `retry` succeeds. At
-    most `max_pending` lines wait (None: all of them); the oldest are dropped. Each attempt calls `prepare`
-    first, until it has once worked; it may raise OSError.
+    most `max_pending` lines wait (None: all of them); the oldest are dropped. Each attempt to write first
+    calls `prepare`, which may raise OSError, until one call has succeeded.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class LineFile:
         self.path, self.prepare, self.may_write = path, prepare, may_write
         self.status = WriteStatus(path)
         self.pending: deque[bytes] = deque(maxlen=max_pending)
-        self.lock = threading.RLock()  # reentrant: if this is log.txt, a line that `status` logs comes here
+        self.lock = threading.RLock()  # reentrant: if this is log.txt, `status` logs to it during `retry`
 
     def write(self, line: bytes) -> None:
         """Append a line, which must end with a newline."""
@@ -171,7 +171,7 @@ def append(handle: int, line: bytes) -> None:
 
 
 class JsonlSink(Sink):
-    """Appends each record to metrics.jsonl. Constructing it drops the records that will come again."""
+    """Appends each record to metrics.jsonl. Constructing it drops the records of steps to be done again."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
@@ -181,8 +181,8 @@ class JsonlSink(Sink):
     def prepare(self) -> None:
         """Truncate the file before its first record past the step from which this generation starts.
 
-        Records of step 0 are dropped if it starts there, since they come again; so is a line cut short by a
-        crash. This needs no room on the disk. Raises OSError.
+        If this is step 0, its records are dropped, too, since they come again. So is a last line that a crash
+        has cut short. This needs no room on the disk. Raises OSError.
         """
         kept_bytes, step = 0, self.run.first_step
         for line, record in read_lines(self.path):
@@ -199,5 +199,5 @@ class JsonlSink(Sink):
         self.file.retry(sync=True)
 
     def first_waiting(self) -> int | None:
-        """The step of the first record that could not be written; None if all are in the file."""
+        """Return the step of the first record that could not be written; None if all are in the file."""
         return int(json.loads(self.file.pending[0])["step"]) if self.file.pending else None

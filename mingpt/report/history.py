@@ -1,4 +1,4 @@
-"""Keep run.json: the history of a run by its generations, each the workers between two restarts."""
+"""Keep run.json, a run's history: an entry for each generation, the workers between two restarts."""
 
 import contextlib
 import json
@@ -39,14 +39,14 @@ class Generation(pydantic.BaseModel):
 
 
 class Suspects(pydantic.BaseModel):
-    """An entry on workers that computed differently. Nothing that was saved past step `after` is used."""
+    """An entry on workers that computed differently. What had been saved past step `after` is not used."""
 
     after: Count
     workers: list[str]
 
 
 class History(pydantic.BaseModel):
-    """The fields of run.json that are read; there may be others."""
+    """The fields of run.json that this program reads; there may be others."""
 
     id: RunId
     generations: list[Generation] = pydantic.Field(min_length=1)
@@ -74,9 +74,10 @@ def load_history(run_dir: Path, run_id: str | None = None) -> dict[str, Any] | N
 
 
 def mark_ended(run_dir: Path, status: str, end: str | None = None) -> None:
-    """Set the status in run.json, if it is "running", of a job that ends before this generation can train.
+    """Set the status in run.json, if it is "running": the job ends before this generation can train.
 
-    `end` is how the last generation ended, recorded if that could not do so. No error is raised.
+    `end` tells how the last generation ended; it is recorded if that generation could not record its end.
+    Raises nothing.
     """
     path = run_dir / "run.json"
     try:
@@ -102,8 +103,8 @@ class GenerationStart:
     previous: GenerationEnd | None = None  # how the generation before ended; None: not known
     durable_step: int = 0  # of the newest snapshot on disk; 0: none
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
-    logged_step: int = 0  # the newest step whose metrics the run has logged
-    start_s: float = 0.0  # seconds since the process that keeps the run folder was started
+    logged_step: int = 0  # the newest step whose metrics must be on record
+    start_s: float = 0.0  # seconds since this process, whose rank keeps the run folder, began
 
 
 def plural(count: int, noun: str) -> str:
@@ -121,15 +122,16 @@ def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
 
 
 class RunHistory:
-    """Writes run.json on the rank that keeps the run folder. Constructing it reads the file, if there is one.
+    """Writes run.json on a rank that keeps the run folder. Constructing it reads the file, if there is one.
 
     A damaged file is set aside. `status` is running, finished, stopped or failed. `durable_step` is the step
-    of the newest snapshot on disk, 0 if none is known. A generation's entry holds the number and hosts of its
-    workers, the steps from which and to which they came, and how they ended. `exact` means that one of them
-    reported `to_step`; otherwise it is only the last step on record. `restart` is false for a job's first
-    generation. `began` and `seen` are in seconds since 1970, `seconds` is the time between them by a
-    monotonic clock. `phases` are totals within it, in seconds, for evaluations and for snapshots that
-    training waits for; `start_s` lies before `began`. While a run goes on, a thread writes the file.
+    of the newest snapshot on disk, 0 if none is known. A generation's entry has the number and hosts of its
+    workers, the step from which it started (`from_step`), the last step known to be complete (`to_step`), and
+    how it ended (`end`). `exact` is true if a worker reported `to_step` when it ended. `restart` is false for
+    a job's first generation. `began` and `seen` are the times of the generation's start and of its last
+    completed step on record, in seconds since 1970; `seconds` is the time between them by a monotonic clock.
+    `phases` has seconds: `start_s` before `began`; after it, those of evaluations and of waiting for
+    snapshots. Only `note_step` and `note_durable` write the file in a background thread.
     """
 
     def __init__(
@@ -163,9 +165,10 @@ class RunHistory:
         self.generations: list[dict[str, Any]] = self.content["generations"]
 
     def start_generation(self, start: GenerationStart) -> str | None:
-        """Begin a generation in run.json, before any other method is called.
+        """Add this generation's entry to run.json. Call it before any other method.
 
-        Returns one line on how the generation before ended, if it was killed or made room for a node.
+        Returns one line on how the generation before ended, if it could not record this or if it was stopped
+        so that a node could join; else None.
         """
         if start.changes:
             self.content["changes"].append({"step": start.step, "settings": start.changes})
@@ -195,7 +198,7 @@ class RunHistory:
     def close_generation(self, last: dict[str, Any], start: GenerationStart) -> str | None:
         """Count the steps that are done again, and record how generation `last` ended if it could not.
 
-        Returns one line on that end then, and also if it ended so that a node could join; else None.
+        Returns one line on the end if it is recorded here or if a node joined then; else None.
         """
         recorded, waited = last["to_step"], 0.0
         was_running = last["end"] == "running"
@@ -225,9 +228,10 @@ class RunHistory:
         return f"{last['end']} at step {last['to_step']}; resumed from {start.step} with {workers}"
 
     def repeated_failure(self) -> str | None:
-        """Return one sentence if the last MAX_REPEATS generations before this one ended at the same step.
+        """Return one sentence if the last MAX_REPEATS generations of this job failed at the same step.
 
-        None otherwise, if one of these steps is not exact, and in a generation that a user started.
+        Else returns None, also if one of these steps is not exact. A generation that was stopped, or ended so
+        that a node could join, has not failed.
         """
         if not self.generations[-1]["restart"]:
             return None  # a user started the job again, perhaps with the cause removed
@@ -250,9 +254,9 @@ class RunHistory:
         self.file.write_in_background(self.encode())
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
-        """Record that at `step` these workers differed from others. Nothing saved past step `after` is used.
+        """Record that at `step` these workers computed differently; what was saved past `after` is not used.
 
-        Call it before any snapshot is set aside: a kill meanwhile then cannot make the run forget it.
+        Call it before any snapshot is set aside, so that the record survives a kill in between.
         """
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
@@ -260,9 +264,9 @@ class RunHistory:
         self.file.write(self.encode())
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
-        """Record that this generation has completed `step`, with its seconds per step (None: as before).
+        """Record that this generation has completed `step`; `step_s` is seconds per step (None: as before).
 
-        `phases` has the seconds of any of PHASES so far.
+        `phases` has the total seconds so far of some or all of PHASES.
         """
         seconds = round(time.monotonic() - self.began_at, 3)
         self.generations[-1] |= {"to_step": step, "seen": time.time(), "seconds": seconds}
@@ -287,7 +291,7 @@ class RunHistory:
         )
 
     def encode(self) -> str:
-        """Return the content of the file, with the goodput: the share of the time that was not lost."""
+        """Return the file's content after updating the goodput, the share of the time that was not lost."""
         # Time after an orderly stop is not lost: a run's time is its generations' and its restarts' time.
         # An older run.json has no `seconds`, and a clock may be set back.
         trained_s = sum(

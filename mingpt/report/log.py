@@ -1,4 +1,4 @@
-"""The package's log: to the terminal, and to run_dir/log.txt on ranks that keep a run folder.
+"""The package's log, which goes to the terminal and, on ranks that keep a run folder, to run_dir/log.txt.
 
 Training shows a progress bar or one line per record, an evaluation shows one line.
 """
@@ -32,7 +32,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class FileHandler(logging.Handler):
-    """Appends lines, each with its time, to the file at `path`; they wait while it cannot be written."""
+    """Appends lines, each with its time, to the file at `path`; lines wait while it cannot be written."""
 
     def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class RisingLoss(Sink):
 
 
 class ConsoleSink(Sink):
-    """Shows training as a progress bar on rank 0's terminal, else as log lines; evaluations as log lines."""
+    """Shows training as a progress bar if rank 0 has a terminal, else as log lines; evaluations as lines."""
 
     def __init__(self, run: RunInfo) -> None:
         self.max_steps = run.max_steps

@@ -45,12 +45,12 @@ def tokens_per_s(stats: StepStats) -> float:
 
 
 def model_flops_utilization(stats: StepStats) -> float | None:
-    """Return the share used of the devices' bfloat16 peak (Chowdhery et al. 2022); None if it is unknown."""
+    """Return the FLOP/s as a share of the devices' bfloat16 peak (Chowdhery et al. 2022); None if unknown."""
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in stats.device_name), None)
     return stats.flops_per_token * tokens_per_s(stats) / stats.world_size / peak if peak else None
 
 
-# Each function returns its metric's value; one that is None or not finite is left out of the record.
+# Each function returns its metric's value; a value of None or not finite is left out of the record.
 METRICS: dict[str, Callable[[StepStats], float | None]] = {
     "train/loss": lambda stats: stats.loss,
     "lr": lambda stats: stats.lr,
@@ -71,30 +71,30 @@ def training_values(stats: StepStats) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a Sink, a place that metrics go to, is built from: facts on the run and on this generation."""
+    """The facts on the run and on this generation from which a Sink, a place for metrics, is built."""
 
     run_dir: Path
     max_steps: int
     first_step: int  # the step that this generation starts from
-    restarts: list[int]  # steps at which later generations began
+    restarts: list[int]  # steps from which generations after the first went on
     entropy_floor: float | None  # entropy of the validation part in nats per token, if it is known
-    may_write: Callable[[], bool] = lambda: True  # false once the run folder is another job's
+    may_write: Callable[[], bool] = lambda: True  # false once another job or generation has the folder
     is_main: bool = True  # whether this is rank 0; false for another run folder, on another node's disk
     run_id: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # the configuration; URLs without credentials
     generation: int = 1  # its number in run.json
     parameters: int = 0  # number of the model's parameters; 0 if not known
-    previous_end: str | None = None  # one line if the generation before was killed or made room for a node
+    previous_end: str | None = None  # a line on the generation before, if killed or stopped for a node
 
 
 class Sink:
-    """A place for metrics. Override the methods that apply; a value that a sink does not know is no error."""
+    """A place for metrics. A subclass overrides methods it needs, and ignores values it does not know."""
 
     def log(self, step: int, values: Values) -> None:
         """Take the values of metrics after `step`."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        """Take a text after `step`, such as the sample text of an evaluation, under a name."""
+        """Take the text `name`, such as the sample text of an evaluation, after `step`."""
 
     def on_step(self, step: int) -> None:
         """Note that a step is complete; there need not be values for it."""

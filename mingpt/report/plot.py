@@ -26,7 +26,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "val/loss": {"color": "tab:orange", "marker": "o", "markersize": 3},
 }
 Curve = tuple["array[float]", "array[float]"]  # steps, losses
-UNSCALED = 0.1  # share of the steps, the first ones, whose fast falling losses do not set the y-axis's range
+UNSCALED = 0.1  # the losses of this first share of the steps fall fast, and do not set the y-axis's range
 # The phases of a bar, in their order. A run.json older than these measurements has only the last one.
 COLORS = {
     "start": "#a8b3bf",
@@ -39,13 +39,13 @@ COLORS = {
 ORDERLY, FAULT = "#2b5c8f", "#b3261e"
 UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 MAX_NAMES = 30  # host names on the axis
-Edges = list[list[float]]  # (generations, phases + 1): where phases begin and end on the axis, in seconds
+Edges = list[list[float]]  # per generation, the phases + 1 edges of its phases on the axis, in seconds
 
 
 class LossPlot(Sink):
     """Draws loss.png, then timeline.png from run.json, in a thread. A failure is logged and ends no run.
 
-    It draws at each evaluation, unless the drawing before is not finished; `close` draws and waits.
+    It draws at each evaluation, unless the last drawing is not finished yet; `close` draws and waits.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -90,7 +90,7 @@ class LossPlot(Sink):
 
 @functools.cache
 def figure_of(name: str) -> Any:
-    """Return the matplotlib figure that all drawings of this name reuse in turn. Raises ImportError."""
+    """Return the matplotlib figure of this name, which its drawings reuse in turn. Raises ImportError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -100,7 +100,7 @@ def figure_of(name: str) -> Any:
 
 
 def to_png(name: str, draw: Callable[[Any], None]) -> bytes:
-    """Return a PNG of what `draw` draws on the figure of this name, emptied before. Raises ImportError."""
+    """Empty the figure of this name, call `draw` with it, and return it as a PNG. Raises ImportError."""
     figure, picture = figure_of(name), io.BytesIO()
     figure.clear()
     draw(figure)
@@ -151,8 +151,8 @@ def split(generation: Generation, done: int) -> list[float]:
 def lay_out(generations: Sequence[Generation]) -> tuple[Edges, list[tuple[float, float, float]]]:
     """Return the edges of the phases on an axis of seconds, and the pauses cut out of it.
 
-    A pause in which nothing ran is cut out if it is longer than an average generation. It is (left and width
-    on the axis, its true seconds). There must be at least one generation.
+    A pause in which nothing ran is cut out if it is longer than an average generation. Each is returned
+    as its left edge and width on the axis, and its true seconds. There must be at least one generation.
     """
     busy_s = sum(max(0.0, one.seen - one.began) for one in generations)
     starts = [one.began - one.phases.get("start_s", 0.0) for one in generations]
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     path = run_dir / "timeline.png"
     try:
         picture = to_png(path.name, functools.partial(draw_timeline, run_dir=run_dir))
-        # The job may write its own at the same time.
+        # The job may write its own timeline.png at the same time.
         write_atomic(path, picture, partial=run_dir / "timeline.drawn.png")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{run_dir} has no run.json: give the folder of a run") from None

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class StepTimer:
-    """Measures the seconds per step since the last `reset`. Whoever fetches batches adds seconds to `data_s`.
+    """Measures the seconds per step since the last `reset`. Code that fetches batches adds to `data_s`.
 
-    `phases` is {phase: seconds} of what is no part of a step, since the timer was made.
+    `phases` has the seconds of each phase outside the steps, such as evaluations, since the timer was made.
     """
 
     def __init__(self, step: int) -> None:
@@ -41,11 +41,11 @@ class StepTimer:
         self.reset(step)
 
     def reset(self, step: int) -> None:
-        """Begin to measure anew, after `step`, with `data_s` at zero; `phases` go on."""
+        """Begin to measure anew after step `step`, with `data_s` at zero; `phases` keeps its totals."""
         self.began, self.first_step, self.data_s = time.perf_counter(), step, 0.0
 
     def exclude(self, work: Callable[[], T], phase: str) -> T:
-        """Return the result of `work`, whose seconds count to `phase` and not to the steps."""
+        """Run `work` and return its result; its seconds count to `phase` and not to the steps."""
         began = time.perf_counter()
         result = work()
         taken_s = time.perf_counter() - began
@@ -54,7 +54,10 @@ class StepTimer:
         return result
 
     def seconds_per_step(self, step: int) -> tuple[float, float]:
-        """Return (total, fetching data) in seconds per step, from `reset` to `step`, at least one later."""
+        """Return the mean seconds per step since `reset`: in all, and for fetching data.
+
+        `step` is the last completed step, and past the one given to `reset`.
+        """
         steps = step - self.first_step
         return (time.perf_counter() - self.began) / steps, self.data_s / steps
 
@@ -63,9 +66,9 @@ class RunLogger:
     """Reports a run, on a rank that keeps a run folder, from the step `start.step` on.
 
     Constructing it writes config.yaml, begins a generation in run.json, and drops the records past that step
-    from metrics.jsonl. `check_claim` raises ClaimLost, and `may_write` is false, once the folder belongs to
-    another job or a later generation. `is_main` is true on rank 0 alone, for reports that are made once and
-    not in every run folder. No file that cannot be written ends the run: one line says so.
+    from metrics.jsonl. `check_claim` raises ClaimLost, and `may_write` returns False, once the folder belongs
+    to another job or a later generation. `is_main` is true on rank 0 alone, for reports that are made once
+    and not in every run folder. If a file cannot be written, one line says so, and the run goes on.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class RunLogger:
         self.last[kind] = record
 
     def repeated_failure(self) -> str | None:
-        """Return one sentence, and report a failed run, if going on would repeat a failure; else None."""
+        """If going on would repeat a failure, report a failed run and return one sentence; else None."""
         sentence = self.history.repeated_failure()
         if sentence:
             self.failed(self.history.generations[-1]["from_step"], sentence)
@@ -148,7 +151,8 @@ class RunLogger:
     ) -> None:
         """Log what is going to happen; in a restart, only how the generation before ended.
 
-        `assignment` has each rank's micro-batches of a step, `snapshots` the folder or URL of snapshots.
+        `compile_choice` is a line on torch.compile, `assignment` has each rank's micro-batches of a step, and
+        `snapshots` is the folder or URL of snapshots.
         """
         if self.previous_end:
             log.log(logging.WARNING if self.is_main else logging.INFO, "%s", self.previous_end)
@@ -201,7 +205,7 @@ class RunLogger:
         self.history.note_step(stats.step, stats.step_s, phases)
 
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
-        """Record that the update of `step`, from these windows, was left out, the run's `count`-th one."""
+        """Record that the update of `step`, from these windows, was left out: `count` so far in the run."""
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
         self.history.content["updates_skipped"] = count
 
@@ -213,7 +217,7 @@ class RunLogger:
             log.info("\n".join("    " + line for line in sample.splitlines()))
 
     def flush(self) -> None:
-        """Make all records so far durable, if possible. Called from the thread that writes snapshots."""
+        """Make all records so far durable, if possible. The thread that writes snapshots calls it, too."""
         self.config_file.retry()
         self.records.flush()
 
@@ -223,7 +227,7 @@ class RunLogger:
     def ended(
         self, step: int, stopped_by: str | None, snapshots: str, phases: dict[str, float] | None = None
     ) -> None:
-        """Report that the run has finished, or was stopped by a request, with a durable snapshot of `step`.
+        """Report that the run finished, or was stopped by `stopped_by`, with a durable snapshot of `step`.
 
         Closes the sinks: nothing can be reported after it. Raises ClaimLost, as `log_values` does.
         """
@@ -246,9 +250,9 @@ class RunLogger:
 
 
 def is_reported(run_dir: Path) -> bool:
-    """Whether the folder of a run at its last step needs no further report: run.json records its end.
+    """Return whether the end of a run is on record: `status` in run.json is not "running".
 
-    True, too, if run.json is damaged, or if there is neither it nor metrics.jsonl, as in a copy of snapshots.
+    Also true if run.json is damaged, or if run.json and metrics.jsonl are missing, as in a copy of snapshots.
     """
     if not (run_dir / "run.json").exists():
         return not (run_dir / "metrics.jsonl").exists()
@@ -257,13 +261,13 @@ def is_reported(run_dir: Path) -> bool:
 
 
 def describe_strategy(trainer: TrainerConfig) -> str:
-    """A strategy that shards, as the log names it after the workers, such as " (fsdp)"; else ""."""
+    """Return the log's name of the parallel strategy, if it shards, such as " (fsdp)"; else ""."""
     if trainer.parallel == "fsdp":
         return " (fsdp)"
     return " (ddp, sharded optimizer)" if trainer.shard_optimizer else ""
 
 
 def describe_part(part: CharDataset) -> str:
-    """Return a phrase on a part's tokens and, for token shards, files, such as "900 tokens in 2 files"."""
+    """Return the size of a part of the data as a phrase: "900 tokens", or "900 tokens in 2 files"."""
     files = f" in {plural(part.tokens.file_count(), 'file')}" if isinstance(part.tokens, TokenShards) else ""
     return f"{len(part.tokens):,} tokens{files}"

@@ -1,4 +1,4 @@
-"""Sinks that hand values to a package in its own thread: the package may fail, block for ever or be absent.
+"""Sinks that call a package in a thread of its own: the package may fail, block for ever or be absent.
 
 TensorBoard reads run_dir/tensorboard. An experiment tracker is a package with `init`, `log(values, step=...)`
 and `finish`, like wandb.
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class Destination(Sink):
-    """A place that a follower hands its values to.
+    """A place that a Follower hands values to.
 
-    All methods are called in one thread, `open` first. They may raise anything, and block.
+    The Follower calls all methods in one thread, `open` first. They may block, and raise any error.
     """
 
     label = ""  # the destination's name in messages
@@ -43,8 +43,8 @@ class Destination(Sink):
 class Follower(Sink):
     """Hands values to a destination in a thread of its own.
 
-    If the destination fails, the run goes on: one line says so, and the destination gets no more values. If
-    it is too slow, it misses some. All calls return at once, except `close`, which takes at most CLOSE_S.
+    If the destination fails, the run goes on: one line says so, and the destination gets no more values. A
+    slow destination misses some values. All calls return at once, but `close` takes up to CLOSE_S seconds.
     """
 
     def __init__(self, run: RunInfo, destination: Destination) -> None:
@@ -88,11 +88,11 @@ class Follower(Sink):
         self.is_over = True
 
     def _follow(self) -> None:
-        """Open the destination, do the tasks in order, and close it; stop if the run is another job's."""
+        """Open the destination, do the tasks in order, and close it; return early if `may_write` is false."""
         self._add_missing(self.destination.open(self.run.first_step))
         for task in iter(self.tasks.get, None):
             if not self.run.may_write():
-                return  # the run is another job's by now
+                return  # another job or a later generation has the run folder
             task()
         self.destination.close()
 
@@ -108,17 +108,17 @@ class Follower(Sink):
                 self.destination.log(record["step"], values)
 
     def _report(self, what: str) -> None:
-        """Log what is wrong; only the first call does."""
+        """Log what is wrong with the destination, at the first call only."""
         if not self.is_reported:
             self.is_reported = True
             log.warning(f"{self.destination.label} {what}")
 
 
 class TensorBoard(Destination):
-    """Scalars under their names in metrics.jsonl, samples as text, and a mark where each generation starts.
+    """Writes scalars, named as in metrics.jsonl, samples as text, and a mark where each generation starts.
 
-    Each generation appends a file. Values in earlier files past the step from which it goes on stay there,
-    and TensorBoard does not show them (`purge_step`).
+    Each generation adds a file. Earlier files keep values past the step from which the generation goes on,
+    but TensorBoard does not show them (`purge_step`).
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -150,11 +150,11 @@ class TensorBoard(Destination):
 
 
 class Tracker(Destination):
-    """An experiment tracker, which shows all generations as one run: by the run's id, or a name with it.
+    """An experiment tracker. It shows all generations as one run, found by the run's id or a name with it.
 
-    Steps that the tracker has are not sent again, and steps that it lacks come from metrics.jsonl. The
-    package itself looks after credentials and where the values are kept. The environment variable
-    <PACKAGE>_PROJECT names the project; without it the folder above the run folder does.
+    Steps that the tracker has are not sent again; steps that it lacks are sent from metrics.jsonl.
+    Credentials, and where values are kept, are settings of the package itself. The environment variable
+    <PACKAGE>_PROJECT names the project, by default the name of the folder above the run folder.
     """
 
     def __init__(self, run: RunInfo, package: str) -> None:

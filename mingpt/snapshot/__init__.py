@@ -1,8 +1,8 @@
 """Write and read snapshots, the saved states of a run: files in a folder, at a URL or in /dev/shm.
 
-A snapshot exists when its manifest, a JSON file that lists the others, exists and its checksums hold.
-saver.py decides which snapshots are kept. This package knows tensors by name, and the rows of them that each
-rank holds, but no model.
+A snapshot is tensor files and a manifest, a JSON file that describes them. It exists when its manifest exists
+and the manifest's checksums hold. SnapshotSaver (saver.py) deletes old snapshots. No module here depends on
+the model: tensors are known by their names, and by the rows that each rank holds.
 """
 
 from mingpt.snapshot.layout import TensorSpec, specs_of

@@ -1,12 +1,13 @@
 """Read and write files in a folder or at an fsspec URL. In a folder or object store they appear whole.
 
 In a folder a file is written under another name, fsynced and renamed. At a URL a small file is uploaded by a
-single PUT, a large file in parts (S3's multipart upload), which become an object when all have arrived.
+single PUT, a large file in parts (S3's multipart upload): the object appears when the upload is completed.
 
 S3 keeps, and charges for, the parts of an unfinished upload until it is aborted. An upload that fails is
-aborted at once. An upload whose process was killed is aborted when the next generation prepares the folder:
-its job has the claim, the exclusive right to write to the place, so no other job has uploads there. A
-lifecycle rule of the bucket (AbortIncompleteMultipartUpload) does the same for runs that never start again.
+aborted at once. The upload of a killed process is aborted when the next generation (the workers between two
+restarts) prepares the folder or URL. Its job holds the claim, the exclusive right to write there, so no other
+job has uploads there. For runs that never start again, a lifecycle rule of the bucket does the same
+(AbortIncompleteMultipartUpload).
 """
 
 import contextlib
@@ -35,17 +36,17 @@ from mingpt.base.files import (
 from mingpt.base.urls import open_url
 from mingpt.snapshot.reading import with_retries
 
-UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes 10,000 parts of a file, which are 156 GiB
+UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes at most 10,000 parts of a file: 156 GiB
 FLUSH_BYTES = 64 << 20
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
 
 
 def discard(file: Any, path: str) -> None:
-    """Abort an object's upload, so that nothing appears; close any other kind of file. Errors are logged."""
+    """Abort an object's upload, so that no object appears; close any other file. Errors are logged."""
     try:
         if isinstance(file, AbstractBufferedFile):
-            file.closed = True  # to close the file, also by garbage collection, would complete the upload
+            file.closed = True  # closing the file, also by garbage collection, would complete the upload
             file.discard()
         else:
             file.close()
@@ -58,8 +59,8 @@ def write_chunks(
 ) -> str:
     """Write `chunks`, `size` bytes in all, to `file` and hash them meanwhile; returns their SHA-256 in hex.
 
-    `name` is for the progress events. `handle` is the file's descriptor, if it lies on a disk: a thread
-    flushes it meanwhile, so that little is left for the caller's fsync. Raises the errors of `file`.
+    `name` is the file's name in progress events. `handle` is the descriptor of a local file: a thread flushes
+    it meanwhile, so that the caller's fsync has little left to do. Raises the errors of writing and flushing.
     """
     digest, written, flushed, flushing = hashlib.sha256(), 0, 0, Future[None]()
     flushing.set_result(None)
@@ -81,9 +82,9 @@ def write_chunks(
 class FileStore:
     """Reads and writes the files at `url`, a path or URL. Raises UserError if its driver is not installed.
 
-    A failed read, or upload to a URL, is retried after each of `retries_s` seconds. Files of more than
-    `upload_part_bytes` are uploaded in parts. `check_claim` is called before a file gets its name; it raises
-    ClaimLost if this job no longer has the claim to the place. By default nothing is checked.
+    A failed read, or upload to a URL, is tried again after pauses of `retries_s` seconds. Files of more than
+    `upload_part_bytes` are uploaded in parts. `check_claim` is called before a file appears; it raises
+    ClaimLost if this job no longer has the claim (the right to write there). By default it does nothing.
     """
 
     def __init__(
@@ -98,14 +99,14 @@ class FileStore:
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
         self.check_claim = check_claim
-        self.is_ready = True  # false if there was no room to prepare the folder
+        self.is_ready = True  # false after a failure to prepare the folder
         self.unreadable: dict[int, str] = {}  # snapshots: step -> reason; never pruned, as they may be valid
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
     def names(self) -> list[str]:
-        """The names of all files and folders at the place, sorted; none if it does not exist."""
+        """Return the sorted names of all files and folders at `url`; an empty list if it does not exist."""
         self.files.invalidate_cache()
         try:
             return sorted(str(entry).rsplit("/", 1)[-1] for entry in self.files.ls(self.root, detail=False))
@@ -113,21 +114,22 @@ class FileStore:
             return []
 
     def list_names(self) -> list[str]:
-        """The same as `names`, with retries. Raises UnreadableSnapshot if the last attempt fails."""
+        """Return the same as `names`, with retries. Raises UnreadableSnapshot if the last attempt fails."""
         try:
             return with_retries(self.names, f"the folder {self.url}", self.retries_s)
-        except CorruptSnapshot as error:  # a loop of links
+        except CorruptSnapshot as error:  # a loop of symbolic links
             raise UnreadableSnapshot(str(error)) from None
 
     def write_atomic(self, name: str, content: Content) -> None:
-        """Write a file so that it appears whole and durable, or not at all. Raises as `write_stream` does."""
+        """Write a file so that it appears whole and durable, or not at all. Errors: see `write_stream`."""
         self.write_stream(name, [memoryview(content)], len(content))
 
     def write_stream(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         """Write a file atomically from `chunks`, `size` bytes in all; returns their SHA-256 in hex digits.
 
-        The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost, OSError or
-        a driver's error. A failed upload is tried again, unless `chunks` is an iterator.
+        The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost if this job
+        has lost the right to write, OSError, or a driver's error. A failed upload is tried again, unless
+        `chunks` is an iterator, which can be read only once.
         """
         if not self.is_local:
             self.check_claim()
@@ -140,7 +142,7 @@ class FileStore:
     def upload(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
         """Upload an object and check its size; returns its SHA-256. Raises and retries as `write_stream`.
 
-        Only an upload in parts checks the claim; for a small one the caller does.
+        The caller checks the claim first. An upload in parts checks it again before the object appears.
         """
 
         def on_failure(error: Exception) -> None:
@@ -173,15 +175,15 @@ class FileStore:
         return sha256
 
     def remove_file(self, name: str) -> None:
-        """Remove a file, which may not exist. In a folder `fsync_folder` makes this durable."""
+        """Remove a file, if it exists. In a local folder, `fsync_folder` then makes the removal durable."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
 
     def abort_unfinished_uploads(self) -> None:
         """Abort unfinished uploads of snapshots' files to S3, at most the first 1,000, to free their parts.
 
-        Call it with the claim to the place. Without S3 it does nothing. A failure is only logged: a user who
-        may write objects may not be allowed to list uploads.
+        Only the holder of the claim may call it. With a driver other than S3's it does nothing. A failure is
+        only logged, since a user who may write objects may not be allowed to list uploads.
         """
         if not hasattr(self.files, "call_s3"):
             return

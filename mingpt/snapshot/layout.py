@@ -1,13 +1,13 @@
-"""Names a snapshot's files, gives each tensor its place in them, and makes the buffers they are written from.
+"""Name a snapshot's files, give each tensor its place in them, and make the buffers to write them from.
 
 `step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights and
 `step_00001200.optimizer.safetensors` its optimizer's state, so that sampling and export read weights alone. A
 group of tensors that is too large for one file lies in `step_00001200-00001-of-00003.safetensors` and so on.
 A tensor's place depends on the tensors' names, types and shapes and on `part_bytes`, never on the number of
-workers. A `Run` tells which rank holds which bytes of a file.
+workers. A `Run` is a range of bytes of a file that one rank holds; it has nothing to do with a training run.
 
-Training waits while its tensors are copied into a `StagingBuffer`, whose pages exist and in which each tensor
-has its place. The buffer itself is then hashed and written in the background.
+Training waits only while its tensors are copied into a `StagingBuffer`, which was allocated before. The
+buffer is then hashed and written in the background.
 """
 
 import bisect
@@ -44,30 +44,30 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# From a tensor's name to the rows that each rank holds; None for a tensor that all ranks hold whole.
+# Takes a tensor's name; returns the rows that each rank holds, or None if all ranks hold the whole tensor.
 RowsByRank = Callable[[str], list[range] | None]
 
 
 def file_name(step: int, kind: str) -> str:
-    """The name of a step's manifest (kind "json"), or of its weights if in one file (kind "safetensors")."""
+    """Return the name of a step's manifest (kind "json") or of its only weights file (kind "safetensors")."""
     return f"step_{step:08d}.{kind}"
 
 
 def tensor_file_name(step: int, group: str, part: int, parts: int) -> str:
-    """The name of the tensor file with part `part` (from 1) of `parts`; `group` is one of GROUPS."""
+    """Return the name of tensor file `part` (from 1) of the `parts` files of `group`, one of GROUPS."""
     number = "" if parts == 1 else f"-{part:05d}-of-{parts:05d}"
     return f"step_{step:08d}{group}{number}.safetensors"
 
 
 def unfinished_name(step: int) -> str:
-    """The name of the empty file that exists from the beginning of a step's save until its end."""
+    """Return the name of the empty file that marks the files of a step as an unfinished save."""
     return f"partial-step_{step:08d}"
 
 
 def step_of(name: str, kind: str | None = None) -> int | None:
-    """The step in the name of a snapshot's file; None for other names, or a file of another kind than `kind`.
+    """Return the step in the name of a snapshot's file; None for any other name, or a file of another kind.
 
-    A file's kind is "json" (the manifest) or "safetensors" (weights or optimizer's state); None takes both.
+    `kind` is "json" (the manifest), "safetensors" (weights or optimizer's state), or None for both.
     """
     match = FILE_NAME.fullmatch(name)
     if not match:
@@ -81,19 +81,19 @@ def step_of(name: str, kind: str | None = None) -> int | None:
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
-    """The steps with a file among these names, of this kind as in `step_of`; each once, newest first."""
+    """Return the steps with a file of this kind (see `step_of`) among `names`, each once, newest first."""
     found = {step_of(name, kind) for name in names}
     return sorted((step for step in found if step is not None), reverse=True)
 
 
 def files_of(names: Iterable[str], step: int) -> list[str]:
-    """The names of this step's files among `names`, the manifest last."""
+    """Return the names of this step's files among `names`, sorted, the manifest last."""
     found = [name for name in names if step_of(name) == step]
     return sorted(found, key=lambda name: (name.endswith(".json"), name))
 
 
 def are_tensor_files(names: Sequence[str], step: int) -> bool:
-    """Whether these are the names of all tensor files of a snapshot of this step, in order: weights first."""
+    """Return whether `names` are those of all tensor files of one snapshot of this step, weights first."""
     weights, optimizer = GROUPS
     optimizer_parts = sum(optimizer in name for name in names)
     parts_of = {weights: len(names) - optimizer_parts, optimizer: optimizer_parts}
@@ -123,7 +123,7 @@ class FileLayout:
 
     name: str
     header: bytes  # the first bytes of the file: the length of the JSON, and the JSON
-    begins: dict[str, int]  # tensor: offset from the file's start; in the order of the offsets, without gaps
+    begins: dict[str, int]  # tensor: offset from the file's start, in bytes; sorted by offset, without gaps
     size: int  # bytes, header included
 
 
@@ -132,11 +132,11 @@ def specs_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec]) -> dict[s
 
 
 def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PART_BYTES) -> list[FileLayout]:
-    """The layouts of the tensor files of `step`: first the weights, then the optimizer's state, if any.
+    """Return the layouts of the tensor files of `step`: first weights, then optimizer's state, if any.
 
-    `specs` has the whole tensors; the names of optimizer state begin with OPTIMIZER. A group of more than
-    `part_bytes` with its header is cut into parts: each part takes tensors in `file_order` until the next
-    tensor would not fit. A tensor that is larger than `part_bytes` has a part alone.
+    `specs` describes whole tensors; the names of optimizer state begin with OPTIMIZER. If one file of weights
+    or of optimizer's state would have more than `part_bytes`, it is cut into parts. Each part takes tensors
+    in `file_order` until the next would not fit. A tensor larger than `part_bytes` has a part alone.
     """
     layouts = []
     for group in GROUPS:
@@ -150,12 +150,12 @@ def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PA
 
 
 def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
-    """The tensors' names by element size, largest first, so that all tensors are aligned; then by name."""
+    """Return the names sorted by element size, largest first (so that tensors are aligned), then by name."""
     return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
 
 
 def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, TensorSpec]]:
-    """The tensors of each part that `make_layout` makes, in `file_order`; an empty part if there are none."""
+    """Return the tensors of each part that `make_layout` makes; for no tensors, one empty part."""
     parts: list[dict[str, TensorSpec]] = [{}]
     text_bytes, data_bytes = 0, 0  # of the part's header entries, and of its tensors
     for name in file_order(specs):
@@ -173,9 +173,9 @@ def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, Te
 
 
 def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
-    """A tensor's entry in a header as JSON, with a comma before it; the caller drops that of the first entry.
+    """Return a tensor's entry in a header as JSON, after a comma, which the caller drops for the first entry.
 
-    `begin` counts from the first tensor's first byte.
+    `begin` is the offset of the tensor's bytes from those of the first tensor.
     """
     entry: dict[str, Any] = {
         "dtype": DTYPE_NAMES[spec.dtype],
@@ -186,7 +186,7 @@ def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
 
 
 def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """The layout of one file that holds all these tensors."""
+    """Return the layout of one file that holds all these tensors."""
     texts, begins, position = [], {}, 0
     for tensor in file_order(specs):
         texts.append(entry_text(tensor, specs[tensor], position))
@@ -201,9 +201,9 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes `begin` to before `end` of a file, a piece of the tensor `name` that `rank` holds.
+    """A range of bytes of a file, `begin` to before `end`: a piece of tensor `name` that `rank` holds.
 
-    The piece begins at byte `offset` of that rank's part of the tensor.
+    The piece begins at byte `offset` of the rows of the tensor that this rank holds.
     """
 
     begin: int
@@ -216,9 +216,9 @@ class Run:
 def find_runs(
     layout: FileLayout, specs: Mapping[str, TensorSpec], rows_by_rank: RowsByRank, main_rank: int
 ) -> list[Run]:
-    """The runs of a file after its header, in order and without gaps; `specs` has the whole tensors.
+    """Return the ranges of bytes (`Run`) of a file after its header, sorted and without gaps.
 
-    A tensor that all ranks hold comes from the main rank.
+    `specs` describes the whole tensors. A tensor that all ranks hold whole is taken from `main_rank`.
     """
     runs = []
     for name, begin in layout.begins.items():
@@ -232,7 +232,7 @@ def find_runs(
 
 
 def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """The runs, which are in order, cut to the bytes `begin` to before `end` of the file."""
+    """Return the pieces of the ranges `runs`, which are sorted, from `begin` to before `end` of the file."""
     first = bisect.bisect_right(runs, begin, key=lambda run: run.end)
     pieces = []
     for run in runs[first:]:
@@ -244,9 +244,10 @@ def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
 
 
 class StagingBuffer:
-    """A safetensors file in memory with room for tensors of these names, shapes and types; `fill` fills it.
+    """A safetensors file in memory with room for tensors like `tensors`, which `fill` copies into it.
 
-    `allocate` may provide the bytes: (size,) uint8. By default they are pinned if a tensor is on a GPU.
+    `allocate(size)` returns the memory, a one-dimensional uint8 tensor of `size` bytes. By default the memory
+    is newly allocated, and pinned if a tensor is on a GPU.
     """
 
     def __init__(
@@ -264,15 +265,15 @@ class StagingBuffer:
             self.buffer = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned).zero_()
         header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         self.buffer[: len(header)] = header
-        self.parts: dict[str, Tensor] = {}  # (n,) uint8, the bytes of each tensor
-        self.slots: dict[str, Tensor] = {}  # the same memory as a tensor
+        self.parts: dict[str, Tensor] = {}  # the bytes of each tensor: uint8, one-dimensional
+        self.slots: dict[str, Tensor] = {}  # the same memory, with the tensor's type and shape
         for name, begin in layout.begins.items():
             spec = specs[name]
             self.parts[name] = self.buffer[begin : begin + spec.nbytes]
             self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors, one of each name in the buffer, into it. On return they may change again."""
+        """Copy the tensors of the buffer's names into it. On return the caller may change the tensors."""
         devices = {tensors[name].device for name in self.slots if tensors[name].is_cuda}
         for name, slot in self.slots.items():
             slot.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -280,12 +281,12 @@ class StagingBuffer:
             torch.cuda.synchronize(device)
 
     def pieces(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the bytes of these tensors without copying them, at most PIECE_BYTES at a time."""
+        """Yield the bytes of these tensors as uint8 tensors of at most PIECE_BYTES, without copying them."""
         for name in names:
             yield from (piece for piece in self.parts[name].split(PIECE_BYTES) if len(piece))
 
     def chunks(self, layout: FileLayout) -> list[memoryview]:
-        """The bytes of a file, header included, whose tensors are in this buffer: views of at most 16 MiB."""
+        """Return a file's bytes, its tensors being in this buffer: header, then views of at most 16 MiB."""
         return [memoryview(layout.header), *map(memory_of, self.pieces(layout.begins))]
 
     @property
@@ -295,5 +296,5 @@ class StagingBuffer:
 
 
 def memory_of(piece: Tensor) -> memoryview:
-    """Return the writable memory of (n,) uint8 on the CPU, without copying it."""
+    """Return the writable memory of a one-dimensional uint8 tensor on the CPU, without copying it."""
     return memoryview(piece.numpy())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Open a snapshot for another program or another run: by its name, or the newest or best of a folder.
+"""Open a snapshot for another program or another run: by a file's name, or the newest or best of a folder.
 
 Nothing is renamed or removed in the folder.
 """
@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 def open_snapshot(
     where: str, check: Check = accept_all, weights_only: bool = False, best: bool = False
 ) -> Snapshot:
-    """Open and verify a snapshot: that of the file `where`, or the newest good one of the folder `where`.
+    """Open and verify a snapshot: that of the file `where`, or the newest valid one of the folder `where`.
 
-    Raises UserError if there is none. `check` may refuse a snapshot. With `weights_only`, files of optimizer
-    state are not read beyond their headers. With `best`, `where` is a folder, and the result is its snapshot
-    with the lowest validation loss. A bad snapshot in a folder is skipped, and logged in one line.
+    With `best`, `where` must be a folder, whose valid snapshot with the lowest validation loss is opened. In
+    a folder, a bad snapshot, or one that `check` refuses, is skipped and logged in one line. With
+    `weights_only`, only the headers of files of optimizer state are read. Raises UserError if no snapshot can
+    be used, or if one has a schema of a later version.
     """
     folder, _, name = where.rstrip("/").rpartition("/")
     named = step_of(name)
@@ -77,7 +78,7 @@ def open_snapshot(
 
 
 def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
-    """The steps whose manifest has a validation loss, lowest first; a bad manifest is skipped and logged."""
+    """Return the steps whose manifest has their validation loss, lowest loss first; log bad manifests."""
     losses: dict[int, float] = {}
     for step in steps:
         try:
@@ -91,10 +92,10 @@ def best_first(store: SnapshotStore, steps: Iterable[int]) -> list[int]:
 
 
 def possible_places(where: str) -> list[str]:
-    """The places where a folder's or URL's snapshots may be, in the order in which to look.
+    """Return the places where the snapshots of a folder or URL may be, in the order in which to look.
 
-    These are `snapshot.path` of its config.yaml if it is a run folder, `snapshots/` in it, and the folder.
-    Raises UserError for a config.yaml that is damaged.
+    These are `snapshot.path` of the config.yaml in a local run folder, then `snapshots/` in the folder or
+    URL, then the folder or URL itself. Raises UserError for a damaged config.yaml.
     """
     places = [f"{where.rstrip('/')}/snapshots", where]
     config = f"{where}/config.yaml"
@@ -105,10 +106,10 @@ def possible_places(where: str) -> list[str]:
 
 
 def read_safetensors(where: str) -> dict[str, Tensor]:
-    """The tensors, by name, of another program's safetensors file at a path or URL.
+    """Return the tensors, by name, of another program's safetensors file at a path or URL.
 
-    Raises CorruptSnapshot if it is missing, damaged or not finite, UnreadableSnapshot if reading fails, or
-    UserError if the driver is not installed.
+    Raises CorruptSnapshot if the file is missing or damaged, or if a number is not finite, UnreadableSnapshot
+    if reading fails, or UserError if the URL's driver is not installed.
     """
     files, path = open_url(where, "it")
     file = TensorFile(SourceFile(files, path, "the file", RETRIES_S))

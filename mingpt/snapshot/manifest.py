@@ -1,8 +1,8 @@
 """The manifest: JSON about a snapshot, with the SHA-256 of its tensor files and a checksum of itself.
 
-Schema 2 lists `files`; its `bytes` and `sha256` are computed over all of them. In schema 1 they belong to the
-only tensor file. A checksum protects against accidents, not against a file from elsewhere. Every field is
-therefore checked before it is used.
+A manifest of schema 2 lists the tensor `files`; `bytes` and `sha256` are computed over all of them. In schema
+1 they are those of the only tensor file. Checksums protect against accidents, but anybody may have written
+the manifest. Every field is therefore checked before it is used.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ Scalar = bool | Number | Name | None
 
 
 def parse_object(content: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `content`. Raises CorruptSnapshot, whose message calls the content `what`.
+    """Return the JSON object in `content`. Raises CorruptSnapshot if `content`, called `what`, is no object.
 
-    It is read strictly (see `parse_json`), since anybody may have written it.
+    The content is read strictly (see `parse_json`), since anybody may have written it.
     """
     try:
         parsed = parse_json(content, strict=True)
@@ -44,13 +44,13 @@ def parse_object(content: bytes, what: str) -> dict[str, Any]:
 
 
 class Part(pydantic.BaseModel):
-    """An object in a manifest, with strict types: neither `true` nor "1" is 1. Other fields may be there."""
+    """A base class for objects in a manifest. Types are strict: "1" is not 1. Other fields are allowed."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="allow")
 
 
 class DataFields(Part):
-    """The text, or the token shards (`files`: fingerprints by name), that were trained on."""
+    """The text or token shards that were trained on; `files` has the shards' fingerprints by name."""
 
     path: str
     sha256: Sha256
@@ -58,14 +58,14 @@ class DataFields(Part):
 
 
 class TokenizerFields(Part):
-    """The tokenizer, if `kind` is not "none": its bytes are in `vocabulary` or in the tensor `tokenizer`."""
+    """The tokenizer, whose bytes are in `vocabulary` or the tensor `tokenizer`; none if `kind` is "none"."""
 
     kind: Name
     vocab_size: int = pydantic.Field(ge=1, lt=2**63)
 
 
 class SoftwareFields(Part):
-    """The facts besides the configuration on which the result depends, down to the bits."""
+    """The facts, besides the configuration, on which the bits of a run's results depend."""
 
     __pydantic_extra__: dict[str, Scalar]
     torch: Name
@@ -76,22 +76,22 @@ class SoftwareFields(Part):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A tensor file as the manifest lists it."""
+    """A tensor file as the manifest lists it: name, SHA-256 in hex, size in bytes."""
 
-    __pydantic_config__: ClassVar = pydantic.ConfigDict(strict=False)  # a JSON object will do
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(strict=False)  # take a JSON object for it
     name: Name
     sha256: Sha256
     bytes: Count
 
 
 class ShardFields(pydantic.BaseModel):
-    """The part of a sharded state in a snapshot in memory: one rank's rows, and perhaps whole tensors."""
+    """The part of a sharded state in a snapshot in memory: one rank's rows, perhaps unsharded tensors."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count
     workers: int = pydantic.Field(ge=1, lt=2**31)
     weights: bool  # whether weights are sharded, too, not the optimizer's state alone
-    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, one for all parts
+    generation: str = pydantic.Field(pattern="^[0-9a-f]{32}$")  # random, the same in all parts
 
     @pydantic.model_validator(mode="after")
     def check_rank(self) -> "ShardFields":
@@ -129,17 +129,17 @@ class PartedFields(Fields):
 
 
 def is_suspect(manifest: Mapping[str, Any], discarded_after: Sequence[int]) -> bool:
-    """Whether a snapshot may hold wrong results of a worker, by the steps in the run's `discarded_after`.
+    """Return whether a snapshot may hold wrong results of a worker; `discarded_after` is the run's list.
 
-    Each time that workers computed differently, the last step that is trusted was added to them. A manifest
-    lists those known when it was written. A snapshot is suspect if it is past a step that was added later.
+    Each time that workers compute differently, the last trusted step is added to the run's list. A manifest
+    holds the list as of its writing. A snapshot is suspect if it is past a step that was added later.
     """
     later = discarded_after[len(manifest.get("discarded_after", [])) :]
     return any(manifest["step"] > step for step in later)
 
 
 def file_records(manifest: dict[str, Any]) -> list[FileRecord]:
-    """The tensor files of a valid manifest, with the weights first."""
+    """Return the records of the tensor files of a valid manifest, weights first."""
     if manifest["schema"] == OLDEST_SCHEMA:
         name = file_name(manifest["step"], "safetensors")
         return [FileRecord(name, manifest["sha256"], manifest["bytes"])]
@@ -147,12 +147,12 @@ def file_records(manifest: dict[str, Any]) -> list[FileRecord]:
 
 
 def joint_sha256(records: Sequence[FileRecord]) -> str:
-    """The SHA-256 over the files' SHA-256 values, joined as hex digits."""
+    """Return the SHA-256 over the files' SHA-256 values, joined as hex digits."""
     return hashlib.sha256("".join(record.sha256 for record in records).encode()).hexdigest()
 
 
 def encode_manifest(fields: dict[str, Any], records: Sequence[FileRecord]) -> bytes:
-    """The bytes of a manifest, without metrics that are not finite. Raises UserError past MAX_BYTES."""
+    """Return a manifest's bytes, without records of metrics that are not finite. UserError past MAX_BYTES."""
     body = {
         "schema": SCHEMA,
         **fields,
@@ -169,7 +169,7 @@ def encode_manifest(fields: dict[str, Any], records: Sequence[FileRecord]) -> by
 
 
 def is_finite(record: dict[str, Any]) -> bool:
-    """Whether all values of a record of metrics are finite numbers, as JSON needs."""
+    """Return whether all values of a record of metrics are finite numbers, as JSON needs."""
     return all(isinstance(value, (int, float)) and math.isfinite(value) for value in record.values())
 
 
@@ -180,7 +180,7 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> dict[str, Any]:
-    """The manifest in `content`, all checked. Raises CorruptSnapshot, or UserError for a later schema."""
+    """Return the checked manifest in `content`. Raises CorruptSnapshot, or UserError for a later schema."""
     manifest = parse_object(content, "its manifest")
     if not is_intact(manifest, content):
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
@@ -198,9 +198,9 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
 
 
 def check_files(manifest: dict[str, Any]) -> None:
-    """Raises CorruptSnapshot unless the manifest lists the files of its step, and their size and SHA-256.
+    """Raise CorruptSnapshot unless the names in `files` are those of a snapshot of the manifest's step.
 
-    No file is read. A manifest of schema 1 lists no files and passes.
+    `bytes` and `sha256` must also be those of all `files` together. No file is read. Schema 1 passes.
     """
     if manifest["schema"] == OLDEST_SCHEMA:
         return
@@ -213,7 +213,7 @@ def check_files(manifest: dict[str, Any]) -> None:
 
 
 def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
-    """Whether `content` equals the result of `add_checksum` for the manifest, byte by byte."""
+    """Return whether `content` equals the result of `add_checksum` for the manifest, byte by byte."""
     try:
         return add_checksum(manifest) == content
     except RecursionError:  # it is nested deeply
@@ -221,7 +221,7 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """Raises UserError for a later schema, whose snapshots are left alone, CorruptSnapshot for no schema."""
+    """Raise UserError for a later schema, CorruptSnapshot if `schema` is missing or no version number."""
     schema = manifest.get("schema")
     if type(schema) is not int or schema < OLDEST_SCHEMA:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
@@ -233,7 +233,7 @@ def check_schema(manifest: dict[str, Any]) -> None:
 
 
 def read_config(manifest: dict[str, Any]) -> Config:
-    """The configuration that a manifest records. Raises CorruptSnapshot if a setting has a wrong value.
+    """Return a manifest's configuration. Raises CorruptSnapshot if a setting has a wrong value.
 
     Settings that this version does not know are ignored, and missing settings have their defaults.
     """
@@ -246,7 +246,7 @@ def read_config(manifest: dict[str, Any]) -> Config:
         if settings and isinstance(known[name], dict):
             known[name] = {key: value for key, value in known[name].items() if key in settings}
     try:
-        # Paths may hold bytes that are no text. Other settings do not, and the paths are not used.
+        # Paths may hold bytes that are not UTF-8, which is no fault: the paths are not used.
         text = json.dumps(known, ensure_ascii=False).encode(errors="replace")
         config = CONFIG.validate_json(text, strict=True)
         check(config)

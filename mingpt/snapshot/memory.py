@@ -1,11 +1,11 @@
 """Frequent snapshots in the nodes' memory, so that a killed worker costs a few steps at most.
 
-They lie in a folder such as /dev/shm, which outlives the workers but not the node; the folder of a run is
-named after the random id in its run.json. If each rank holds the whole state, the first worker of the node
-writes it. A sharded state is written in parts, one per rank, and each part is copied to the next node, so
-that a lost node costs a few steps, too. One copy is made between two steps; checksums and the copies on the
-next node follow in the background. An orderly end removes the snapshots. If the folder is absent or too
-small, one line says so, and the run continues with its snapshots on disk alone.
+They lie in a folder such as /dev/shm, which outlives the workers but not the node. In it, the folder of a run
+is named after the random id in run.json and the run folder's path. If each rank holds the whole state, the
+first worker of each node writes it. A sharded state is written in parts, one per rank, and each part is
+copied to the next node, so that a lost node costs a few steps, too. Training waits while the state is copied
+once; checksums and the copies on the next node follow in the background. An orderly end removes the
+snapshots. If the folder is absent or too small, one line says so, and snapshots are saved on disk alone.
 """
 
 import glob
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 class MemorySnapshots:
     """The folders on this machine, under `path`, with a run's snapshots in memory.
 
-    A node's workers write to its own folders, and read all. `owner` is its agent, by default this process.
+    The workers of a node write to the folders named after that node, and read the folders of all nodes.
+    `owner` is the node's agent (torchrun's process), by default this process.
     """
 
     def __init__(
@@ -51,21 +52,21 @@ class MemorySnapshots:
         self.owner = owner or this_process()  # the agent on this node
 
     def make_slots(self, suffix: str) -> Slots:
-        """Return room for two snapshots in this node's folder with this suffix; `open` allocates it."""
+        """Return the Slots, not yet opened, for two snapshots in this node's folder with this suffix."""
         return Slots(self.root / f"node-{self.node_rank}{suffix}", self.owner)
 
     def folders(self) -> list[Path]:
-        """List the run's folders on this machine, of all nodes; none if there are none yet, or any more."""
+        """Return the run's folders on this machine, those of all nodes; an empty list if there are none."""
         return [self.root / name for name in sorted(glob.glob("node-*", root_dir=self.root))]
 
     def find(
         self, newer_than: int, saved_after: int | None, check: Check = accept_all
     ) -> list[tuple[SnapshotStore, Snapshot]]:
-        """Return (store, snapshot) of the snapshots past `newer_than` that fulfil `check`, newest first.
+        """Return (store, snapshot) for the snapshots past `newer_than` that fulfil `check`, newest first.
 
-        Only manifests and headers are read; `store.verify` tells whether a snapshot is valid. A manifest
-        records the newest step on disk when it was written. A snapshot does not count if that step is newer
-        than `saved_after`; with None all count. Raises UserError for a manifest of a later schema.
+        Only manifests and headers are read; `store.verify` tells whether a snapshot is valid. The field
+        `after` of a manifest is the newest step that was on disk when it was written. Unless `saved_after` is
+        None, snapshots with a newer `after` are left out. Raises UserError for a later schema.
         """
         stores = [SnapshotStore(str(path)) for path in self.folders()]
         found = [(step, store) for store in stores for step in store.steps() if step > newer_than]
@@ -74,7 +75,7 @@ class MemorySnapshots:
             try:
                 snapshot = store.open(step, check)
             except (CorruptSnapshot, UnreadableSnapshot):
-                continue  # its worker died while writing it; the other slot's snapshot is valid
+                continue  # such as one that a kill cut off: the other slot's snapshot is valid
             if saved_after is None or snapshot.manifest.get("after", 0) <= saved_after:
                 snapshots.append((store, snapshot))
         return snapshots
@@ -88,15 +89,16 @@ class MemorySnapshots:
                     store.remove(newer)
 
     def remove_leftovers(self) -> None:
-        """Remove, and log, folders of this user's other runs that `is_leftover` calls left behind."""
+        """Remove the folders of other runs for which `is_leftover` is true, with a log line for each."""
         for root in self.root.parent.glob("mingpt-*"):
             if root != self.root and is_leftover(root):
                 remove_folder(root, "another run left it more than a day ago")
 
     def unused_folders(self, used: Container[str]) -> list[SnapshotStore]:
-        """Return this run's folders that no worker writes to.
+        """Return the stores in this run's folders that no worker writes to any more.
 
-        `used` are the names of the folders that this node's workers of this generation write to.
+        `used` has the names of the folders that this node's workers write to. Another folder is unused if its
+        owner is this node's agent, has ended, or is not known.
         """
         found = []
         for path in self.folders():
@@ -108,29 +110,29 @@ class MemorySnapshots:
 
 
 def is_leftover(root: Path) -> bool:
-    """Whether a run's folder is this user's, nothing in it changed for a day, and no agent may be alive."""
+    """Return whether a run's folder is this user's, unchanged for a day, and no known agent may be alive."""
     try:
         if root.is_symlink() or root.stat().st_uid != os.getuid():
             return False
         owners = [read_owner(path) for path in root.glob("node-*")]
         newest_change = max(path.stat().st_mtime for path in (root, *root.rglob("*")))
     except FileNotFoundError:
-        return False  # another start removes it, or its job is writing there
+        return False  # another job is removing it or writing there
     is_in_use = any(owner is not None and owner.is_alive() is not False for owner in owners)
     return not is_in_use and newest_change < time.time() - LEFTOVER_S
 
 
 def remove_after_end(path: Path) -> None:
-    """Remove from `path` the folder of each run that has this process as a node's agent. Raises nothing."""
+    """Remove the folder in `path` of each run whose agent on a node is this process. Raises nothing."""
     for folder in path.glob("mingpt-*/node-*"):
         if read_owner(folder) == this_process():
             shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def plan_copies(node_of: Sequence[int]) -> list[int | None]:
-    """Return, by rank, the rank that keeps a copy of its part: ranks of the next node, in turn.
+    """Return, for each rank, the rank that keeps a copy of its part: the next node's ranks, taken in turn.
 
-    `node_of` has the node of each rank. After the last node comes the first. On one node all are None.
+    `node_of` has the node of each rank. After the last node comes the first. On a single node all are None.
     """
     nodes = sorted(set(node_of))
     if len(nodes) < 2:
@@ -144,18 +146,18 @@ def plan_copies(node_of: Sequence[int]) -> list[int | None]:
 
 
 class MemorySaver:
-    """Saves a state to memory: each rank writes its tensors, and a rank of the next node copies its part.
+    """Saves a state to memory: each rank writes its part, and a rank on the next node keeps a copy of it.
 
-    A save counts when all its parts are written; until then no rank overwrites the save before. The
-    constructor, `allocate` and `save` are collective: all ranks of `sharding` call them.
+    A save counts when all its parts are written; until then no rank overwrites the save before. A state that
+    is not sharded is saved by this rank alone, without a copy. Constructing a saver is collective.
     """
 
     def __init__(self, snapshots: MemorySnapshots, sharding: Sharding) -> None:
         self.snapshots, self.sharding = snapshots, sharding
         self.own = snapshots.make_slots(f"-worker-{sharding.local_rank}")
-        self.kept: dict[int, Slots] = {}  # copies, by the rank whose part it is
+        self.kept: dict[int, Slots] = {}  # copies of other ranks' parts, by that rank
         places = sharding.all_gather_object((snapshots.node_rank, self.own.folder.name))
-        # The rank that keeps a copy, by the rank whose part it is.
+        # For each rank, the rank that keeps a copy of its part, or None.
         self.keepers = plan_copies([node for node, _ in places])
         # The names of the folders that this node's workers write to; earlier generations may leave others.
         self.used = {folder for node, folder in places if node == snapshots.node_rank}
@@ -170,14 +172,15 @@ class MemorySaver:
         self.disabled = False
 
     def allocate(self, tensors: Mapping[str, Tensor], start_step: int | None = None) -> None:
-        """Allocate room for two states like `tensors`, and for two of each part that this rank copies.
+        """Allocate two buffers for states like `tensors`, and two for each part this rank keeps a copy of.
 
-        `start_step` is the step from which this generation starts: later snapshots in the folders are
-        removed. If any rank has no room, saving is disabled on all. A second call does nothing. Collective.
+        `start_step` is the step from which this generation starts. Of earlier generations' snapshots in a
+        folder, only the newest up to that step stays (None: the newest of all). If any rank has no room for
+        its states, saving is disabled on all ranks. A second call does nothing. Collective.
         """
         if self.own.buffers or self.disabled:
             return
-        problem = self.on_any_rank(self.make_room(start_step))  # all ranks wait for it
+        problem = self.on_any_rank(self.make_room(start_step))  # all ranks wait until there is room
         if not problem:
             problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
         if problem:
@@ -190,9 +193,10 @@ class MemorySaver:
         return next(filter(None, self.sharding.all_gather_object(problem)), None)
 
     def make_room(self, start_step: int | None) -> str | None:
-        """On a node's first worker, clear the folders that no worker writes to; returns the problem, if any.
+        """On a node's first worker, remove old snapshots from the folders that no worker writes to.
 
-        The newest snapshot up to `start_step` is kept in each. If `start_step` is None, nothing is removed.
+        In each folder the newest one up to `start_step` is kept. If `start_step` is None, nothing is removed.
+        Returns the text of an OSError; None if there is none.
         """
         if self.sharding.local_rank > 0 or start_step is None:
             return None
@@ -207,7 +211,7 @@ class MemorySaver:
         return None
 
     def try_open(self, slots: Slots, specs: Mapping[str, TensorSpec], start_step: int | None) -> str | None:
-        """Allocate room for two states of these specs; returns the problem, if any."""
+        """Open `slots` for states of these specs; return a text if there is no room for them, else None."""
         try:
             slots.open(specs, start_step)
         except OSError as error:
@@ -216,9 +220,9 @@ class MemorySaver:
         return None
 
     def open_copies(self, start_step: int | None) -> None:
-        """Allocate room for the copies that this rank keeps. If any rank has no room, none are made.
+        """Allocate room for the copies that this rank keeps. Collective.
 
-        Collective.
+        If any rank has no room, no rank makes copies.
         """
         problem = None
         for rank in [rank for rank, keeper in enumerate(self.keepers) if keeper == self.sharding.rank]:
@@ -236,7 +240,7 @@ class MemorySaver:
             )
 
     def part_specs(self, rank: int) -> dict[str, TensorSpec]:
-        """Return the specs of a rank's rows of the sharded tensors."""
+        """Return, by name, the types and shapes of a rank's rows of the sharded tensors."""
         specs = {}
         for name, spec in self.sharding.specs.items():
             rows = self.sharding.rows_by_rank(name)
@@ -249,8 +253,9 @@ class MemorySaver:
     ) -> None:
         """Copy the tensors that this rank holds, and write manifests and copies in the background.
 
-        On return the tensors may change. All ranks skip the save if any has not finished the last one: it
-        would overwrite the save before that. A failed write disables saving at the next save. Collective.
+        On return the tensors may change. The background thread adds the fields that `late_fields` returns to
+        the manifest. If any rank has not finished the last save, all ranks skip this one: it would overwrite
+        the only complete save. A failed write disables saving at the next call. Collective.
         """
         self.allocate(tensors)
         if self.disabled or not self.is_free():
@@ -268,7 +273,7 @@ class MemorySaver:
         self.thread.start()
 
     def is_free(self) -> bool:
-        """Whether no rank is still saving. If one has failed, False, and saving is disabled. Collective."""
+        """Return whether no rank is saving and none has failed; a failure disables saving. Collective."""
         is_busy = bool(self.thread and self.thread.is_alive())
         states = self.sharding.all_gather_object((is_busy, self.problem))
         if any(busy for busy, _ in states):
@@ -279,7 +284,7 @@ class MemorySaver:
         return not problem
 
     def finish(self, manifest: dict[str, Any], late_fields: LateFields) -> None:
-        """Write checksums and manifests, and exchange copies, in a thread; return early if a rank is gone."""
+        """Write manifests and exchange copies, in the thread that `save` starts; stop if a rank is gone."""
         try:
             manifest = manifest | late_fields()
             part = self.own.buffer
@@ -291,10 +296,10 @@ class MemorySaver:
             return  # the main thread loses the same peer, and reports it
 
     def commit(self, slots: Slots, manifest: dict[str, Any], rank: int) -> None:
-        """Make the buffer of `slots` the snapshot of a rank's part; an error is kept in `problem`.
+        """Write the manifest that makes the buffer of `slots` the snapshot of the part of `rank`.
 
-        A rank that cannot write still takes part in the save, since other ranks wait for its messages. They
-        learn of the problem when the next save begins.
+        Raises nothing: the text of an error is kept in `problem`, and from then on nothing is written. This
+        rank still exchanges copies, for which other ranks wait; `is_free` tells them of the problem later.
         """
         if self.problem is None:
             try:
@@ -303,7 +308,7 @@ class MemorySaver:
                 self.problem = str(error)
 
     def shard_fields(self, rank: int) -> dict[str, Any]:
-        """Return the manifest's fields about a rank's part; none for a whole state."""
+        """Return the manifest's field "shard" about a rank's part; no field if the state is not sharded."""
         if not self.sharding.context:
             return {}
         return {
@@ -316,7 +321,7 @@ class MemorySaver:
         }
 
     def exchange_copies(self, buffer: StagingBuffer) -> None:
-        """Send this rank's rows in `buffer` to the rank that keeps their copy, and receive those it keeps.
+        """Send this rank's rows in `buffer` to the rank that keeps their copy; receive those to keep here.
 
         Does nothing if no copies are made. Raises SaveAborted if one of these ranks is gone. Collective.
         """
@@ -335,14 +340,14 @@ class MemorySaver:
     def remove_outdated(self, step: int) -> None:
         """Remove the folders that no worker writes to and that have no snapshot past `step`.
 
-        The snapshot of `step` exists. Called by the first worker of each node, without an exchange.
+        There must be a complete snapshot of `step`. Only the first worker of a node calls it; not collective.
         """
         for store in self.snapshots.unused_folders(self.used):
             if max(store.steps(), default=0) <= step:
                 remove_folder(Path(store.url), f"older than the snapshot of step {step}")
 
     def disable(self, problem: str) -> None:
-        """Remove this rank's snapshots, and save no more. All ranks call it, and rank 0 logs the problem."""
+        """Remove this rank's snapshots, and save no more. All ranks call it; rank 0 logs the problem."""
         self.disabled = True
         if self.sharding.rank == 0:
             log.warning(

@@ -1,9 +1,9 @@
-"""The safetensors format, read strictly, from ranges of a file in a folder or at a URL.
+"""Read the safetensors format strictly, by ranges of a file in a folder or at a URL.
 
 The format is 8 bytes with the header's length, the header as JSON, the tensors. `TensorFile` reads the
-header, and later single tensors or rows of them. The header is checked against the file's size before
-anything is allocated. No pickle is read, and nothing is executed. A failure to read is distinguished from
-wrong content. https://huggingface.co/docs/safetensors
+header, and later single tensors or rows of them. The header is checked against the file's size before a
+tensor is allocated. No pickle is read, and nothing is executed. Wrong content raises CorruptSnapshot, a
+failure to read UnreadableSnapshot. https://huggingface.co/docs/safetensors
 """
 
 import errno
@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...]) -> T:
-    """The result of `work`, which reads `what` and is tried again after each of `retries_s` seconds.
+    """Return the result of `work`, which reads `what`; retry after the pauses `retries_s`, in seconds.
 
-    Raises CorruptSnapshot if `what` is missing or no file, UnreadableSnapshot if the last attempt fails.
+    Raises CorruptSnapshot at once if `what` is missing or no file, UnreadableSnapshot if the last attempt
+    fails. If `work` itself raises one of them, it is passed on at once.
     """
 
     def on_failure(error: Exception) -> None:
@@ -52,7 +53,7 @@ def with_retries(work: Callable[[], T], what: str, retries_s: tuple[float, ...])
 
 
 def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnapshot:
-    """Return CorruptSnapshot if `what` is missing or no file, else UnreadableSnapshot, or `error` if one."""
+    """Return the CorruptSnapshot (`what` is missing or no file) or UnreadableSnapshot that `error` means."""
     if isinstance(error, (CorruptSnapshot, UnreadableSnapshot)):
         return error
     if isinstance(error, FileNotFoundError):
@@ -63,23 +64,23 @@ def failure_of(error: Exception, what: str) -> CorruptSnapshot | UnreadableSnaps
 
 
 class SourceFile:
-    """Reads a file of the fsspec file system `files`, as `with_retries` does; messages call it `what`."""
+    """Reads a file, in messages `what`, of the fsspec file system `files`; retries as `with_retries` does."""
 
     def __init__(self, files: Any, path: str, what: str, retries_s: tuple[float, ...]) -> None:
         self.files, self.path, self.what, self.retries_s = files, path, what, retries_s
 
     def size(self) -> int:
-        """The size in bytes. Call it before reading: it raises CorruptSnapshot unless the file is regular."""
+        """Return the size in bytes. Call this first: it raises CorruptSnapshot unless the file is regular."""
         return with_retries(lambda: size_of(self.files, self.path), self.what, self.retries_s)
 
     def read(self, begin: int, end: int) -> bytes:
-        """The bytes from `begin` to before `end`."""
+        """Return the bytes from `begin` to before `end`."""
         content = bytearray(end - begin)
         self.read_into(begin, memoryview(content))
         return bytes(content)
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `begin` on, and read no more."""
+        """Fill `buffer` with the file's bytes from `begin` on, at most PIECE_BYTES in a request."""
         for at in range(0, len(buffer), PIECE_BYTES):
             piece = buffer[at : at + PIECE_BYTES]
             work = functools.partial(read_range, self.files, self.path, begin + at, piece)
@@ -87,7 +88,7 @@ class SourceFile:
 
 
 def size_of(files: Any, path: str) -> int:
-    """The size of a file in bytes. Raises IsADirectoryError unless it is regular, and a driver's errors."""
+    """Return a file's size in bytes. Raises IsADirectoryError unless it is regular, or a driver's error."""
     if isinstance(files, LocalFileSystem):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -100,10 +101,7 @@ def size_of(files: Any, path: str) -> int:
 
 
 def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the bytes from `begin` on.
-
-    Raises OSError if there are fewer, and a driver's errors.
-    """
+    """Fill `buffer` with a file's bytes from `begin` on. OSError if there are fewer, or a driver's error."""
     if isinstance(files, LocalFileSystem):
         with open(path, "rb") as file:
             file.seek(begin)
@@ -118,7 +116,7 @@ def read_range(files: Any, path: str, begin: int, buffer: memoryview) -> None:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The type, shape and place of a tensor in its file, as offsets from the file's start."""
+    """The type and shape of a tensor, and its place in its file: offsets in bytes from the file's start."""
 
     dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
@@ -127,7 +125,7 @@ class TensorEntry:
 
 
 class EntryFields(pydantic.BaseModel):
-    """The fields of a tensor's entry in the header."""
+    """The fields of a tensor's entry in a file's header, a JSON object."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     dtype: Literal[tuple(DTYPES)]  # type: ignore[valid-type]
@@ -142,14 +140,14 @@ Check = Callable[[dict[str, Any], Entries], None]
 
 
 def accept_all(manifest: dict[str, Any], entries: Entries) -> None:
-    """The check of a reader that accepts any tensors."""
+    """Accept every snapshot: the `check` of a reader that takes any manifest and tensors."""
 
 
 class TensorFile:
-    """A safetensors file, whose header is read and checked at once, and whose tensors are read on request.
+    """A safetensors file. Constructing it reads and checks the header; `read` reads a tensor.
 
-    Raises CorruptSnapshot if the header is wrong or the size is not `expected_size` (None: any), and
-    UnreadableSnapshot if reading fails. Numbers and checksums are not checked.
+    Raises CorruptSnapshot if the file is missing, its header wrong, or its size not `expected_size` (None:
+    any), and UnreadableSnapshot if reading fails. The tensors' numbers and checksums are not checked.
     """
 
     def __init__(self, file: SourceFile, expected_size: int | None = None) -> None:
@@ -164,7 +162,7 @@ class TensorFile:
         self.entries = parse_header(file.read(LENGTH_BYTES, LENGTH_BYTES + length), self.size, file.what)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """A tensor, or its rows `begin` to before `end` (of dimension 0), in new memory. KeyError if none."""
+        """Return a tensor, or its rows `begin` to before `end`, in new memory. KeyError if it is missing."""
         entry = self.entries[name]
         dtype, shape, row_bytes = DTYPES[entry.dtype], entry.shape, 0
         if shape:
@@ -178,7 +176,7 @@ class TensorFile:
 
 
 def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEntry]:
-    """The entries in a header, by name. Raises CorruptSnapshot unless they fill the file without gaps."""
+    """Return a header's entries by tensor name. CorruptSnapshot unless they fill the file without gaps."""
     parsed = parse_object(header, f"the header of {what}")
     parsed.pop("__metadata__", None)
     start = LENGTH_BYTES + len(header)
@@ -194,7 +192,7 @@ def parse_header(header: bytes, file_size: int, what: str) -> dict[str, TensorEn
 
 
 def parse_entry(name: str, value: Any, start: int) -> TensorEntry:
-    """The entry of a tensor; the tensors' bytes begin at `start` in the file. Raises CorruptSnapshot."""
+    """Return a tensor's entry; its offsets in `value` count from `start`. CorruptSnapshot if it is wrong."""
     if not name or len(name) > 500 or any(mark in name for mark in "/\\\0"):
         raise wrong(name, "this is no name for a tensor")
     try:
@@ -212,7 +210,7 @@ def wrong(name: str, reason: str) -> CorruptSnapshot:
 
 
 def check_finite(name: str, numbers: Tensor) -> None:
-    """Raises CorruptSnapshot if a tensor, or a piece of one, holds NaN or an infinite number."""
+    """Raise CorruptSnapshot if a tensor, or a piece of one, holds NaN or an infinite number."""
     if numbers.is_floating_point() and numbers.numel():
         low, high = numbers.aminmax()  # NaN if any element is
         if not math.isfinite(low) or not math.isfinite(high):

@@ -1,9 +1,9 @@
-"""Writes snapshots in the background, one at a time, and prunes old ones.
+"""Write snapshots in the background, one at a time, and prune old ones.
 
 A rank that holds the whole state writes it alone. If the state is sharded, each rank holds some rows, and all
-ranks write together, several files at once if they see one folder. The rank that writes a file receives the
-others' bytes in chunks, so the files do not depend on the sharding. Training continues meanwhile: background
-threads write, over a process group of their own.
+ranks save together. The rank that writes a file receives the other ranks' bytes in chunks, so the files do
+not depend on the sharding. If all ranks see one folder, several ranks write a file each at the same time.
+Training continues meanwhile: background threads write and exchange, over a process group of their own.
 """
 
 import logging
@@ -63,7 +63,7 @@ class Sharding:
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank among the ranks on its node."""
+        """The number of this rank among the ranks on its node; 0 if the state is not sharded."""
         return self.context.launch.local_rank if self.context else 0
 
     @property
@@ -71,7 +71,7 @@ class Sharding:
         return self.context.world_size if self.context else 1
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The values of all ranks, by rank. Collective."""
+        """Return the values of all ranks, by rank. Collective."""
         return self.context.all_gather_object(value) if self.context else [value]
 
 
@@ -79,11 +79,11 @@ UNSHARDED = Sharding()
 
 
 class Transfer:
-    """Writes the tensor files of one snapshot to a store: all of them at each call of `write_files`.
+    """Writes the tensor files of one snapshot to a store, all of them by one call of `write_files`.
 
-    `runs` tells which rank holds which bytes of each file after its header; `staging` holds this rank's
-    bytes. `writers` are the ranks that write files. Without a `group` this rank holds all bytes and does not
-    use `runs`. Every rank of the group has a transfer, and its methods except `assemble` are collective.
+    `layouts` has a plan of each file. `runs` tells, for each file, which rank holds which bytes after the
+    header; `staging` holds this rank's bytes. `writers` are the ranks that write files. Without a `group`
+    this rank holds all bytes and does not use `runs`. Every rank of the group has a transfer.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Transfer:
         self.group, self.writers = group or BackgroundGroup(0, 1), writers
 
     def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
-        """Write the files, durable on return; returns them as the manifest lists them. Collective.
+        """Write all files, durable on return; returns their records for the manifest. Collective.
 
-        An error of one rank is raised on all ranks, and SaveAborted if a rank is gone. If the store is no
-        folder, a failed write is first tried again after each of its pauses.
+        An error of one rank is raised on all ranks, and SaveAborted if a rank is gone. At a URL, an error
+        that may pass is raised only after further attempts, `store.retries_s` seconds apart.
         """
         if self.group.world_size == 1:
             return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
@@ -140,10 +140,10 @@ class Transfer:
         return [by_name[layout.name] for layout in self.layouts]
 
     def chunks(self, batch: Mapping[int, int]) -> Iterator[memoryview]:
-        """Yield the bytes of the file that this rank writes, if any, and send its bytes of the others' files.
+        """Yield the file that this rank writes, if any, in chunks; send this rank's bytes of other files.
 
-        `batch` has the number in `layouts` of each writer's file. The next chunk is sent while this one is
-        hashed and written. Collective: all ranks read to the end.
+        `batch` maps each writing rank to the index of its file in `layouts`. The next chunk is sent while the
+        caller hashes and writes this one. Collective: every rank must iterate to the end.
         """
         number = batch.get(self.group.rank)
         longest = max(self.layouts[file].size for file in batch.values())
@@ -156,9 +156,10 @@ class Transfer:
         wait()
 
     def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send the files' chunks from `begin` on, of PIECE_BYTES at most. Collective.
+        """Begin to send this rank's bytes of the chunk at offset `begin` of each file in `batch`. Collective.
 
-        Returns a function that waits for the bytes of this rank's file: (n,) uint8, by sender.
+        A chunk has at most PIECE_BYTES. Returns a function that waits for the bytes of the file that this
+        rank writes, and returns a one-dimensional uint8 tensor from each rank.
         """
         sent: list[list[Tensor]] = [[] for _ in range(self.group.world_size)]
         sizes = [0] * self.group.world_size
@@ -172,7 +173,7 @@ class Transfer:
         return self.group.all_to_all(sent, sizes)
 
     def assemble(self, number: int, begin: int, received: Sequence[Tensor]) -> memoryview:
-        """A file's chunk from `begin` on, header included, made of the bytes that `exchange` has received."""
+        """Return the chunk at offset `begin` of file `number`; `received` has each rank's bytes of it."""
         layout = self.layouts[number]
         chunk = memory_of(torch.empty(min(PIECE_BYTES, layout.size - begin), dtype=torch.uint8))
         header = layout.header[begin : begin + PIECE_BYTES]
@@ -188,9 +189,9 @@ class Transfer:
 class SnapshotSaver:
     """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
 
-    A write that fails is logged and training continues; the last write must succeed, see `finish`. If there
-    is no room for a snapshot, older snapshots are removed, but not the newest valid one. `prune` tells which
-    are kept. Constructing a saver and `save` are collective: all ranks of `sharding` call them.
+    After a failed write training continues; only the last write must succeed, see `finish`. If there is no
+    room for a snapshot, older snapshots are removed, but not the newest valid one. `prune` tells which
+    snapshots are kept. Constructing a saver is collective: all ranks of `sharding` do it together.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class SnapshotSaver:
         self.newest_written = 0  # step of the newest snapshot that was written
 
     def allocate(self, tensors: Mapping[str, Tensor]) -> StagingBuffer:
-        """The staging buffer for a state like `tensors`, allocated at the first call."""
+        """Return the staging buffer for a state like `tensors`; the first call allocates it."""
         if self.staging is None:
             self.staging = StagingBuffer(tensors)
         return self.staging
@@ -222,8 +223,8 @@ class SnapshotSaver:
     ) -> None:
         """Wait for the write of the last save to end, copy this rank's tensors, and begin to write them.
 
-        On return the tensors may change. The background thread calls `late_fields`, adds its fields to the
-        manifest, logs a write that fails, and keeps its error in `error`. Collective.
+        On return the tensors may change. The background thread adds the fields that `late_fields` returns to
+        the manifest. If the write fails, it keeps the error in `error`. Collective.
         """
         self.wait()
         staging = self.allocate(tensors)
@@ -237,7 +238,7 @@ class SnapshotSaver:
         self.thread.start()
 
     def write(self, manifest: dict[str, Any], transfer: Transfer, late_fields: LateFields = dict) -> None:
-        """Write a snapshot and prune, in the background thread. Raises nothing; sets `error`. Collective."""
+        """Write a snapshot, then prune; runs in the background. Raises nothing; sets `error`. Collective."""
         step = manifest["step"]
         try:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
@@ -261,11 +262,11 @@ class SnapshotSaver:
         return self.group.rank == self.sharding.main_rank
 
     def on_main_rank(self, work: Callable[[], T]) -> T:
-        """Do `work` on the main rank; all ranks return its result or raise its error. Collective."""
+        """Run `work` on the main rank; all ranks return its result or raise its error. Collective."""
         return self.group.on_rank(self.sharding.main_rank, work)
 
     def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot; while there is no room, remove an older one, or raise OSError. Collective."""
+        """Write a snapshot; while there is no room, remove an older one. OSError without one. Collective."""
         step, is_written = manifest["step"], False
         while not is_written:
             try:
@@ -284,8 +285,8 @@ class SnapshotSaver:
     def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
         """Write a snapshot, durable on return. Raises any rank's error on all ranks. Collective.
 
-        After an error its files are removed, unless the claim to the place (the right to write there) is lost
-        or the snapshot is complete: it may have been before, or a rank died before all ranks knew that.
+        After an error the snapshot's files are removed, except if the claim to the place (the right to write
+        there) is lost, or if the snapshot is complete: it was before, or the error came after its manifest.
         """
         step, is_complete = manifest["step"], False
 
@@ -308,7 +309,8 @@ class SnapshotSaver:
     def remove_one_before(self, step: int) -> int | None:
         """Remove the oldest snapshot before `step`, and return its step; None if none may be removed.
 
-        The newest valid snapshot before `step`, and what is newer, is kept. The best one is removed last.
+        The newest valid snapshot before `step`, later ones and unreadable ones are kept. With `keep_best` the
+        best snapshot is removed last.
         """
         older = [one for one in self.store.steps() if one < step and one not in self.store.unreadable]
         newest_valid = next((one for one in older if self.is_valid(one)), 0)
@@ -329,7 +331,7 @@ class SnapshotSaver:
         return True
 
     def find_best(self, steps: list[int]) -> int | None:
-        """The one of `steps` with the lowest validation loss; None without `keep_best` or a known loss."""
+        """Return the one of `steps` with the lowest validation loss; None without `keep_best` or a loss."""
         unreadable = self.store.unreadable
         for step in steps:
             if step not in self.losses and step not in unreadable:
@@ -344,7 +346,7 @@ class SnapshotSaver:
         return min(known, key=known.__getitem__, default=None) if self.keep_best else None
 
     def best_loss(self, last_step: int) -> float:
-        """The lowest validation loss of snapshots up to `last_step`, if the best is kept; else infinity."""
+        """Return the lowest loss of snapshots up to `last_step`; infinity if `find_best` finds none."""
         best = self.find_best([step for step in self.store.steps() if step <= last_step])
         loss = None if best is None else self.losses[best]
         return math.inf if loss is None else loss
@@ -352,7 +354,8 @@ class SnapshotSaver:
     def prune(self) -> None:
         """Delete all snapshots but the newest `keep_last`, the best, and the newest up to `replayed_step`.
 
-        The best is kept if `keep_best` is set. Unreadable snapshots are neither counted nor deleted.
+        The best is kept if `keep_best` is set. Unreadable snapshots are neither counted nor deleted. Files of
+        interrupted removals are deleted, too.
         """
         best = self.find_best(self.store.steps())
         steps = [step for step in self.store.steps() if step not in self.store.unreadable]
@@ -368,19 +371,19 @@ class SnapshotSaver:
                 self.store.remove(step)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the current write, at most `timeout_s`; returns whether it has ended."""
+        """Wait until the current write, if any, has ended, at most `timeout_s`; return whether it has."""
         if self.thread:
             self.thread.join(timeout_s)
         return not (self.thread and self.thread.is_alive())
 
     def finish(self) -> None:
-        """Wait until the last snapshot is durable; raises the error if it could not be written."""
+        """Wait for the last write, if any, to end; raise its error if it failed."""
         self.wait()
         if self.error:
             raise self.error
 
 
 def validation_loss(manifest: dict[str, Any]) -> float | None:
-    """The validation loss that was measured at the snapshot's own step; None if there was no evaluation."""
+    """Return the validation loss measured at the snapshot's own step; None without an evaluation there."""
     record = manifest["metrics"].get("val", {})
     return record.get("val/loss") if record.get("step") == manifest["step"] else None

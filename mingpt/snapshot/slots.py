@@ -3,8 +3,8 @@
 The files are mapped once and overwritten in place, so that saving is one copy between two steps; checksum and
 manifest follow in the background. While one file is overwritten, the other holds a valid snapshot.
 
-A job that dies as a whole leaves its folder, and so does a node whose rank changes. A file beside the folder
-names the agent (torchrun's) that it belongs to, so that a later start can tell which are not needed any more.
+The folder of the files is left behind if a job dies as a whole, or if a node's rank changes. A file beside
+the folder names the agent (torchrun's) to which the folder belongs, so a later start knows what to remove.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Process:
     start_time: str | None  # in clock ticks since the machine's boot; None if the system does not tell
 
     def is_alive(self) -> bool | None:
-        """Whether the process is alive; None if it is on another machine, or hidden."""
+        """Return whether the process is alive; None if it is on another machine, or hidden by /proc."""
         if self.machine != this_machine():
             return None
         try:
@@ -61,13 +61,13 @@ class Process:
 
 
 def this_process(pid: int | None = None) -> Process:
-    """The process with this id on this machine, by default the calling one."""
+    """Return the process with this id on this machine, by default the calling one."""
     pid = os.getpid() if pid is None else pid
     return Process(socket.gethostname(), this_machine(), pid, read_stat(pid)[1])
 
 
 def this_machine() -> str:
-    """A name of the machine. Two processes see each other's ids if and only if they have the same name."""
+    """Return a name that two processes share if and only if they see each other's ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -76,7 +76,7 @@ def this_machine() -> str:
 
 
 def read_stat(pid: int) -> tuple[str | None, str | None]:
-    """The state and the start time of a process from /proc; None for both if /proc has no entry."""
+    """Return the state and the start time of a process from /proc; None for both if it has no entry."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -87,7 +87,8 @@ def read_stat(pid: int) -> tuple[str | None, str | None]:
 class Slots:
     """Writes snapshots in turn to two files in `folder`, which belongs to the agent `owner`.
 
-    After `open`, a save is `begin`, writing to `buffer`, and `commit`. Only `commit` may run in a thread.
+    After `open`, each save calls `begin`, writes to `buffer`, and calls `commit`. Of the methods, only
+    `commit` may run in a background thread.
     """
 
     def __init__(self, folder: Path, owner: Process) -> None:
@@ -101,8 +102,8 @@ class Slots:
     def open(self, specs: Mapping[str, TensorSpec], start_step: int | None = None) -> None:
         """Create the folder and map two files. Raises OSError if there is no room for tensors of these specs.
 
-        Snapshots of an earlier generation are removed, but the newest up to `start_step` (None: the newest of
-        all) stays until there is a newer one. Its file is reused if it has the right size.
+        Of earlier generations' snapshots, only the newest up to `start_step` (None: the newest of all) stays,
+        until there is a newer one. If its file has the right size, it becomes one of the two.
         """
         self.folder.parent.mkdir(mode=0o700, exist_ok=True)
         self.folder.mkdir(exist_ok=True)
@@ -131,7 +132,10 @@ class Slots:
         return self.buffers[self.next_slot]
 
     def begin(self) -> None:
-        """Remove the manifest of the older snapshot, whose file `buffer` overwrites. Raises OSError."""
+        """Prepare to overwrite `buffer`: remove the manifest of the snapshot in its file, if any.
+
+        The third file's snapshot, `kept`, is removed if there is a newer one. Raises OSError.
+        """
         name, free = self.names[self.next_slot], f"slot-{self.next_slot}"
         if self.kept is not None and max(self.store.steps(), default=0) > self.kept:
             self.store.remove(self.kept)
@@ -142,7 +146,10 @@ class Slots:
             self.names[self.next_slot] = free
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """Make `buffer` the snapshot of `manifest["step"]`; switch buffers. Raises OSError or UserError."""
+        """Make `buffer` the snapshot of `manifest["step"]`, and switch buffers.
+
+        Raises OSError, or UserError if the manifest would be too large.
+        """
         step, content = manifest["step"], self.buffer.content
         name = file_name(step, "safetensors")
         (self.folder / f"slot-{self.next_slot}").rename(self.folder / name)
@@ -152,18 +159,18 @@ class Slots:
         self.next_slot = 1 - self.next_slot
 
     def remove(self) -> None:
-        """Remove the folder of snapshots in memory and its owner file, and drop the buffers mapped to it."""
+        """Drop the buffers, and remove the folder and its owner file. Raises nothing."""
         self.buffers = []
         remove_folder(self.folder)
 
 
 def owner_file(folder: Path) -> Path:
-    """The path, beside a node's folder, of the file that names the agent to which the folder belongs."""
+    """Return the path of the file beside a node's folder that names the agent to which it belongs."""
     return folder.with_name(f"owner-of-{folder.name}.json")
 
 
 def read_owner(folder: Path) -> Process | None:
-    """The agent to which a node's folder belongs; None if it is not known."""
+    """Return the agent to which a node's folder belongs; None if it is not known."""
     try:
         return Process(**read_json(owner_file(folder), Process))
     except (OSError, BadJson):
@@ -183,9 +190,9 @@ def remove_folder(folder: Path, why: str | None = None) -> None:
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """Map a file, made if missing, as shared (size,) uint8. Raises OSError if there is no room.
+    """Map `size` bytes of a file, created if missing, as a one-dimensional uint8 tensor; return the tensor.
 
-    The room is allocated at once: a sparse file would raise SIGBUS.
+    Raises OSError if there is no room. The room is allocated at once: a sparse file could cause SIGBUS later.
     """
     if not hasattr(os, "posix_fallocate"):
         raise OSError(errno.ENOSYS, "this system has no posix_fallocate")

@@ -1,4 +1,4 @@
-"""The snapshots of a run at one place, a folder or any fsspec URL: written, verified, opened for reading.
+"""Write, verify and read the snapshots of a run at one place, a folder or any fsspec URL.
 
 `step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, each
 in several files past 4 GiB (layout.py), and `step_00001200.json`, the manifest, describes them. The manifest
@@ -7,7 +7,7 @@ hold.** Until then `partial-step_00001200` marks the files of this step as an un
 ever loaded, and nothing depends on the number of workers.
 
 `verify`, `read` and `find_newest` check all bytes, in pieces, for the SHA-256 in the manifest and for finite
-numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot that has failed.
+numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.
 """
 
 import bisect
@@ -66,8 +66,8 @@ def verify_file(file: TensorFile, sha256: str, step: int) -> None:
     """Read a tensor file once and check all its bytes. Raises CorruptSnapshot, or UnreadableSnapshot.
 
     The file must have this SHA-256 (hex), all numbers must be finite, and the optimizer must have counted at
-    most `step` updates (fewer if the run has changed its optimizer). A thread hashes a piece of at most 16
-    MiB while the next is read and its numbers are checked. Two pieces are in memory at a time.
+    most `step` updates (fewer are right if the run has changed its optimizer). A thread hashes each piece of
+    at most 16 MiB while its numbers are checked and the next piece is read. Two pieces are in memory.
     """
     digest, hashing = hashlib.sha256(), Future[None]()
     hashing.set_result(None)
@@ -91,7 +91,10 @@ def verify_file(file: TensorFile, sha256: str, step: int) -> None:
 def pieces(
     entries: Sequence[tuple[str, TensorEntry]], starts: Sequence[int], size: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges that cover a file of `size` bytes and cut no element of a tensor in two."""
+    """Yield (begin, end) of ranges that cover a file of `size` bytes and cut no element of a tensor in two.
+
+    `starts` has the offsets at which the tensors of `entries` begin, in order. No range is above PIECE_BYTES.
+    """
     begin = 0
     while begin < size:
         end = min(begin + PIECE_BYTES, size)
@@ -103,7 +106,10 @@ def pieces(
 
 
 def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, step: int) -> None:
-    """Raises CorruptSnapshot if a tensor has wrong numbers in a piece of its file that begins at `begin`."""
+    """Raise CorruptSnapshot if a tensor has wrong numbers in `piece`, its file's bytes from `begin` on.
+
+    A number is wrong if it is not finite, or an optimizer's count of more than `step` updates.
+    """
     low, high = max(entry.begin, begin) - begin, min(entry.end, begin + len(piece)) - begin
     dtype = DTYPES[entry.dtype]
     if low >= high or not dtype.is_floating_point:
@@ -120,7 +126,8 @@ def check_piece(name: str, entry: TensorEntry, piece: torch.Tensor, begin: int, 
 class Snapshot:
     """Reads single tensors, or rows of them, from the files of a snapshot, without checking their bytes.
 
-    Raises CorruptSnapshot if a tensor is in two files; reading raises UnreadableSnapshot or CorruptSnapshot.
+    The constructor raises CorruptSnapshot if a tensor is in two files; the methods that read raise
+    UnreadableSnapshot or CorruptSnapshot.
     """
 
     def __init__(self, manifest: dict[str, Any], files: Sequence[TensorFile]) -> None:
@@ -134,7 +141,7 @@ class Snapshot:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """The type, shape and place of each tensor."""
+        """The type, shape and place of each tensor, by name."""
         return {name: file.entries[name] for name, file in self.file_of.items()}
 
     @property
@@ -143,11 +150,11 @@ class Snapshot:
         return read_config(self.manifest)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """A tensor, or its rows `begin` to before `end` (of dimension 0). KeyError if there is none."""
+        """Return a tensor, or its rows `begin` to before `end`. Raises KeyError if it is missing."""
         return self.file_of[name].read(name, begin, end)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Read the tensors whose names begin with `prefix`; returns them by their names without it."""
+        """Read the tensors whose names begin with `prefix`; return them by name, without the prefix."""
         return {
             name.removeprefix(prefix): self.read(name) for name in self.file_of if name.startswith(prefix)
         }
@@ -157,22 +164,22 @@ class SnapshotStore(FileStore):
     """Reads and writes the snapshots at `url`; the constructor's arguments are those of FileStore."""
 
     def steps(self, kind: str = "json") -> list[int]:
-        """The steps with a manifest (kind "safetensors": with tensor files), valid or not; newest first."""
+        """Return the steps with a manifest (with a tensor file if `kind` is "safetensors"), newest first."""
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:
-        """Whether the step has a manifest, also if the listing is out of date."""
+        """Return whether the step has a manifest, also if the listing is out of date."""
         return bool(self.files.exists(self.path(file_name(step, "json"))))
 
     def completed_step(self) -> int:
-        """The newest step with a manifest; 0 for none. Raises UnreadableSnapshot."""
+        """Return the newest step with a manifest, or 0. Raises UnreadableSnapshot if listing fails."""
         return max([0, *steps_in(self.list_names(), "json")])
 
     def prepare(self) -> None:
         """Create the folder and remove unfinished files. Raises UserError if the folder cannot be written to.
 
-        Call it with the claim to the place. A full disk is only logged: it may have room when there is a
-        snapshot to write.
+        Only the holder of the claim (the right to write there) may call it. A full disk is only logged, since
+        there may be room by the time of a save.
         """
         try:
             self.make_ready()
@@ -185,7 +192,7 @@ class SnapshotStore(FileStore):
             ) from None
 
     def make_ready(self) -> None:
-        """Create the folder, remove unfinished files, and try to write a file. Raises a driver's errors."""
+        """Create the folder, remove unfinished files, and write a file as a test. Raises driver errors."""
         self.is_ready, probe = False, f"probe-{os.getpid()}"
         self.files.makedirs(self.root, exist_ok=True)
         names = self.names()
@@ -201,10 +208,10 @@ class SnapshotStore(FileStore):
         self.is_ready = True
 
     def begin(self, step: int) -> bool:
-        """Prepare to save a step; return whether it has a complete snapshot. One rank calls it.
+        """Prepare to save a step; return whether it already has a manifest. Only one rank calls it.
 
-        The same state is then written over a complete snapshot, file by file, so that it stays valid. Else
-        the step is marked as unfinished, and files of an earlier attempt are removed.
+        With a manifest, the save writes the same state over each file, so that the snapshot stays valid.
+        Without one, the step is marked as unfinished, and files of an earlier attempt are removed.
         """
         self.check_claim()
         if not self.is_ready:
@@ -216,15 +223,18 @@ class SnapshotStore(FileStore):
         return is_complete
 
     def write_file(self, layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
-        """Write a tensor file, whose bytes are `chunks`, header included; durable on return.
+        """Write a tensor file from `chunks`, header included, durable on return; returns its record.
 
-        See `write_stream`. The file belongs to no snapshot until `commit`.
+        Raises the errors of `write_stream`. The file belongs to no snapshot until `commit`.
         """
         sha256 = self.write_stream(layout.name, chunks, layout.size)
         return FileRecord(layout.name, sha256, layout.size)
 
     def commit(self, manifest: dict[str, Any], records: Sequence[FileRecord]) -> None:
-        """Make these files the snapshot of `manifest["step"]`; durable on return. UserError if too many."""
+        """Write the manifest that makes these files the snapshot of `manifest["step"]`; durable on return.
+
+        Raises UserError if it would be too large, else the errors of `write_stream`.
+        """
         step = manifest["step"]
         self.write_atomic(file_name(step, "json"), encode_manifest(manifest, records))
         self.unreadable.pop(step, None)
@@ -234,7 +244,7 @@ class SnapshotStore(FileStore):
             log.info(f"{unfinished_name(step)} is left in {self.url} ({reason_of(error)})")
 
     def remove(self, step: int) -> None:
-        """Delete a snapshot, manifest first, or the files of an unfinished save. Raises ClaimLost."""
+        """Delete a snapshot or an unfinished save, manifest first. Raises ClaimLost or a driver's error."""
         self.check_claim()
         self.remove_files(step)
         self.remove_file(unfinished_name(step))
@@ -258,11 +268,14 @@ class SnapshotStore(FileStore):
             log.info(f"files of step {step} are left in {self.url} until the next start ({why})")
 
     def file(self, name: str, what: str) -> SourceFile:
-        """The file `name` for reading; messages call it `what`."""
+        """Return the file `name` for reading; messages call it `what`."""
         return SourceFile(self.files, self.path(name), what, self.retries_s)
 
     def read_manifest(self, step: int) -> dict[str, Any]:
-        """The checked manifest of a step. Raises UnreadableSnapshot, or the errors of `decode_manifest`."""
+        """Return the checked manifest of a step.
+
+        Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for a later schema.
+        """
         file = self.file(file_name(step, "json"), "its manifest")
         size = file.size()
         if size > MAX_BYTES:
@@ -273,9 +286,9 @@ class SnapshotStore(FileStore):
         return manifest
 
     def open(self, step: int, check: Check = accept_all) -> Snapshot:
-        """A snapshot whose manifest, sizes and headers are valid and fulfil `check`; no tensor is read.
+        """Return a snapshot whose manifest, file sizes and headers are valid, and which `check` accepts.
 
-        Raises the errors of `read_manifest`, and of `check`.
+        No tensor is read. Raises the errors of `read_manifest`, also for the files, and those of `check`.
         """
         manifest = self.read_manifest(step)
         files = [
@@ -289,7 +302,7 @@ class SnapshotStore(FileStore):
     def verify(self, snapshot: Snapshot, weights_only: bool = False) -> None:
         """Read each file once (with `weights_only`, each file that holds weights) and check all its bytes.
 
-        Raises the errors of `verify_file`. Several files are read at a time, with 32 MiB of memory each.
+        Raises CorruptSnapshot or UnreadableSnapshot. Several files are read at a time, with 32 MiB each.
         """
         files, digests, step = [], [], snapshot.manifest["step"]
         for file, record in zip(snapshot.files, file_records(snapshot.manifest), strict=True):
@@ -302,13 +315,13 @@ class SnapshotStore(FileStore):
                 pass  # raises the error of a file's check
 
     def read(self, step: int, check: Check = accept_all, weights_only: bool = False) -> Snapshot:
-        """`open` and `verify` a snapshot (with `weights_only`, files with weights); raises as they do."""
+        """Open and verify a snapshot; `weights_only` is as in `verify`. Raises the errors of both."""
         snapshot = self.open(step, check)
         self.verify(snapshot, weights_only)
         return snapshot
 
     def quarantine(self, step: int, reason: str, kind: str = "damaged") -> None:
-        """Rename a snapshot's files to <kind>-<number>-..., only to be examined, and log the reason."""
+        """Rename a snapshot's files to <kind>-<number>-<name>, so that none is used, and log the reason."""
         names, number = self.names(), 1
         while any(name.startswith(f"{kind}-{number}-step_{step:08d}") for name in names):
             number += 1
@@ -322,14 +335,14 @@ class SnapshotStore(FileStore):
         )
 
     def find_newest(self, check: Check = accept_all) -> tuple[Snapshot | None, dict[int, str]]:
-        """The newest valid snapshot (None if none is), and the faults of newer corrupt ones, by step.
+        """Return the newest valid snapshot (None if none is), and the faults of newer corrupt ones, by step.
 
-        `unreadable` gets the newer ones that cannot be read. An unfinished save is no snapshot. Raises
-        UnreadableSnapshot if the folder cannot be read, and UserError for a newer one of a later schema.
+        Newer snapshots that cannot be read are put into `unreadable`. An unfinished save is no snapshot.
+        Raises UnreadableSnapshot if the folder cannot be read, UserError for a newer one of a later schema.
         """
         corrupt: dict[int, str] = {}
         self.unreadable = {}
-        names = {*self.list_names(), *self.list_names()}  # the first one may be late in an object store
+        names = {*self.list_names(), *self.list_names()}  # an object store's first listing may be out of date
         unfinished = set(unfinished_steps(names))
         for step in steps_in(names):
             try:
@@ -343,6 +356,6 @@ class SnapshotStore(FileStore):
 
 
 def unfinished_steps(names: Iterable[str]) -> list[int]:
-    """The steps whose snapshots were being written, or had just been written, when their process ended."""
+    """Return the steps that `names` marks as unfinished; one may have been completed right before a kill."""
     matches = (UNFINISHED.fullmatch(name) for name in names)
     return [int(match[1]) for match in matches if match]
