@@ -1,7 +1,7 @@
-"""Helpers that the programs of this folder share.
+"""Helpers for the programs of this folder: arguments, jobs, signals to workers, measurements, exit code.
 
-They are: arguments, jobs of train.py and signals to their workers, measuring in turns, the machine's own
-rate, rows of JSON, and the exit code. `benchmarks/results/<date>_<claim>/rows.jsonl` keeps the rows.
+A program prints its results as rows, one JSON object a line. The file rows.jsonl in a folder of
+benchmarks/results/, named after the date and the claim, keeps them.
 """
 
 import argparse

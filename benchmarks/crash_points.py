@@ -6,12 +6,12 @@
 Snapshots of steps 10 and 20 exist; that of step 30 is being saved, after which step 10 is pruned. Each has
 two parts of weights, two of optimizer state, and a manifest. There are five kinds of fault, all enumerated:
 
-- `kill`: SIGKILL on entering each system call of the save (strace's fault injection), but for `futex`,
-  whose number of calls differs from save to save, as threads happen to wait for each other;
-- `ENOSPC`, `EIO`: each of its calls on files fails with this error, and the process lives;
-- `power`: the machine loses power after each of its operations on files. Of data that was not fsynced, all,
-  half or nothing is on disk; each renaming and removal since the folder's last fsync has happened or not, in
-  any combination (after Pillai et al. 2014, "All file systems are not created equal");
+- `kill`: SIGKILL on entering each system call of the save (strace's fault injection), but for `futex`, whose
+  number of calls differs from save to save, as threads happen to wait for each other;
+- `ENOSPC`, `EIO`: each of the save's calls on files fails with this error, and the process lives;
+- `power`: the machine loses power after each of the save's file operations. Of data not fsynced, all, half or
+  nothing is on disk; each renaming and removal since the folder's last fsync has happened or not, in any
+  combination (after Pillai et al. 2014, "All file systems are not created equal");
 - `order`: the parts come in any order, perhaps from several workers, and all workers are killed: any of the
   parts exist, or are being written;
 - `store`: an object store fails once, fails from then on, tears an upload with or without an error, or lists

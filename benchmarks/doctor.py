@@ -1,11 +1,12 @@
-"""Does the doctor find what is wrong with a cluster of three nodes, and is it silent on a healthy one?
+"""Does the doctor find what is wrong with a cluster of three nodes, and no fault on a healthy one?
 
     python benchmarks/doctor.py                # 4 minutes; needs root, ip, nft, bindfs and faketime
     python benchmarks/doctor.py --only data    # half a minute
 
-Each fault is planted on one node, then `python -m mingpt doctor` is started as a run would be, by torchrun's
-agents, whose store is on the first node. The doctor must name the host and the cause, say what to change, end
-the job with exit code 1 on every node and start no second generation. Node 3 is the victim.
+Each fault is planted on node 3, then `python -m mingpt doctor` is started as a run would be, by torchrun's
+agents, whose store is on node 1. Within 60 s the doctor must name the host and the cause, say what to change,
+and end the job with exit code 1 on every node (0 on the healthy cluster). It must start no second generation
+and leave no file.
 
 Prints a row per fault, as JSON; `seconds` is from the start of the agents to the end of the last one. Exit
 code 1 unless the doctor meets all of this.

@@ -1,4 +1,4 @@
-"""An object store in memory of which one call goes wrong, for crash_points.py."""
+"""An object store in memory that goes wrong at a given call, or from it on, for crash_points.py."""
 
 import io
 from typing import Any

@@ -5,17 +5,17 @@
 
 - frozen: SIGSTOP to a random worker at a random moment, with timeout_s=10. `noticed_s` is when the first of
   the others is gone, `on_s` when the next generation has completed a step, in seconds since the signal.
-- before: the same before the workers have met. `gone_s` is when the frozen worker is gone, `patience_s` for
-  how long the others waited, as the next generation logs it.
+- before: SIGSTOP before the workers have met at the rendezvous. `gone_s` is when the frozen worker is gone,
+  `patience_s` for how long the others waited, as the next generation logs it.
 - stuck: a main thread waits in C code, as in a CUDA call: pause(), sleep() or a read() of an empty pipe, at
   the start of a random step or after a backward pass. Another worker gets SIGKILL; `gone_s` is when the stuck
   worker is gone.
-- no false alarm: a run of so many minutes beside four processes that keep all cores busy.
+- busy: a run of `--minutes` beside four processes that keep the cores busy; no worker is taken for frozen.
 
-A row per trial, as JSON. Exit code 1 unless every freeze was noticed within timeout_s + 2 s and the job went
-on within timeout_s + 35 s; every worker frozen before the meeting was named, and gone within `patience_s` and
-the others' start, of START_S at most; every stuck one was gone within 1.5 s and run.json names the killed one
-alone; all with the bits of an undisturbed run; and the busy run had a single generation. Needs Linux.
+Prints a row per trial, as JSON. Exit code 1 unless every freeze was noticed within timeout_s + 2 s and the
+job went on within timeout_s + 35 s; every worker frozen before the meeting was named, and gone 8 s after
+`patience_s` at the latest; every stuck one was gone within 1.5 s, and run.json names only the killed one; all
+these jobs ended with the bits of an undisturbed run; and the busy run had a single generation. Needs Linux.
 """
 
 import ctypes

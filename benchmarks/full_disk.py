@@ -3,12 +3,12 @@
     python benchmarks/full_disk.py                # as root; a quarter of an hour on two cores
     python benchmarks/full_disk.py --stride 20    # every 20th case only: a minute or two
 
-A tmpfs of 4 KB or of 0.5, 1 or 2 MB is under run_dir, snapshot.path or the cache, and snapshots and text
-overflow it. Jobs have one worker of plain python, two of torchrun, or two of which one is killed. I/O errors
-are tested file by file in tests/report/ and tests/snapshot/.
+A tmpfs of 4 KB or of 0.5, 1 or 2 MB is under run_dir, snapshot.path or the cache of a downloaded text, and
+snapshots or text overflow it. Jobs have one worker of plain python, two of torchrun, or two of which one is
+killed. I/O errors are tested file by file in tests/report/ and tests/snapshot/.
 
 A job may log what it cannot write, once per file, and ends with exit code 0, or with 1 and one sentence if
-the last snapshot does not fit (`first_code`). Then there is room, and the same command must end with exit
+the last snapshot does not fit (`first_code`). Then the tmpfs grows, and the same command must end with exit
 code 0, the hash of an undisturbed run, its records except those that run.json calls missing, and the status
 `finished`. No traceback of ours may appear. Prints a row per case, as JSON; exit code 1 if a case fails.
 """

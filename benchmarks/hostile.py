@@ -3,13 +3,14 @@
     python benchmarks/hostile.py                          # all; needs Linux; an hour on two cores
     python benchmarks/hostile.py --kinds NaN FIFO --programs train --older yes     # a minute
 
-A small run has snapshots of steps 2 and 4. Snapshots of each kind of hostile_kinds.py replace that of step 4,
-with right checksums where that makes it worse, and each program is started on them: once with the older
-snapshot, which must be used (exit code 0, one line names the bad one, which only train.py renames), and once
-without (one sentence, exit code 2). "init file" is snapshot.init_from=step_00000004.safetensors. There must
-be no traceback and nothing executed, and the peak of resident memory must be at most the peak of the same
-program on the valid snapshot plus the size of the two files plus --slack_mb. Exit code 1 otherwise. `--kinds`
-takes words of the names of kinds.
+A small run has snapshots of steps 2 and 4. A snapshot of each kind of hostile_kinds.py replaces that of step
+4, with right checksums where that makes the fault harder to see. Each program is started once with the
+snapshot of step 2, which must be used (exit code 0; one line names the bad one, which only train.py renames),
+and once without it (one sentence, exit code 2). "init file" is snapshot.init_from=step_00000004.safetensors,
+which must always be refused; kinds called "valid" may be used or refused. There must be no traceback and
+nothing executed, and the peak of resident memory must be at most the peak of the same program on the valid
+snapshot plus the size of the two files plus --slack_mb. Exit code 1 otherwise. `--kinds` takes words of the
+names of kinds.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Snapshots that no run has written, by kind, for hostile.py.
 
-Each changes a valid snapshot. Checksums and sizes are put right afterwards, so that they do not give it away.
-Missing fields, lists of files that no save writes, flipped bits and truncations are in tests/snapshot/.
-Imports no torch: the peak memory of a child process begins with its parent's.
+Each kind changes a valid snapshot. Afterwards checksums and sizes are put right, so that they do not show the
+change. Missing fields, lists of files that no save writes, flipped bits and truncations are in
+tests/snapshot/. Imports no torch: the peak memory of a child process begins with its parent's.
 """
 
 import hashlib

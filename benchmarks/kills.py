@@ -8,8 +8,9 @@ There are 20 jobs of two workers under torchrun, 10 of two agents with one worke
 under plain `python train.py`. One worker gets SIGKILL at a seeded random moment between its start and the
 time that an undisturbed job takes. A job counts only if the signal hit a living worker.
 
-With --storm, the default run of so many steps gets such signals all the time. `goodput` is the time that the
-steps take undisturbed over the time that they took; `run_json` is the goodput that run.json has.
+With --storm STEPS, the default run of that many steps gets such signals, one every --every_s seconds on
+average. `goodput` is the time that the steps take undisturbed over the time that they took; `run_json` has
+the status, the lost steps and seconds, and the goodput that run.json tells.
 
 Prints a row per job or signal, as JSON; exit code 1 unless every job finished with the hash of the
 undisturbed one, and, in a storm, goodput is at least `--least`. Needs Linux.

@@ -8,9 +8,9 @@
 
 Needs root. Three nodes with one worker each, in namespaces of this machine (tests/support/nodes.py). With a
 shared disk all nodes have one run_dir and meet in a shared folder; with disks of their own each has a run_dir
-there, and they meet at a list of hosts. A node is killed with everything on it; every second victim is
-replaced by a node with an empty disk. A node that is cut off or frozen is healed when the others have trained
-again for 5 s, after 15 s at the earliest.
+there, and they meet at a list of hosts. A node is killed with everything on it; in every second round of
+kills, the victim is replaced by a node with an empty disk. A node that is cut off or frozen is healed when
+the others have trained again for 5 s, after 15 s at the earliest.
 
 Prints a row per trial, as JSON. `rank` is the victim's, and `hosts_rendezvous` tells whether its processes
 listened on the port of the rendezvous. After a kill, `on_s` is the seconds until a new generation of the
@@ -22,9 +22,9 @@ of the undisturbed run. Under `--stock` a trial has 90 s to go on. `load` is the
 stretches all of these times.
 
 Exit code 1 unless every trial but those of `--stock` is ok: it ends with exit code 0 on all nodes that are
-up, with one history and the hash of the undisturbed run; all nodes have rejoined; a kill loses at most
-snapshot.memory_every steps, and run.json tells as many; another fault holds the others up for at most
-trainer.timeout_s + 15 s. The median `on_s` of kills must be at most 8 s.
+up, with one history and the hash of the undisturbed run; healed and replaced nodes have rejoined; a kill
+loses at most snapshot.memory_every steps, and run.json tells as many, give or take one; another fault holds
+the others up for at most trainer.timeout_s + 15 s. The median `on_s` of kills must be at most 8 s.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 The configurations: both architectures, both optimizers, float32 and bfloat16; dropout 0.1, gradients clipped;
 under fsdp also with recomputed activations. The last one is wide enough for fsdp to gather block by block.
-Each is trained by the trainer, in workers forked after one import of torch; then each strategy is trained
-once as a job under torchrun. Prints one row per configuration, as JSON; exit code 1 unless each has one hash.
+Each is trained in workers forked after one import of torch, then one more under torchrun, with one worker and
+with two. Prints one row per configuration, as JSON; exit code 1 unless each has one hash.
 """
 
 import itertools

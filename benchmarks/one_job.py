@@ -8,8 +8,8 @@
   that names the process of the first.
 - gap: a worker of a job is killed, and while its next generation is on its way a second job is started in the
   same run_dir. It must be refused, and the first must end with the hash of an undisturbed run.
-- successor: a job is killed whole. A job started then must take over: at once on the same host; within the
-  lease of 20 s on another host, which is its own pid namespace here (needs root).
+- successor: a whole job is killed. A job that is started then must take over the run: at once on the same
+  host; after the lease of 20 s on another host, which is its own pid namespace here (needs root).
 - superseded: a job on another host is frozen whole, another job takes over and trains to the end. Woken up,
   the first must end with one sentence and change no file.
 

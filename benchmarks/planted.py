@@ -1,13 +1,14 @@
-"""Do the tests find what they are for? Each fault of planted.toml is planted, and the tests of its room run.
+"""Do the tests find what they are for? Each fault of planted.toml is put into a copy, and tests run there.
 
     python benchmarks/planted.py                 # all 40, about half an hour on two cores
     python benchmarks/planted.py --faults 7 22   # these alone, by their number from 1
 
 A fault is two pieces of text: `old`, which stands once in a file of mingpt/, and `new`, which takes its place
-in a copy of the working tree. The fast tests of the room in which the file lies run first, then the jobs that
-go through that room, then the room's slow tests, until a test fails. A row per fault, as JSON, with that test
-or null, and exit code 1 if a fault cannot be planted or no test has found it. Whoever deletes tests, or moves
-code, runs this before and after; a fault whose code has changed gets a new text that breaks the same promise.
+in a copy of the working tree. The fast tests of the file's room (folder of mingpt/) run first, then tests
+with jobs that go through the room, its slow tests, and the jobs that run weekly, until a test fails. Prints a
+row per fault, as JSON, with that test or null; exit code 1 if a fault cannot be planted or no test has found
+it. Whoever deletes tests, or moves code, runs this before and after; a fault whose code has changed gets a
+new text that breaks the same promise.
 """
 
 import argparse

@@ -3,11 +3,12 @@
     python benchmarks/prepare.py                                  # 100 MB, 5 rounds: a quarter of an hour
     python benchmarks/prepare.py --megabytes 20 --rounds 1        # a minute or two
 
-The text is lines of Python's standard library and of data/input.txt, in an order drawn from a seed. The
-command trains its BPE of 4096 tokens beforehand. Our time is that of the whole command, with start, counting,
-writing and checksums; the package's time is that of `encode_batch` on the lines in batches of 10,000, without
-reading or writing. Prints rows as JSON. Exit code 1 unless the median of the paired ratios is at most 1.3,
-peak memory at most 1 GB, and a killed command that goes on leaves the same bytes. Wants a core of its own.
+The text is lines of Python's standard library and of data/input.txt, in an order drawn from a seed. A BPE
+tokenizer of 4096 tokens is trained by the command beforehand. Our time is that of the whole command, with
+start, counting, writing and checksums; the package's time is that of `encode_batch` on the lines in batches
+of 10,000, without reading or writing. Prints rows as JSON. Exit code 1 unless the median of the paired ratios
+is at most 1.3, peak memory at most 1 GB, and a killed command that goes on leaves the same bytes. Wants a
+core of its own.
 """
 
 import hashlib

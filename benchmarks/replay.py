@@ -4,14 +4,15 @@
     python benchmarks/replay.py --kinds once --honest 0
 
 The last worker computes wrongly ("lies") in these ways: `bit`, from step 57 on one bit of each gradient of a
-block's output is wrong; `once`, this happens once, in the first micro-batch that it replays at step 60;
-`copy`, one bit of its weights changes at step 57 (60 with a sharded optimizer, whose next update would repair
-it). Each job has 100 steps and replays every 20. Then the same command runs again without a lie. `--honest`
-jobs of 500 steps without lies, every other one compiled, run beside two busy processes.
+block's output is wrong; `two`, the same with two workers; `once`, this happens once, in the first micro-batch
+that it replays at step 60; `copy`, one bit of its weights changes at step 57 (60 with a sharded optimizer,
+whose next update would repair it). Each job has 100 steps and replays every 20. Then the same command runs
+again without a lie. `--honest` jobs of 500 steps without lies, every other one compiled, run beside two busy
+processes.
 
 Prints a row per job, as JSON; exit code 1 unless each lie ended its job with exit code 1 in step 61, only the
-liar (of two workers both) was named, the same command ended with the hash of an undisturbed run, and every
-honest job ended well. Needs Linux.
+liar (of two workers both) was named, the same command ended well (with exact reduction, with the hash of an
+undisturbed run), and every honest job ended well. Needs Linux.
 """
 
 import contextlib

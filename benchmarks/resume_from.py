@@ -1,11 +1,12 @@
-"""Are the snapshots of another checkout of this project resumed to the bits that it reaches itself?
+"""Does this checkout resume the snapshots of another one to the bits that the other reaches by itself?
 
     git worktree add /tmp/older COMMIT && python benchmarks/resume_from.py /tmp/older
 
 The other checkout trains to the end, with a snapshot half way: a whole state, a state in parts, one with a
 sharded optimizer and one of fsdp. Its last snapshot is removed, and this checkout goes on from the one before
-with another number of workers and another strategy. Prints a row per case, as JSON; exit code 1 unless all
-end with one hash and this checkout began half way. (A state in parts has its own hash, that of its files.)
+with another number of workers, another strategy or both. Prints a row per case, as JSON; exit code 1 unless
+all end with one hash and this checkout began half way. (The hash is of the files, so the other checkout's end
+in parts is not compared.)
 """
 
 import shutil

@@ -4,8 +4,8 @@
     python benchmarks/schedules.py --schedules 1      # a minute
 
 A schedule has 1 to 5 kills, at start-up, in a forward pass, inside the reduction, in an evaluation or in the
-middle of a save, and 1 to 4 workers after each. It counts only if every kill hit a living worker. One row per
-schedule, as JSON; exit code 1 unless all are identical.
+middle of a save, and 1 to 4 workers after each. A kill that hits no living worker is a failure. Prints one
+row per schedule, as JSON; exit code 1 unless all are identical.
 """
 
 import random

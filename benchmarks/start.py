@@ -8,8 +8,8 @@
 
 Uses the default run, on two cores, without its first evaluation in a start. Prints a row per round or kill,
 as JSON, then medians of the paired ratios: with --against, our time over the other checkout's; last, our time
-over that of the import. Exit code 1 unless the last is at most 2.5 for a start, 1.25 after a kill, and every
-run with kills ended with the bits of an undisturbed one.
+over that of importing torch. Exit code 1 unless the last is at most 2.5 for a start, 1.25 after a kill, and
+every run with kills ended with the bits of an undisturbed one.
 """
 
 import argparse

@@ -15,10 +15,10 @@ of one worker and half the batch each, at once; nanoGPT's over ours.
 
 nanoGPT runs from a copy of its checkout on TEXT, tiny Shakespeare as one file, with its own train.py and the
 settings of its README's CPU run (`cpu`: 4 layers, 4 heads, 128 wide, block 64, batch 12) or of its
-shakespeare_char configuration (`10M`); without its compiler, as its README says, with bfloat16 autocast,
-which its train.py leaves out on a CPU (one line changed in the copy), and compiled. Ours runs as two workers
-of one thread, and compiled: two such workers, or one of two threads. Exit code 1 where --scaling finds less
-than 0.95 for two workers at 10M, or 0.92 at another size.
+shakespeare_char configuration (`10M`). It runs in three ways: not compiled, as its README says; not compiled
+but with bfloat16 autocast, which its train.py leaves out on a CPU (one line is changed in the copy); and
+compiled. Ours runs as two workers of one thread, the same compiled, and one compiled worker of two threads.
+Exit code 1 where --scaling finds less than 0.95 for two workers at 10M, or 0.92 at another size.
 """
 
 import argparse

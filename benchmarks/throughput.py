@@ -1,15 +1,15 @@
 """Where a step's time goes: steps and tokens per second, and the shares of the parts of a step.
 
-    python benchmarks/throughput.py             # default run, nanoGPT's CPU size, 10 M parameters: 5 minutes
+    python benchmarks/throughput.py     # default, nanoGPT's CPU size, 10 M with and without dropout: 5 min
     python benchmarks/throughput.py --sizes default --rounds 1             # half a minute
 
 Prints a row per size, as JSON. `products` is the time that the arithmetic of a step would take at the rate
-measured for large products in the run's type, over the step's time. A part's share is the time in the main
-thread that ends with the event of that part; `reduction` is the rest of it after the last backward pass, and
-`optimizer` includes clipping. CPU seconds and page faults of a step, and peak memory, are rank 0's: with and
-without `trainer.parallel=fsdp` they show the cost of sharding, also on cores that others use.
-On a GPU (`--workers 1 trainer.device=cuda`) the shares of forward and backward are those of their launches.
-Wants cores that nobody else uses.
+measured for large matrix products in the run's type, over the step's time. A part's share is the time in the
+main thread that ends with the event of that part; `reduction` is the part of the reduction that is left after
+the last backward pass, and `optimizer` includes clipping. CPU seconds and page faults of a step, and peak
+memory, are rank 0's: with and without `trainer.parallel=fsdp` they show the cost of sharding, also on cores
+that others use. On a GPU (`--workers 1 trainer.device=cuda`) the shares of forward and backward are those of
+their launches. Wants cores that nobody else uses.
 """
 
 import argparse

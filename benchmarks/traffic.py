@@ -17,7 +17,7 @@ busy a machine is. A worker that gives n bytes to a collective of W workers send
 figure of `python -m mingpt plan` for a step, `ring` the bytes of an all-reduce of the gradient: 2 (W - 1) / W
 x 4 bytes x parameters. Figures are means over the workers; `largest` is the figure of the worker that sends
 most; calls are the first worker's. Prints one row per strategy, optimizer and number of workers, as JSON.
-Then the buckets of GPT-2 XL. Needs Linux.
+Then prints the sizes of the buckets of GPT-2 XL. Needs Linux.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""The audit: a hash chain over the tokens that workers trained on, to compare with what config and text give.
+"""The audit: a hash chain over the tokens that the workers trained on. `recompute` gives what it must be.
 
 Each worker hashes the tokens of every micro-batch that it computes. Whenever a snapshot is due, the hashes of
-all ranks since the last one are gathered and chained, step by step in the order of the micro-batches, into
-one digest, which the snapshot's manifest carries. Until then a micro-batch takes some 200 bytes of memory.
+all ranks since the last snapshot are gathered and chained, step by step in the order of the micro-batches,
+into one digest, which the snapshot's manifest carries. Until then a micro-batch takes some 200 bytes.
 """
 
 import functools
@@ -34,7 +34,7 @@ def extend(chain: str, step: bytes) -> str:
 class Audit:
     """This rank's digests since the last `gather_chain`, and the chain of all ranks up to then.
 
-    At first `chain` is that of the snapshot, or START. `micro_batches` is the number in a step, of all ranks.
+    At first `chain` is that of the snapshot, or START. `micro_batches` counts those of a step, on all ranks.
     """
 
     def __init__(self, chain: str, micro_batches: int) -> None:
@@ -53,7 +53,7 @@ class Audit:
     def gather_chain(self, context: DistributedContext) -> Callable[[], str]:
         """Begin to chain all ranks' digests up to the last step that has ended. Collective.
 
-        Returns a function that waits for the other ranks and returns the chain, in any thread and each time.
+        Returns a function that waits for the other ranks and returns the chain; any thread may call it.
         """
         self.chain = self.pending()  # the last chain, which is complete by now
         before, steps = self.chain, len(self.steps)
@@ -93,7 +93,7 @@ def make_sampler(
 
 
 def recompute(config: Config, dataset: CharDataset, steps: int) -> str:
-    """Return the chain that a run must have after `steps` steps; `dataset` has its training windows."""
+    """Return the chain that a run must have after `steps` steps on the training windows of `dataset`."""
     size, batch_size = config.trainer.micro_batch_size, config.trainer.batch_size
     sampler = make_sampler(config, dataset)
     chain = START

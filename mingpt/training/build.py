@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def build_run(
     config: Config, context: DistributedContext, start: StartPoint
 ) -> tuple[TrainState, ElasticSampler, Environment, str]:
-    """Build the state to train: the start's snapshot, or snapshot.init_from's weights, or drawn by the seed.
+    """Build the state to train, from the start's snapshot, else snapshot.init_from's weights, else the seed.
 
     Returns the state, the sampler at its next window, the environment that the bits depend on, and a phrase
     on whether and why the model is compiled: "", and not compiled, if there is nothing to train. Raises
@@ -97,8 +97,8 @@ def build_run(
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:
     """Set the weights of `state` to snapshot.init_from's, if it is given, else to draws from seed and name.
 
-    All ranks get rank 0's, since draws from one seed may differ between kinds of machines. Raises UserError
-    on all ranks if the weights given do not fit. Collective.
+    All ranks get the weights of rank 0, since kinds of machines may draw differently from one seed. Raises
+    UserError on all ranks if snapshot.init_from's weights do not fit. Collective.
     """
     initial, tokenizer = start.initial, start.corpus.tokenizer
     shapes, parts, first = state.strategy.shapes, state.tensors(), state.first_rows()
@@ -136,9 +136,10 @@ def prepare_forward(
 
 
 def compile_on_all_ranks(config: Config, context: DistributedContext, loss: LossModule) -> tuple[Any, bool]:
-    """Compile the loss: (compiled, or None if any rank fails; whether a call reuses its memory). Collective.
+    """Compile the loss; return (the compiled module, whether it uses CUDA graphs). Collective.
 
-    The memory of the loss and the gradients is then static: the next call overwrites them (CUDA graphs).
+    If any rank fails, returns (None, False). With CUDA graphs, the memory of the loss and the gradients is
+    static: the next call overwrites them.
     """
     shape = config.trainer.micro_batch_size, config.data.block_size
     example = torch.zeros(shape, dtype=torch.long, device=context.device)
@@ -174,7 +175,7 @@ def compile_blocks_on_all_ranks(config: Config, context: DistributedContext, mod
 
 
 def compare_environment(then: dict[str, Any], environment: Environment) -> None:
-    """Log one line if `environment` differs from the snapshot's, `then`, so that the bits may differ."""
+    """Log one line if `environment` differs from `then`, the snapshot's: then the bits may differ, too."""
     now = asdict(environment)
     then = {"numerics": 1} | then  # the first snapshots did not record it
     changed = [f"{name}: {then[name]} -> {now[name]}" for name in then if then[name] != now.get(name)]

@@ -3,10 +3,10 @@
 A job claims a place by creating `claim-<number>.json` there, with the number after the newest one: if several
 jobs try, one succeeds. (At a URL whose driver cannot create a file only if it is new, two may; one ends at
 its next write.) The newest claim counts. Another job is refused the place until the claim is released,
-or the holder's agents (torchrun's) are seen to have ended. If they may be on another machine, it takes over
-after it has seen no renewal for LEASE_S, the lease. A later generation of the same job, which shares an agent
-with the one before, takes over at once. If a job falls into parts that do not reach each other, the part that
-claims the place goes on.
+or the holder's agents (torchrun's) are seen to have ended. If these agents may be on another machine, the
+other job takes over after it has seen no renewal for LEASE_S, the lease. A later generation of the same job,
+which shares an agent with the one before, takes over at once. If a job falls into parts that do not reach
+each other, the part that claims the place first goes on.
 
 The rank that writes to a place holds the job's claim to it. Before each record and each manifest it asks
 `Claim.check` whether the place is still its own.
@@ -60,14 +60,14 @@ class Holder:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def is_alive(self) -> bool | None:
-        """Whether an agent is alive; None if this machine sees none alive but does not see them all."""
+        """Whether an agent is alive; None if none is seen alive but some cannot be seen, or none is known."""
         states = [agent.is_alive() for agent in self.agents]
         if True in states:
             return True
         return None if None in states or not states else False
 
     def shares_agent(self, other: "Holder") -> bool:
-        """Whether both have an agent in common: then they are one job, as no agent is in two at once."""
+        """Whether the two holders have an agent in common: then they are one job, as an agent has one job."""
         return bool({*self.agents} & {*other.agents})
 
     def sentence(self) -> str:
@@ -109,7 +109,7 @@ class Claim:
     def read_newest(self) -> tuple[int, Holder | None]:
         """Return the number and holder of the newest claim of any job; 0 and None if there is no claim.
 
-        Raises OSError, or any other error of the driver.
+        Raises OSError, or any other error of the fsspec driver of the place.
         """
         for number in self.numbers():
             try:
@@ -119,15 +119,15 @@ class Claim:
         return 0, None
 
     def numbers(self) -> list[int]:
-        """The numbers of all claims to the place, newest first. Raises OSError, or another driver error."""
+        """Return the numbers of all claims to the place, newest first. Raises errors of the fsspec driver."""
         matches = (FILE_NAME.fullmatch(name) for name in self.store.names())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def check(self) -> None:
         """Raise ClaimLost if the claim was removed, or another job or a later generation has the place.
 
-        Raises nothing before `acquire`, after `release`, or while the place cannot be read. A rank that
-        watches may get a late listing: there an older claim, or none, raises nothing either.
+        Raises nothing before `acquire`, after `release`, or while the place cannot be read. For a claim that
+        is only watched, an older claim, or none, raises nothing either: this rank's listing may be late.
         """
         if self.holder is None:
             return  # the claim has been released
@@ -153,7 +153,7 @@ class Claim:
         return True
 
     def may_write(self) -> bool:
-        """Whether `check` raised nothing at most RECHECK_S seconds ago; once it has raised, always False."""
+        """Whether `check` raised nothing, no more than RECHECK_S ago; always False once it has raised."""
         if self.is_held and time.monotonic() - self.checked_at > RECHECK_S:
             self.is_held, self.checked_at = self.holds(), time.monotonic()
         return self.is_held
@@ -162,7 +162,8 @@ class Claim:
         """Claim the place for `holder`, and renew the claim in the background from then on.
 
         Waits for the lease while a holder on another machine, or another part of this job, may be alive.
-        Raises UserError, which names the holder, if another job holds the place, or an error of the driver.
+        Raises UserError, which names the holder, if another job holds the place, or errors of the fsspec
+        driver.
         """
         while not self.number:
             newest, other = self.read_newest()
@@ -185,10 +186,11 @@ class Claim:
         threading.Thread(target=self.keep_renewing, daemon=True).start()
 
     def wait_for_end(self, number: int, other: Holder, job: str) -> bool:
-        """Wait until `other` has not renewed claim `number` for the lease; False if it is gone or replaced.
+        """Return True once `other`, the holder of claim `number`, has ended or not renewed it for the lease.
 
-        Returns at once if its agents have ended. Raises UserError if it is alive and of another job than
-        ours, `job`. If it is a part of our job, this waits as long as that part renews the claim.
+        False if the claim is gone. Raises UserError if `other` is of another job than ours, `job`, and is
+        alive or the claim changes. If `other` is a part of our job, waits as long as that part renews the
+        claim; False if another claim has replaced it.
         """
         is_this_job, is_alive = job == other.job, other.is_alive()
         if is_alive is False:
@@ -220,7 +222,7 @@ class Claim:
         )
 
     def create(self, number: int, holder: Holder) -> None:
-        """Try to create the claim with this number, which one job can; sets `self.number` if it worked."""
+        """Try to create the claim of this number, which only one job can; if it worked, set `self.number`."""
         try:
             self.write_new(self.path(number), holder.to_json().encode())
         except FileExistsError:
@@ -236,9 +238,10 @@ class Claim:
             self.remove(number)  # the number was free only because newer claims exist: the place is theirs
 
     def write_new(self, path: str, content: bytes) -> None:
-        """Create a file or an object. Raises FileExistsError if there is one and the driver can tell.
+        """Create a file or an object. Raises FileExistsError if there is one already.
 
-        After another OSError there is no file.
+        With drivers of other schemes than CONDITIONAL_CREATE, the object is replaced instead. In a folder, no
+        file is left after another OSError.
         """
         if not self.store.is_local:
             scheme = self.store.url.partition("://")[0]
@@ -258,15 +261,15 @@ class Claim:
             self.store.files.rm_file(self.path(number))
 
     def keep_renewing(self) -> None:
-        """Renew the claim every RENEW_S seconds; returns when it is released."""
+        """Renew the claim every RENEW_S seconds, until it is released."""
         while not self.released.wait(RENEW_S):
             self.renew()
 
     def renew(self, started: bool = False) -> None:
-        """Change the claim's content, if it is still ours, which shows other machines that the job is alive.
+        """Change the content of the claim, if it is still ours, to show other machines that the job is alive.
 
-        `started` notes for later generations that the job has passed the checks of its start. Needs no room
-        on the disk. A failure is only logged.
+        With `started`, the claim tells later generations that the job has passed the checks of its start.
+        Needs no room on the disk. A failure is only logged.
         """
         with self.lock, self.failure_logged("renewed"):
             if self.holder is not None and self.holds():
@@ -294,7 +297,7 @@ class Claim:
 
     @contextlib.contextmanager
     def failure_logged(self, what: str) -> Iterator[None]:
-        """Log a driver's error in the block, and do not raise it: the next job waits at most for the lease.
+        """Log an error of the block, and do not raise it: at worst the next job waits for the lease.
 
         `what` is a participle that ends the line "the claim could not be ...", such as "renewed".
         """
@@ -306,10 +309,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Claims:
-    """The claims of a job that concern one rank: those that it holds and those that other ranks hold.
+    """The claims of a job that concern this rank: those that it holds, and one that another rank holds.
 
-    The first claim that it holds is to the run folder, if it writes the records there. It watches the claims
-    of other ranks to places that it also writes to.
+    The first of `held` is to the run folder, if this rank writes the records there. `watched` has the claim
+    to a place of snapshots that all ranks see, if another rank holds it.
     """
 
     held: Sequence[Claim]
@@ -326,7 +329,7 @@ class Claims:
             claim.check()
 
     def was_started(self) -> bool:
-        """Whether an earlier generation of this job has passed its checks, as far as the claims here tell."""
+        """Whether an earlier generation of this job has passed its checks, as far as `held` claims tell."""
         return any(claim.was_started for claim in self.held)
 
     def mark_started(self) -> None:
@@ -338,7 +341,7 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
     """Claim the places that this rank writes to, until the job ends. Collective.
 
     Waits as `Claim.acquire` does. Raises the errors of `refuse_where_it_fails` if another job holds a place,
-    or it cannot be written to.
+    or a place cannot be written to; before that UserError, on this rank alone, as `places_of` does.
     """
     launch = context.launch
     agents = context.all_gather_object(this_process(launch.agent_pid))
@@ -353,8 +356,8 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
 def places_of(config: Config, folder: RunFolder) -> list[Claim]:
     """Return the claims, not yet acquired, to the places that this rank writes to, the run folder first.
 
-    `snapshot.path` has a claim if it is another place and not in this process's memory. Raises UserError for
-    a URL without a driver.
+    `snapshot.path` has a claim of its own if it is another place than the run folder, and not in this
+    process's memory. Raises UserError for a URL whose driver is not installed.
     """
     claims = [Claim(config.run_dir, f"run_dir {config.run_dir}")] if folder.is_kept else []
     if config.snapshot.path is not None and folder.keeps_snapshots:
@@ -381,7 +384,10 @@ def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
 
 
 def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
-    """Release the claims at the end of a job. If it failed the checks of its start, remove what it made."""
+    """Release the claims at the end of a job.
+
+    If the job failed the checks of its start, also remove log.txt and the empty folders that it made.
+    """
     has_started = any(claim.holder is not None and claim.holder.started for claim in claims)
     for claim in claims:
         claim.release()
@@ -392,9 +398,9 @@ def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
 def watch_snapshots(
     config: Config, context: DistributedContext, folder: RunFolder, held: Sequence[Claim]
 ) -> list[Claim]:
-    """Return the claim for this rank to watch, to a place of snapshots that all ranks see. Collective.
+    """Return the claim that this rank watches: to a place of snapshots that all ranks see. Collective.
 
-    The list is empty on the rank that holds that claim, and if ranks see different folders.
+    The list is empty on the rank that holds that claim, and if ranks see different folders of snapshots.
     """
     last = [(claim.number, claim.holder) for claim in held[-1:]]  # places_of puts the snapshots' claim last
     last = context.broadcast_object(last, folder.snapshots_rank)

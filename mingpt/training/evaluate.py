@@ -24,7 +24,7 @@ MIN_BATCH_TOKENS = 4096  # without a backward pass there is memory for so many; 
 
 
 class Evaluator:
-    """Evaluates the model of `state`; ranks take batches in turn, and their number changes no result."""
+    """Evaluates the model of `state`. Ranks take batches in turn; the number of ranks changes no result."""
 
     def __init__(
         self, config: Config, context: DistributedContext, state: TrainState, corpus: Corpus
@@ -36,9 +36,9 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float] | None:
         """Return {"val/loss": mean nats per token of the validation split}, on all ranks. Collective.
 
-        It is without dropout, and over `trainer.eval_windows` windows if that is set. "val/bits_per_byte" is
+        Computed without dropout, over `trainer.eval_windows` windows if that is set. "val/bits_per_byte" is
         there, too, if it is known how many bytes of text the tokens stand for. None on all ranks if a stop
-        was requested meanwhile. Raises UserError on all ranks for unusable data. `step` is for an event.
+        was requested meanwhile. Raises UserError on all ranks for unusable data. Events report `step`.
         """
         events.emit("evaluation_start", step=step)
         sums = self.context.run_with_heartbeat(self.local_sums)
@@ -54,7 +54,7 @@ class Evaluator:
         return values
 
     def local_sums(self) -> Tensor:
-        """Evaluate this rank's batches: (3, batches) nats, bytes of text, targets; zero for others' batches.
+        """Return the sums of `evaluate_batch` by batch, (3, batches); zero for batches of other ranks.
 
         A request to stop ends it early. Raises UserError for data that cannot be used, on this rank alone.
         Collective if weights are sharded.
@@ -85,7 +85,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate_batch(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return (3,) sums over a (B, T) batch on the CPU: nats, bytes of text (0: unknown), targets."""
+        """Return sums over a (B, T) batch, (3,) on the CPU: nats, bytes of text (0: unknown), targets."""
         device = self.context.device
         with autocast(device, self.context.dtype):
             _, loss = self.model(inputs.to(device), targets.to(device))
@@ -119,7 +119,8 @@ def is_due(trainer: TrainerConfig, step: int) -> bool:
 def is_missing(config: Config, context: DistributedContext, start: StartPoint) -> bool:
     """Whether an evaluation that is due at the start's step must be made before training. Collective.
 
-    It must at step 0, and if neither the snapshot nor metrics.jsonl has it, since a stop was requested then.
+    It must at step 0, and if neither the snapshot's manifest nor rank 0's metrics.jsonl has its result: a
+    request to stop may have come first.
     """
     step = start.step
     if step > config.trainer.max_steps or not is_due(config.trainer, step):

@@ -1,8 +1,8 @@
 """Weights to start a run with: of another run, of a model in Hugging Face's format, or of a file of GPT-2.
 
 In a folder of Hugging Face's format, transformers reads the config and the safetensors, and never a pickle.
-Only models that are this project's own `gpt2` or `modern` are read (model/hf.py), and no tensor may be
-missing, left over or of another shape.
+Only models of the architectures that model.arch calls `gpt2` and `modern` are read (model/hf.py), and no
+tensor may be missing, left over or of another shape.
 """
 
 import logging
@@ -65,7 +65,7 @@ class InitialWeights:
 
 
 def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_from=") -> InitialWeights:
-    """Return the weights at a path or URL, or download gpt2, -medium, -large or -xl. Raises UserError.
+    """Return the weights at a path or URL; or download one of GPT2_NAMES. Raises UserError.
 
     `where` may be a run folder, whose newest snapshot is read (with `best`, the one of the lowest validation
     loss); a snapshot; a folder in Hugging Face's format; or GPT-2's .safetensors. Messages on the last two
@@ -87,7 +87,10 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
 
 
 def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
-    """Return float32 weights of a folder in Hugging Face's format, or of the hub. May raise any error."""
+    """Return float32 weights of a folder in Hugging Face's format, or of a GPT-2 on its hub.
+
+    May raise any error, since many packages take part.
+    """
     transformers = import_transformers()
     folder = Path(download(where) if is_on_hub else where)
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -116,9 +119,10 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
 
 
 def download(name: str) -> str:
-    """Download a GPT-2 of the hub. Returns its folder in the cache of huggingface_hub.
+    """Download a GPT-2 from Hugging Face's hub; return its folder in the cache of huggingface_hub.
 
-    transformers requires that package. Without a network, what was downloaded before is used, or it raises.
+    transformers requires that package. Without a network, an earlier download is used; if there is none,
+    raises an error of that package.
     """
     from huggingface_hub import snapshot_download
 
@@ -126,7 +130,7 @@ def download(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Raises UserError if a folder has only a pickle, or if a head tied to the embedding differs from it.
+    """Raise UserError if a folder has only a pickle, or if a head tied to the embedding differs from it.
 
     transformers silently keeps one of the two, or both, so the files themselves are compared.
     """
@@ -144,7 +148,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_found(found: Mapping[str, Any]) -> None:
-    """Raises UserError unless `found`, transformers' loading info, has exactly the expected tensors."""
+    """Raise UserError unless `found`, transformers' loading info, has exactly the expected tensors."""
     problems = [
         f"the tensor {name} has shape {list(there)}, and {CONFIG} asks for {list(expected)}"
         for name, there, expected in sorted(found["mismatched_keys"])
@@ -201,9 +205,10 @@ def match_weights(
 def match_rows(
     name: str, here: Tensor, there: Tensor, tokenizer: Tokenizer | None, other: Tokenizer | None
 ) -> Tensor:
-    """Return (V, C) rows for `tokenizer`: those of `there` for the tokens of `other`, else those of `here`.
+    """Return an embedding, (V, C), for `tokenizer`: rows of `there` for tokens of `other`, else of `here`.
 
-    Returns `there` itself if the shapes are equal and the tokenizers are, too, or one of them is None.
+    `other` is the tokenizer of `there`. Returns `there` itself if it has the shape of `here` and the
+    tokenizers are equal, or one of them is None.
     """
     is_same = tokenizer is None or other is None or tokenizer.fingerprint() == other.fingerprint()
     if is_same and there.shape == here.shape:

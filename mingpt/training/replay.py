@@ -1,9 +1,10 @@
 """Replay: checks that all workers compute alike, by comparing copies and by computing micro-batches again.
 
-The result of a computation does not depend on the worker, down to the bits, so if two results differ, one of
-them is wrong: a core, memory or GPU has failed without an error. At a step with a replay, before the update,
-the workers compare the weights and the optimizer state of which several hold a copy. Then each computes its
-first micro-batch and the next worker's, outside the reduction, and they compare digests of the gradients.
+Workers with processors of one kind compute the same bits. So if two results differ, one of them is wrong: a
+core, memory or GPU has failed without an error. If the processors differ, nothing is compared. A replay comes
+before a step: the workers compare the weights and the optimizer's state, where all hold a copy. Then each
+computes its first micro-batch and the next worker's, outside the reduction, and they compare digests of the
+gradients.
 """
 
 import logging
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def outvoted(values: Sequence[object]) -> list[int]:
-    """Return the ranks (values are by rank) without the most common value: all if two values tie for it."""
+    """Return the ranks that lack the most common value; all ranks if two values tie. `values` are by rank."""
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return []
@@ -38,7 +39,7 @@ def outvoted(values: Sequence[object]) -> list[int]:
 
 
 def first_difference(digests: Sequence[Digests]) -> str:
-    """Return the name of the first tensor whose digests differ between ranks; one must differ."""
+    """Return the name of the first tensor that has different digests; there must be one."""
     return next(name for name in digests[0] if len({one[name] for one in digests}) > 1)
 
 
@@ -62,7 +63,7 @@ class Replay:
         self.every = config.trainer.replay_every if self.are_alike() else 0
 
     def are_alike(self) -> bool:
-        """Whether workers have one kind of processor; else bits may differ, so rank 0 warns. Collective."""
+        """Whether all workers have processors of one kind. If not, rank 0 logs a warning. Collective."""
         has = torch.cpu.get_capabilities()
         flags = {name: value for name, value in has.items() if isinstance(value, (bool, str))}
         kinds = self.context.all_gather_object((self.saving.environment.device, flags))
@@ -74,7 +75,8 @@ class Replay:
         """Whether a replay is due before the coming step.
 
         One is due before a generation's first step and the run's last, and whenever a multiple of
-        `trainer.replay_every` steps is done. None is if that is 0, or if the workers' processors differ.
+        trainer.replay_every steps is done. If that setting is 0, or the workers' processors differ, no replay
+        is ever due.
         """
         every, step = self.every, self.state.step
         is_end = step in (self.first_step, self.config.trainer.max_steps - 1)
@@ -83,9 +85,9 @@ class Replay:
     def check(self, run_logger: RunLogger | None) -> None:
         """If a replay is due before this step, compare the workers' copies and gradients. Collective.
 
-        If they differ, snapshots after the last replay in which all agreed are set aside. Raises NodeRefused
-        on the nodes of the workers that may be wrong and PeersMissing on the others, which go on in the next
-        generation; NonRetryableError if that is all nodes.
+        If they differ, snapshots after the last replay in which all agreed are renamed, and no longer used.
+        The nodes of the workers that may be wrong raise NodeRefused, and the others PeersMissing, to go on in
+        the next generation. If workers of every node may be wrong, all ranks raise NonRetryableError.
         """
         if not self.is_due():
             return
@@ -95,9 +97,9 @@ class Replay:
         self.saving.replayed_step = self.state.step
 
     def compare_copies(self) -> tuple[list[int], str] | None:
-        """Compare weights and optimizer state that all ranks hold: (ranks that differ, end of a message).
+        """Compare the weights and optimizer state of which all ranks hold a copy. Collective.
 
-        None if all agree, also if all is sharded. Collective.
+        Returns (ranks that may be wrong, end of a message); None if all agree, or if all of it is sharded.
         """
         shared = [] if self.strategy.weights_are_sharded else ["model."]
         shared += [] if self.strategy.updates_are_sharded else ["optimizer."]
@@ -108,9 +110,10 @@ class Replay:
         return (named, f"holds another copy of {first_difference(digests)}") if named else None
 
     def compare_gradients(self) -> tuple[list[int], str] | None:
-        """Compute micro-batches twice: (ranks whose gradients may be wrong, end of a message). Collective.
+        """Compute each rank's first micro-batch on two ranks, and compare the gradients. Collective.
 
-        None if all agree, or if a rank cannot read its data, which the step itself reports.
+        Returns (ranks that may be wrong, end of a message); None if all agree, or if a rank cannot read its
+        data, which the step itself reports.
         """
         rank, workers = self.context.rank, self.context.world_size
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
@@ -131,7 +134,7 @@ class Replay:
         return (sorted(named), ends[0]) if named else None
 
     def can_read(self, *numbers: int) -> bool:
-        """Whether this rank can read the data of these micro-batches of the coming step; it tries."""
+        """Read these micro-batches of the coming step; return whether this rank can use their data."""
         try:
             for number in numbers:
                 self.read(number)
@@ -140,7 +143,10 @@ class Replay:
         return True
 
     def read(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read a micro-batch of the coming step: inputs, targets, (B, T), on the device. Raises UserError."""
+        """Return a micro-batch of the coming step: inputs and targets, (B, T) each, on the device.
+
+        Raises UserError if the data cannot be used.
+        """
         size = self.config.trainer.micro_batch_size
         starts = self.sampler.window_starts(self.state.windows_seen + number * size, size)
         inputs, targets = self.dataset.__getitems__(starts.tolist())
@@ -154,7 +160,10 @@ class Replay:
         return self.strategy.digests(inputs, targets)
 
     def convict(self, ranks: list[int], what: str, run_logger: RunLogger | None) -> NoReturn:
-        """Discard what was saved since the last replay that agreed, then raise as in `check`. Collective."""
+        """Discard snapshots past the last replay in which all agreed; raise as `check` does. Collective.
+
+        `ranks` are those that may be wrong; `what` says why, after their names in the message.
+        """
         context, trusted = self.context, self.saving.replayed_step
         device = self.saving.environment.device
         nodes = context.all_gather_object((context.launch.node_rank, platform.node(), device))

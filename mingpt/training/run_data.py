@@ -35,7 +35,10 @@ log = logging.getLogger(__name__)
 
 
 def load_data(config: Config, context: DistributedContext) -> Data:
-    """Read the text or open the token shards, the same on all ranks; else all raise UserError. Collective."""
+    """Read the text or open the token shards, the same on all ranks. Collective.
+
+    All ranks raise UserError if the data cannot be used, or if token shards differ between nodes.
+    """
     any_shards = any(context.all_gather_object(is_shards(config.data.path)))
     if any_shards:
         return load_shards(config.data, context)
@@ -44,7 +47,10 @@ def load_data(config: Config, context: DistributedContext) -> Data:
 
 
 def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
-    """Open the token shards on each rank. Raises UserError if unusable, or if nodes differ. Collective."""
+    """Open the token shards on each rank. Collective.
+
+    All ranks raise UserError if shards are unusable, differ between nodes, or data.sha256 is set.
+    """
     if config.sha256 is not None:
         raise UserError(
             "data.sha256 is for a text; token shards have a fingerprint of their own: leave it out"
@@ -63,7 +69,7 @@ def load_shards(config: DataConfig, context: DistributedContext) -> ShardData:
 
 
 def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """Return the first file of `old`, then `new`, that one lacks or whose fingerprints differ; or None."""
+    """Return the name of the first file that is not in both, or whose fingerprints differ; or None."""
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
@@ -129,8 +135,8 @@ def snapshot_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer of the snapshot; None if it has none. Collective.
 
-    Raises UserError if it cannot be used. Unless the run `keeps_it` whatever data.tokenizer says, also raises
-    UserError if data.tokenizer names another tokenizer that can be read.
+    Raises UserError if it cannot be used. Unless `keeps_it`, also raises UserError if data.tokenizer names
+    another tokenizer; one that cannot be read is only logged.
     """
     has_tensor = TOKENIZER_TENSOR in snapshot.shapes
     tensor = snapshot.tensor(TOKENIZER_TENSOR, context) if has_tensor else None
@@ -156,7 +162,8 @@ def choose_tokenizer(
 ) -> Tokenizer | None:
     """Return the tokenizer of a fresh run, as data.tokenizer says. Raises UserError. Collective.
 
-    For auto: tokenizer.json beside the data, else the one of `initial`; else characters, or None for shards.
+    For auto: tokenizer.json beside the data, else the one of `initial`, the weights to start with; else
+    characters, or None for shards.
     """
     if config.tokenizer != "auto":
         return read_named(config, context, data)
@@ -189,7 +196,8 @@ def read_named(config: DataConfig, context: DistributedContext, data: Data) -> T
 def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
     """Return the tokenizer that the first node with the file reads; `path` is None on nodes without it.
 
-    Raises UserError on all ranks if no node can read it; `place` names it then. Collective.
+    Raises UserError on all ranks if no node can read it; the message names the path, or else `place`.
+    Collective.
     """
 
     def read() -> bytes:
@@ -237,7 +245,7 @@ def broadcast_tokenizer(
 
 
 def check_prepared_with(config: DataConfig, data: Data, tokenizer: Tokenizer | None) -> None:
-    """Raises UserError if meta.json beside the shards names another tokenizer than `tokenizer`."""
+    """Raise UserError if meta.json beside the shards names another tokenizer than `tokenizer`."""
     meta = data.meta if isinstance(data, ShardData) else None
     content = tokenizer.to_tokenizer_json() if tokenizer else None
     if meta is None or content is None or meta["tokenizer"]["sha256"] is None:

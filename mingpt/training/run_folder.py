@@ -42,7 +42,7 @@ class RunFolder:
     made: Sequence[Path] = ()  # files and folders that this start has made, innermost first
 
     def remove_made(self) -> None:
-        """Remove log.txt and empty folders that a refused start has made, unless the folder has a claim."""
+        """Remove log.txt and empty folders that a refused start made, unless the run folder has a claim."""
         is_free = self.is_kept and not any(self.path.glob("claim-*.json"))
         for path in self.made if is_free else ():
             with contextlib.suppress(OSError):  # the folder may not be empty, or the disk may fail
@@ -53,7 +53,7 @@ class RunFolder:
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
-    """Raises UserError if a setting that all workers must share differs from rank 0's. Collective."""
+    """Raise UserError on all ranks if a setting that must be the same on all of them is not. Collective."""
     settings, path = to_dict(config), config.snapshot.path
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
     same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
@@ -70,7 +70,7 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
 
 
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
-    """Make the run folder on every node (not with trainer.eval_only); find who writes what. Collective.
+    """Make the run folder on every node (not with trainer.eval_only); find which ranks write. Collective.
 
     Raises UserError if it cannot be written to; in later generations NodeRefused or PeersMissing, as
     `refuse_where_it_fails` says.
@@ -101,9 +101,9 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
 def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object]) -> None:
     """Call `work` on every rank, and end the generation if it raises UserError on any. Collective.
 
-    In a job's first generation, or if the launcher tells no round, all ranks raise that UserError. In later
-    generations they do so only if it fails on all nodes: else the job goes on without the nodes that fail,
-    which raise NodeRefused, and the others raise PeersMissing.
+    In a job's first generation, or if the launcher does not number its generations (Launch.round), all ranks
+    raise that UserError. In later generations they do so only if `work` fails on all nodes: else the job goes
+    on without the nodes where it fails, which raise NodeRefused, and the others raise PeersMissing.
     """
 
     def attempt() -> str | None:
@@ -125,7 +125,7 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
 
 
 def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]) -> NoReturn:
-    """Raises NodeRefused on the nodes `failed`, {node rank: (host, why)}, and PeersMissing on the others."""
+    """Raise NodeRefused on the nodes `failed`, {node rank: (host, why)}, and PeersMissing on the others."""
     if context.launch.node_rank in failed:
         host, why = failed[context.launch.node_rank]
         raise NodeRefused(f"{why}; the job goes on without {host}")
@@ -171,7 +171,7 @@ def lowest_rank_there(path: Path, context: DistributedContext) -> int:
 
 
 def write_probe(path: Path) -> bool:
-    """Make an empty file, and its folder; returns whether that worked, and logs if not."""
+    """Make an empty file, and its folder; return whether that worked. A failure is logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -194,8 +194,9 @@ class NodeRun(NamedTuple):
 def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started: bool) -> str:
     """Return the id of the run in the run folders, a new id if there is no run. Collective.
 
-    Raises UserError if they hold different runs. But if one was this job's (`was_started`: this node had a
-    part in an earlier generation), raises NodeRefused on nodes with another run, PeersMissing on the others.
+    `was_started` tells that this node had a part in an earlier generation of the job. If the folders hold
+    different runs, all ranks raise UserError. But if a run is of such a node, the job goes on with it: nodes
+    with another run raise NodeRefused, and the others PeersMissing.
     """
     history, node_rank = load_history(folder.path), context.launch.node_rank
     last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
@@ -223,8 +224,9 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:
     """Copy metrics.jsonl and run.json from one run folder to all, unless all ranks share one. Collective.
 
-    The source is the folder in which workers differed most often, then the one with most records up to
-    `step`, then with most generations. A folder that cannot be written to is left as it is, and logged.
+    The source is the folder whose run.json tells most often of workers that computed differently; among
+    equals the one with most records up to `step`, then with most generations. A folder that cannot be written
+    to is left as it is, and logged.
     """
     if folder.is_shared:
         return
@@ -249,7 +251,10 @@ def share_history(context: DistributedContext, folder: RunFolder, step: int) -> 
 
 
 def measure_history(path: Path, step: int) -> tuple[int, int, int] | None:
-    """Return (times that workers differed, records up to `step`, generations); None without a valid run."""
+    """Return the numbers of (times that workers computed differently, records up to `step`, generations).
+
+    None without a valid run.json, or if metrics.jsonl cannot be read.
+    """
     history = load_history(path)
     if history is None:
         return None
@@ -267,9 +272,9 @@ def read_if_there(path: Path) -> bytes:
 
 
 def read_on(source: int, context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Return the bytes that `read` returns on rank `source`, where alone it is called. Collective.
+    """Call `read` on rank `source` alone, and return its bytes on all ranks. Collective.
 
-    A UserError that `read` raises there is raised on all ranks.
+    All ranks raise a UserError of `read`.
     """
     content = context.run_with_heartbeat(lambda: read() if context.rank == source else None)
     return context.broadcast_bytes(content, source)

@@ -26,15 +26,15 @@ from mingpt.training.state import TrainState, manifest_tokenizer
 
 log = logging.getLogger(__name__)
 LONG_WAIT_S = 5.0
-MAX_FILES = 10_000  # of more token shards a manifest lists none, since its size is limited
+MAX_FILES = 10_000  # a manifest lists at most so many token shards, else none: its size is limited
 
 
 class Saving:
     """Saves the snapshots of this generation (the workers between two restarts). Constructing is collective.
 
-    The ranks with `folder.keeps_snapshots` write to disk, and the first worker of each node writes to its
-    memory. All ranks take part in saving a sharded state. A snapshot counts as durable once the main rank,
-    `folder.snapshots_rank`, has written it.
+    The ranks with `folder.keeps_snapshots` write to disk, and the first worker of each node writes to the
+    node's memory. All ranks take part in saving a sharded state. A snapshot counts as durable once the main
+    rank, `folder.snapshots_rank`, has written it to disk.
     """
 
     def __init__(
@@ -98,23 +98,26 @@ class Saving:
 
     @property
     def writes_to_memory(self) -> bool:
-        """Whether this rank writes to memory: all ranks if the state is sharded, else a node's first."""
+        """Whether this rank writes to memory: all ranks if the state is sharded, else each node's first."""
         return self.is_sharded or self.context.launch.local_rank == 0
 
     @property
     def newest_written(self) -> int:
-        """The step of this generation's last snapshot on disk, on the main rank; 0 if none and elsewhere."""
+        """The step of the main rank's last snapshot on disk in this generation; 0 for none, or elsewhere."""
         return self.saver.newest_written if self.is_main else 0
 
     def allocate(self) -> None:
-        """Allocate the staging buffers, before the first step: no save allocates memory then. Collective."""
+        """Allocate the staging buffers before the first step, so that no save has to. Collective."""
         if self.writes_to_disk:
             self.saver.allocate(self.tensors(self.is_main))
         if self.config.snapshot.memory_every and self.writes_to_memory:
             self.memory.allocate(self.tensors(self.context.launch.local_rank == 0), self.state.step)
 
     def note_written(self, step: int, run_logger: RunLogger | None) -> None:
-        """Note that all ranks know the snapshot of `step` to be durable. An older step, or 0, is ignored."""
+        """Note that the snapshot of `step` is durable, as all ranks know; ignore a step that is not newer.
+
+        Otherwise records the step in run.json, and removes outdated folders of snapshots in memory.
+        """
         if step > self.durable_step:
             self.durable_step = step
             if run_logger:
@@ -123,7 +126,7 @@ class Saving:
                 self.memory.remove_outdated(step)
 
     def is_new_best(self, loss: float) -> bool:
-        """Note a validation loss; return whether it is the lowest so far; False without `keep_best`."""
+        """Return whether a loss is the lowest so far, and remember it then; False without `keep_best`."""
         is_best = loss < self.best_loss
         if is_best:
             self.best_loss = loss
@@ -145,9 +148,10 @@ class Saving:
     def save_to_disk(self, run_logger: RunLogger | None, is_last: bool = False) -> None:
         """Copy the state; on return it may change. Some ranks write the copy in the background. Collective.
 
-        First waits for the save before if it is not known to be durable. `is_last`: this generation saves no
-        later step, so each rank that writes to disk does so. A rank whose last write lost its claim (the
-        right to write there) raises ClaimLost. Another failed write is only logged, see `finish`.
+        First waits for the save before this one, if that is not known to be durable or with `is_last`.
+        `is_last` tells that this generation saves no later step, so each rank that writes to disk saves this
+        one. Raises ClaimLost on a rank whose last write lost its claim (the right to write there). Another
+        failed write is only logged; `finish` raises an error for the last one.
         """
         events.emit("save_start", kind="disk", step=self.state.step)
         if isinstance(self.saver.error, ClaimLost):
@@ -173,7 +177,10 @@ class Saving:
         events.emit("save_end", kind="disk", step=self.state.step)
 
     def save_to_memory(self) -> None:
-        """Copy the state to memory that outlives this process, unless it is busy or unusable. Collective."""
+        """Copy the state to memory that outlives this process. Collective.
+
+        Does nothing while the last such save is being written, or once the memory could not be used.
+        """
         events.emit("save_start", kind="memory", step=self.state.step)
         chain = self.audit.gather_chain(self.context)
         if self.writes_to_memory:
@@ -185,8 +192,8 @@ class Saving:
     def tensors(self, with_whole: bool) -> dict[str, Tensor]:
         """Return the tensors, by name and not copied, that this rank gives to a snapshot.
 
-        They are its part of the state. If the state is not sharded, or if `with_whole`, they include the
-        tensors that all ranks have, and a tokenizer that is too large for the manifest.
+        They are its rows of the sharded tensors. If the state is not sharded, or if `with_whole`, they
+        include the tensors that all ranks have, and the bytes of a tokenizer.json.
         """
         tensors = self.state.tensors()
         if self.is_sharded and not with_whole:
@@ -213,7 +220,7 @@ class Saving:
         }
 
     def wait(self) -> None:
-        """Wait until the writes to disk of all ranks have ended, or failed. No timeout fires. Collective."""
+        """Wait until the writes to disk of all ranks have ended or failed, however long. Collective."""
         done = False
         while not done:
             is_over = self.context.all_gather_object(self.saver.wait(timeout_s=1.0))
@@ -235,8 +242,9 @@ class Saving:
     def finish(self, run_logger: RunLogger | None) -> None:
         """Wait until the last snapshot is on disk. Raises NonRetryableError on all ranks if that fails.
 
-        Collective; the main rank's disk counts. It alone raises ClaimLost, or an error not of the disk.
-        After a failure the snapshots in memory are kept: they may be newer than those on disk.
+        Only the main rank's write counts. The main rank alone raises ClaimLost, or an error that is not of
+        the disk. After a failure the snapshots in memory are kept: they may be newer than those on disk.
+        Collective.
         """
         self.wait()
         failure = self.describe_failure() if self.is_main else None
@@ -250,7 +258,7 @@ class Saving:
     def describe_failure(self) -> str | None:
         """Return a sentence on why the last snapshot is not on disk; None if it is. For the main rank only.
 
-        Raises the saver's error if that is ClaimLost, or not the disk's.
+        Raises the saver's error if that is ClaimLost, or is not an error of the disk.
         """
         error = self.saver.error
         if error is None:

@@ -71,9 +71,10 @@ def find_latest(
 ) -> LatestSnapshot:
     """Find the newest valid snapshot on disk or in memory that fulfils `check`, for all ranks. Collective.
 
-    One worker per node reads. In a job's first generation, a snapshot in memory counts only if the newest one
-    that was on disk when it was saved is still there: a user who deletes snapshots wants to go back. In a
-    restart, snapshots may be missing because their node is lost. Raises UserError for one of a later schema.
+    One worker per node reads. In a job's first generation, a snapshot in memory counts only if the disk still
+    has one at least as new as the newest when it was saved: a user who deletes snapshots wants to go back. In
+    a restart all count, as snapshots on disk may be lost with a node. Raises UserError for one of a later
+    schema.
     """
     reads_store = context.launch.local_rank == 0
     found, view = context.run_with_heartbeat(
@@ -97,9 +98,10 @@ def find_latest(
 
 
 def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, StoreView]:
-    """Return the newest valid whole snapshot that passes `check`, or None, and this rank's view of the store.
+    """Return the newest valid snapshot that passes `check`, or None, and this rank's view of the store.
 
-    Reads all its bytes. Raises UserError for one of a later schema; the view tells of an unreadable folder.
+    A part of a sharded state is not valid here. All bytes of the snapshot are read. Raises UserError for one
+    of a later schema. For a folder that cannot be read, the view has `folder_error`.
     """
 
     def check_whole(manifest: dict[str, Any], entries: Entries) -> None:
@@ -133,9 +135,10 @@ def prepare_store(
     is_restart: bool,
     folder: RunFolder,
 ) -> None:
-    """Rename corrupt snapshots, prepare the folder for new ones, and free memory. Collective.
+    """Rename corrupt snapshots on disk, prepare their folder, and remove useless ones in memory. Collective.
 
-    Where the folder cannot be written to, raises the errors of `refuse_where_it_fails`.
+    Useless are those that other runs left behind and, in a job's first generation, those past the snapshot
+    that it starts from. Where a folder cannot be written to, raises the errors of `refuse_where_it_fails`.
     """
 
     def prepare() -> None:
@@ -158,7 +161,7 @@ def prepare_store(
 
 
 class Offer(NamedTuple):
-    """One part of a save in memory; the rank `reader` can read it, as number `number` of those it found."""
+    """A part of a saved state, or a whole one, which rank `reader` found as number `number` and can read."""
 
     step: int
     key: str  # the same for all parts of one save
@@ -176,10 +179,10 @@ def find_in_memory(
     saved_after: int | None,
     check: Check,
 ) -> StoredState | None:
-    """The newest valid snapshot past the step `newer_than` with all parts in memory, or None. Collective.
+    """Return the newest valid snapshot past step `newer_than` with all parts in memory, or None. Collective.
 
-    For `saved_after` see MemorySnapshots.find. The first worker of each node reads. Parts that are not needed
-    are not verified.
+    A snapshot does not count if the newest on disk when it was saved was past step `saved_after`; with None
+    all count. The first worker of each node reads. Parts that are not needed are not verified.
     """
     reads = context.launch.local_rank == 0
     found = context.run_with_heartbeat(lambda: memory.find(newer_than, saved_after, check) if reads else [])
@@ -201,7 +204,7 @@ def find_in_memory(
 
 
 def find_damaged(found: Mapping[int, tuple[SnapshotStore, Snapshot]]) -> list[int]:
-    """The indices of the parts that are gone or whose checksum does not hold."""
+    """Return the indices of the parts that are gone, or whose bytes are not valid."""
     damaged = []
     for index, (store, snapshot) in found.items():
         try:
@@ -221,7 +224,7 @@ def describe(snapshot: Snapshot, reader: int, number: int) -> Offer:
 
 
 def key_of(manifest: Mapping[str, Any]) -> str:
-    """A hash of the fields that all parts of one save have in common."""
+    """Return a hash of the fields that all parts of one save have in common."""
     fields = {name: manifest.get(name) for name in AGREEING}
     fields |= {
         "config": result_settings(manifest["config"]),
@@ -252,10 +255,10 @@ def choose(offers: Iterable[Offer]) -> tuple[list[Offer], Offer] | None:
 def assemble(
     found: Sequence[Snapshot], parts: Sequence[Offer], whole: Offer, context: DistributedContext
 ) -> StoredState:
-    """The state that the chosen parts make up, of which no tensor is read yet. Collective.
+    """Return the state that the chosen parts make up; no tensor is read yet. Collective.
 
-    `found` are the snapshots that this rank can read. `parts` are by the rank whose rows they hold; the
-    tensors that are not sharded are read from `whole`.
+    `found` are the snapshots that this rank can read. `parts` are in the order of the ranks whose rows they
+    hold; the tensors that are not sharded are read from `whole`.
     """
     content = None
     if whole.reader == context.rank:
@@ -292,10 +295,10 @@ def assemble(
 def check_nothing_is_lost(
     latest: LatestSnapshot, config: Config, is_restart: bool, recorded_step: int = 0
 ) -> None:
-    """Where no snapshot past step 0 is valid, raises UserError if the run has, or may have, written one.
+    """Raise UserError if the run has, or may have, written a snapshot past step 0. Called if none is valid.
 
-    A job that begins anew (snapshot.resume=never) or only evaluates passes, unless a snapshot cannot be read.
-    `recorded_step` is the step of the newest snapshot on disk that any run.json records; 0 for none.
+    A job that begins anew (snapshot.resume=never, in its first generation) or only evaluates passes, unless a
+    snapshot cannot be read. `recorded_step` is the newest step on disk that any run.json records; 0 for none.
     """
     errors = [view.folder_error for view in latest.views if view.folder_error]
     errors += [f"step {step}: {why}" for view in latest.views for step, why in view.unreadable.items()]
@@ -320,5 +323,5 @@ def check_nothing_is_lost(
 
 
 def shorten(reasons: list[str]) -> str:
-    """The first three reasons, in one line, without repetitions."""
+    """Return the first three reasons in one line, without repetitions."""
     return "; ".join(dict.fromkeys(reasons[:3]))

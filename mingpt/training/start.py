@@ -1,8 +1,8 @@
-"""The start of a generation: one sequence, the same on all ranks, that finds what the generation starts from.
+"""The start of a generation (the workers between two restarts): one sequence, the same on all ranks.
 
-The sequence: the run folder, the claims (one job's right to write there), the data, the newest snapshot that
-any rank sees (checked against the configuration), the weights to start with if there is no snapshot, the
-tokens and the environment. The results are frozen values, from which build.py makes the state.
+It opens the run folder, claims it (a claim is one job's right to write there), opens the data, finds the
+newest snapshot that any rank sees, checks it against the configuration, reads the weights to start with if
+there is no snapshot, and makes the tokens. The result is a StartPoint, from which build.py makes the state.
 """
 
 import logging
@@ -40,7 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """The snapshot that a generation goes on from, and the places for the next ones; alike on all ranks."""
+    """The snapshot that a generation goes on from, and the places for the next ones.
+
+    The same on all ranks, except `own_step` and what `snapshot`, `store` and `memory` read and write here.
+    """
 
     run_id: str
     is_restart: bool  # false in a job's first generation
@@ -48,7 +51,7 @@ class FoundSnapshot:
     memory: MemorySnapshots
     snapshot: StoredState | None  # None in a fresh run
     durable_step: int  # step of the newest valid snapshot on any disk; 0 for none
-    own_step: int  # this rank's own: step of the newest valid snapshot on a disk that it reads; -1 for none
+    own_step: int  # step of the newest valid snapshot that this rank reads from disk; -1 for none
     changes: list[str]  # settings that differ from the snapshot's on purpose
     discarded_after: list[int]  # see is_suspect
 
@@ -80,7 +83,7 @@ class StartPoint(FoundSnapshot):
 
     @property
     def logged_step(self) -> int:
-        """The newest step up to the snapshot's whose metrics must be on record; 0 if there is none."""
+        """The newest step, not past the snapshot's, that must have a record of metrics; 0 for none."""
         if self.snapshot is None:
             return 0
         log_every = read_config(self.snapshot.manifest).trainer.log_every
@@ -90,7 +93,8 @@ class StartPoint(FoundSnapshot):
 def find_start(config: Config, context: DistributedContext) -> StartPoint:
     """Claim and open the run folder, open the data, and find what the run goes on from. Collective.
 
-    Raises UserError, NonRetryableError or, if the job goes on without a node, NodeRefused or PeersMissing.
+    Raises UserError, NonRetryableError or, if the job goes on without a node, NodeRefused on that node's
+    ranks and PeersMissing on the others. A request to stop raises StopRequested.
     """
     check_same_settings(config, context)
     folder = open_run_folder(config, context)
@@ -124,9 +128,9 @@ def report_warmup(config: Config, found: FoundSnapshot) -> None:
 
 
 def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
-    """Raises NonRetryableError on all ranks if several generations in a row have failed to begin.
+    """Raise NonRetryableError on all ranks if several generations in a row failed before their first step.
 
-    run.json then records it, unless the run only evaluates. Logs which workers missed the last rendezvous.
+    Unless the run only evaluates, run.json records that. Logs which workers missed the last rendezvous.
     """
     if context.rendezvous and context.rendezvous.missing_workers:
         log.warning(context.rendezvous.missing_workers)
@@ -139,9 +143,10 @@ def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
 def find_snapshot(
     config: Config, context: DistributedContext, folder: RunFolder, claims: Claims, data: Data
 ) -> FoundSnapshot:
-    """Find the newest snapshot and check that the run can go on from it. Raises UserError. Collective.
+    """Find the newest snapshot and check that the run can go on from it. Collective.
 
-    Unless the run only evaluates, also changes folders (`prepare_store`, `share_history`).
+    Unless the run only evaluates, also prepares the places of snapshots and copies the records to all run
+    folders. Raises UserError or, if the job goes on without a node, NodeRefused or PeersMissing.
     """
     store = context.raise_on_all_ranks(lambda: open_store(config, context, claims))
     is_restart = context.is_restart(claims.was_started())
@@ -186,10 +191,10 @@ def find_snapshot(
 
 
 def open_store(config: Config, context: DistributedContext, claims: Claims) -> SnapshotStore:
-    """The store of this run's snapshots, which writes nothing once one of `claims` is lost.
+    """Return the store of this run's snapshots, which writes nothing once one of `claims` is lost.
 
-    Raises UserError, on this rank alone, for a URL without a driver or, under torchrun, one in a worker's
-    memory.
+    Raises UserError, on this rank alone, for a URL whose driver is not installed or, under a launcher, for a
+    memory:// URL.
     """
     url = config.snapshot.path or str(Path(config.run_dir) / "snapshots")
     store = SnapshotStore(url, check_claim=claims.check)
@@ -204,9 +209,11 @@ def open_store(config: Config, context: DistributedContext, claims: Claims) -> S
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    `job_start` is the step from which this job began; None in its first generation, or if it is not known. In
-    a restart, a node that joins may have newer snapshots of another run, or of an earlier job: with other
-    settings or data they count as unreadable, which leaves their files untouched.
+    Corrupt are snapshots with wrong tensors (`check_shard`), and suspect ones, which workers that computed
+    wrongly may have written: `is_suspect` tells by `discarded_after`. Snapshots past `job_start`, the step
+    from which this job began, are unreadable if their settings or data are not this job's: a node that joins
+    may bring them, and their files must not be touched. If `job_start` is None (in a job's first generation,
+    or not known), settings and data are not compared.
     """
 
     def check(manifest: dict[str, Any], entries: Entries) -> None:
@@ -225,10 +232,9 @@ def make_check(config: Config, data: Data, job_start: int | None, discarded_afte
 
 
 def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
-    """The settings that affect the result and differ from the manifest's, as "key: old -> new".
+    """Return the settings that affect the result and differ from the manifest's, as "key: old -> new".
 
-    With trainer.compile=auto that setting never counts: the run goes on compiled, or not, as the snapshot
-    was.
+    trainer.compile=auto never counts as different: the run goes on compiled, or not, as the snapshot was.
     """
     changes = differences(manifest["config"], to_dict(config))
     if config.trainer.compile != "auto":
@@ -239,10 +245,10 @@ def changed_settings(manifest: dict[str, Any], config: Config) -> list[str]:
 def check_snapshot(
     snapshot: StoredState | None, config: Config, url: str, data: Data, is_restart: bool
 ) -> list[str]:
-    """Raises UserError unless a generation may start from this snapshot, or without one (None).
+    """Raise UserError unless a generation may start from this snapshot, or without one (None).
 
-    In a restart only the data must be the same. Returns the settings that were changed on purpose, with
-    snapshot.resume=changed, as "key: old -> new". Messages call the place of the snapshots `url`.
+    In a restart, only the data must be those of the snapshot. Returns the settings that were changed on
+    purpose, with snapshot.resume=changed, as "key: old -> new". Messages call the snapshots' place `url`.
     """
     resume = config.snapshot.resume
     if snapshot is None:
@@ -284,7 +290,7 @@ def check_snapshot(
 
 
 def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> None:
-    """Raises UserError, which begins with `refusal`, unless the weights fit the model that is asked for."""
+    """Raise UserError, which begins with `refusal`, unless the snapshot's weights fit `config`'s model."""
     vocab_size = config.data.vocab_size or snapshot_vocab_size(snapshot.manifest)
     shapes = snapshot_shapes(snapshot.manifest | {"config": to_dict(config)}, vocab_size)
     here = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
@@ -296,7 +302,7 @@ def check_model_fits(snapshot: StoredState, config: Config, refusal: str) -> Non
 
 
 def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -> str:
-    """A clause on how `data`, at `path`, differs from `then`, the data in the manifest of a snapshot."""
+    """Return a clause on how `data`, at `path`, differs from `then`, the data in a manifest at `url`."""
     was, now = then.get("files", {}), data.files
     if not was or not now:
         return (
@@ -311,7 +317,10 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
 
 
 def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
-    """Set the run's number of CPU threads; return what the bits depend on. UserError for other hardware."""
+    """Use as many CPU threads as the snapshot says; return the environment, on which the bits depend.
+
+    Raises UserError as `check_environment` does.
+    """
     if found.snapshot:
         context.use_threads(found.manifest["software"]["threads"])
     # build_run replaces `compiled` when it prepares the forward pass.
@@ -323,10 +332,10 @@ def choose_environment(config: Config, context: DistributedContext, found: Found
 
 
 def check_environment(found: FoundSnapshot, config: Config, environment: Environment) -> None:
-    """Raises UserError if the run would go on training on another kind of device or in another dtype.
+    """Raise UserError if the run would go on training on another kind of device or in another dtype.
 
-    A person who starts a job may allow that by snapshot.resume=changed; a restart never does. An evaluation
-    (trainer.eval_only) may always run.
+    snapshot.resume=changed allows that in a job's first generation; a restart never may. An evaluation alone
+    (trainer.eval_only) always may.
     """
     then = found.manifest["software"]
     was = {device_type_of(then), then["dtype"]}
@@ -342,6 +351,6 @@ def check_environment(found: FoundSnapshot, config: Config, environment: Environ
 
 
 def device_type_of(software: dict[str, Any]) -> str:
-    """The kind of device that a snapshot was computed on: cpu, mps or cuda; `software` is its manifest's."""
+    """Return the kind of device of a snapshot: cpu, mps or cuda; `software` is a field of its manifest."""
     kind = software["device"].split()[0]  # schema 1 began without device_type
     return str(software.get("device_type") or (kind if kind in ("cpu", "mps") else "cuda"))

@@ -1,8 +1,8 @@
-"""The whole state of a run between two steps: model, optimizer and position in the data, live and stored.
+"""The state of a run between two steps, in training and in a snapshot: model, optimizer and counters.
 
-A snapshot's tensors and tokenizer are checked before they are read. A rank may hold only some rows of a
-tensor: then its part here is these rows. A stored state is read by the ranks that can read it and handed over
-to all ranks piece by piece: no rank ever holds more of it than its own part and one piece.
+The names, shapes and types of a snapshot's tensors are checked before any tensor is read. If a state is
+sharded, each rank holds its part: some rows of each tensor. A stored state is broadcast in pieces by the
+ranks that can read it, so that no rank needs memory for a second whole state.
 """
 
 import functools
@@ -30,9 +30,10 @@ Shape = tuple[int, ...]
 
 
 def check_model(manifest: dict[str, Any], entries: Entries) -> None:
-    """Raises CorruptSnapshot unless a snapshot is whole and has exactly the tensors of its manifest's run.
+    """Raise CorruptSnapshot unless a snapshot has a whole state, with exactly its run's tensors.
 
-    These are the parameters and the optimizer's state in float32, perhaps a tokenizer. Allocates nothing.
+    These are the parameters and the optimizer's state in float32 and, if the tokenizer is a tokenizer.json,
+    its bytes. Otherwise raises as `check_shard` does. Reads no tensor.
     """
     if manifest.get("shard"):
         raise CorruptSnapshot("it is a part of a sharded state")
@@ -40,10 +41,10 @@ def check_model(manifest: dict[str, Any], entries: Entries) -> None:
 
 
 def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
-    """Raises CorruptSnapshot unless a snapshot, or one rank's part of a sharded one, has its run's tensors.
+    """Raise CorruptSnapshot unless a snapshot, or one rank's part of a state, has exactly its run's tensors.
 
-    A part has the rank's rows of each sharded tensor, and all tensors that are not sharded, or none of them.
-    There may be no others, and the vocabulary must be intact.
+    A part must have the rank's rows of each sharded tensor, and either all tensors that are not sharded or
+    none. A tokenizer in the manifest must be intact; the bytes of one that is kept as a tensor are not read.
     """
     config = read_config(manifest)
     if config.model.n_layer > len(entries):
@@ -82,7 +83,7 @@ def check_shard(manifest: dict[str, Any], entries: Entries) -> None:
 
 
 def snapshot_shapes(manifest: dict[str, Any], vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the whole tensors of the manifest's run, by name, without a tokenizer."""
+    """Return the whole shape of each parameter and optimizer tensor of the manifest's run, by name."""
     config = read_config(manifest)
     parameters = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
     states = state_shapes(parameters, config.optimizer)
@@ -91,7 +92,10 @@ def snapshot_shapes(manifest: dict[str, Any], vocab_size: int) -> dict[str, tupl
 
 
 def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> bool:
-    """Whether this tensor is split by rows between several parts; `shape` is the whole tensor's."""
+    """Whether the manifest is of one rank's part, in which tensor `name` has that rank's rows alone.
+
+    `shape` is the shape of the whole tensor.
+    """
     shard = manifest.get("shard")
     if not shard or not shape:
         return False
@@ -99,10 +103,10 @@ def is_sharded(manifest: dict[str, Any], name: str, shape: tuple[int, ...]) -> b
 
 
 def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
-    """The tokenizer in `content`, which `fields` of a manifest describe (see `tokenizer_fields`).
+    """Return the tokenizer in `content`; `fields` is what the manifest says of it (see `tokenizer_fields`).
 
-    Raises ValueError if the content is no tokenizer, or another one than the manifest's, or has more tokens
-    than the model.
+    Raises ValueError if the content is no tokenizer, has another SHA-256 than the fields say, or has more
+    tokens than the model's embedding has rows.
     """
     digest = hashlib.sha256(content).hexdigest()
     if fields.get("sha256", digest) != digest:
@@ -114,20 +118,21 @@ def load_carried(fields: dict[str, Any], content: bytes) -> Tokenizer:
 
 
 def tokenizer_fields(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest's fields on the tokenizer: "kind" and, but for the first manifests, "vocab_size"."""
+    """Return the manifest's fields on the tokenizer: "kind", and if they are known "vocab_size", "sha256"."""
     return manifest.get("tokenizer") or {"kind": "char"}
 
 
 def snapshot_tokenizer(snapshot: Snapshot) -> Tokenizer | None:
-    """The tokenizer that a snapshot carries, if it has one. Raises UserError if it cannot be used."""
+    """Return the tokenizer that a snapshot carries, or None. Raises UserError if it cannot be used."""
     tensor = snapshot.read(TOKENIZER_TENSOR) if TOKENIZER_TENSOR in snapshot.entries else None
     return make_tokenizer(snapshot.manifest, tensor)
 
 
 def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer | None:
-    """The tokenizer of a manifest; None if it has none. UserError if it is damaged or needs a package.
+    """Return the tokenizer that a manifest describes; None if its run has none.
 
-    Its bytes are `tensor`, (n,) uint8 on the CPU; or, for characters, in the manifest.
+    `tensor` has the tokenizer's bytes, one-dimensional uint8 on the CPU; if it is None, the manifest has
+    them. Raises UserError if the tokenizer is damaged, or needs a package that is not installed.
     """
     fields = tokenizer_fields(manifest)
     if fields["kind"] == "none":
@@ -140,14 +145,14 @@ def make_tokenizer(manifest: dict[str, Any], tensor: Tensor | None) -> Tokenizer
 
 
 def snapshot_vocab_size(manifest: dict[str, Any]) -> int:
-    """The number of rows of the embedding of the model that a manifest describes."""
+    """Return the number of rows of the embedding of the model that a manifest describes."""
     return int(tokenizer_fields(manifest).get("vocab_size") or len(manifest["vocabulary"]))
 
 
 def manifest_tokenizer(
     tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(manifest's fields, tensors) that carry a tokenizer; `vocab_size` is the number of embedding rows."""
+    """Return the (manifest fields, tensors) that carry a tokenizer; `vocab_size` is the embedding's rows."""
     if tokenizer is None:
         return {"vocabulary": "", "tokenizer": {"kind": "none", "vocab_size": vocab_size}}, {}
     content = tokenizer.to_bytes()
@@ -160,7 +165,10 @@ def manifest_tokenizer(
 
 
 def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
-    """Return the weights with learned positions cut, as views. Raises UserError as `check_shapes` does."""
+    """Return views of the weights, without the learned positions past those in `shapes`.
+
+    Raises UserError as `check_shapes` does.
+    """
     there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     check_shapes(there, shapes, origin)
     return {name: tensor[: shapes[name][0]] for name, tensor in tensors.items()}
@@ -169,9 +177,10 @@ def fit_weights(tensors: dict[str, Tensor], shapes: Mapping[str, Shape], origin:
 def check_shapes(
     there: Mapping[str, tuple[Shape, torch.dtype]], here: Mapping[str, Shape], origin: str
 ) -> None:
-    """Raises UserError unless weights of these shapes and types fit a model of the shapes `here`.
+    """Raise UserError unless weights of the shapes and types `there` fit a model of the shapes `here`.
 
-    The weights, called `origin`, may have any floating type, and more learned positions than the model.
+    Weights may have any floating-point type, and more learned positions than the model. Messages call them
+    `origin`.
     """
     wrong = []
     for name, shape in here.items():
@@ -195,7 +204,10 @@ def check_shapes(
 
 
 def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
-    """Copy all weights into `model`, learned positions cut. Raises UserError for those of another model."""
+    """Copy all weights into `model`, except learned positions past its block_size.
+
+    Raises UserError, which names `origin`, for the weights of another model.
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored
 
@@ -204,7 +216,7 @@ class TrainState:
     """The state that a snapshot holds.
 
     `step` counts completed steps, `windows_seen` the windows (block_size + 1 tokens) that all ranks together
-    have read. `skipped` counts the updates left out: (in all, in a row up to `step`).
+    have read. `skipped` counts the updates left out as not finite: (in all, in a row up to `step`).
     """
 
     def __init__(
@@ -220,7 +232,7 @@ class TrainState:
         self.step, self.windows_seen, self.skipped = step, windows_seen, skipped
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parts of the tensors, named "model.<name>" and "optimizer.<parameter>.<state>".
+        """Return this rank's rows of each tensor, by "model.<name>" or "optimizer.<parameter>.<state>".
 
         They are the state itself, not copies, and change with the next step.
         """
@@ -228,7 +240,7 @@ class TrainState:
         return weights | {f"optimizer.{name}": part for name, part in self.optimizer.state_dict().items()}
 
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of the whole tensors, by their names in `tensors`."""
+        """Return the shapes of the whole tensors, of which `tensors` returns this rank's rows, by name."""
         shapes = {f"model.{name}": shape for name, shape in self.strategy.shapes.items()}
         for name, part in self.optimizer.state_dict().items():
             parameter = name.rpartition(".")[0]
@@ -236,7 +248,7 @@ class TrainState:
         return shapes
 
     def rows_by_rank(self, name: str, shape: Shape) -> list[range] | None:
-        """The rows of a tensor (of the whole shape `shape`) by rank; None if each rank holds all of them."""
+        """Return the rows of a tensor of the whole shape `shape` by rank; None if each rank holds all."""
         strategy = self.strategy
         is_sharded = (
             strategy.weights_are_sharded if name.startswith("model.") else strategy.updates_are_sharded
@@ -244,16 +256,17 @@ class TrainState:
         return split_rows(shape[0], strategy.world_size) if is_sharded and shape else None
 
     def first_rows(self) -> dict[str, int]:
-        """The first row that this rank holds of each tensor, by name; 0 if it holds all."""
+        """Return the first row that this rank holds of each tensor, by name; 0 if it holds all."""
         rows = {name: self.rows_by_rank(name, shape) for name, shape in self.shapes().items()}
         return {name: part[self.strategy.rank].start if part else 0 for name, part in rows.items()}
 
 
 @torch.no_grad()
 def copy_rows(part: Tensor, first: int, begin: int, rows: Tensor) -> None:
-    """Copy, in place, those of `rows` that belong in `part`, and leave the rest of `part` as it is.
+    """Copy into `part` those of `rows` that belong there, and leave the rest of `part` as it is.
 
-    `rows` are a tensor's rows from `begin` on; `first` is the tensor's row with which `part` begins.
+    `rows` are the rows of a tensor from row `begin` on; `part` holds the rows of the same tensor from row
+    `first` on. Either may also be a scalar.
     """
     if not part.ndim:
         part.copy_(rows.view(()))
@@ -285,14 +298,17 @@ class StoredState:
     read: Callable[[Rows], Tensor]  # reads those of the rows that this rank can read
 
     def tensor(self, name: str, context: DistributedContext) -> Tensor:
-        """A whole tensor, on the CPU, on all ranks. KeyError if there is none. Collective."""
+        """Return a whole tensor, on the CPU, on all ranks. KeyError for an unknown name. Collective."""
         whole = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         for _, begin, rows in self.stream([name], context):
             copy_rows(whole, 0, begin, rows)
         return whole
 
     def stream(self, names: Iterable[str], context: DistributedContext) -> Iterator[tuple[str, int, Tensor]]:
-        """Yields (name, first row, rows) of these tensors, on the CPU. Collective: all read to the end."""
+        """Yield pieces of these tensors, the same on all ranks: (name, number of its first row, its rows).
+
+        The rows are on the CPU. Collective: all ranks must iterate to the end.
+        """
         wanted = set(names)
         for pieces in self.batches(part for part in self.rows if part.name in wanted):
             sizes = [self.size(piece) for piece in pieces]
@@ -307,12 +323,15 @@ class StoredState:
                 yield piece.name, piece.begin, rows
 
     def fill(self, pieces: Sequence[Rows], parts: Sequence[Tensor]) -> None:
-        """Read these rows, each into its (n,) uint8 part. Ranks without parts read nothing."""
+        """Read the bytes of each piece into the part at the same place, a one-dimensional uint8 tensor.
+
+        `parts` is empty on the ranks that only receive: they read nothing.
+        """
         for piece, part in zip(pieces, parts, strict=False):
             part.copy_(self.read(piece).reshape(-1).view(torch.uint8))
 
     def batches(self, parts: Iterable[Rows]) -> Iterator[list[Rows]]:
-        """Yields lists of one rank's pieces, of PIECE_BYTES at most, or of one row: one message each."""
+        """Yield the pieces of each message: read by one rank, of at most PIECE_BYTES in all, or one row."""
         batch: list[Rows] = []
         size = 0
         for part in parts:
@@ -326,7 +345,7 @@ class StoredState:
             yield batch
 
     def cut(self, part: Rows) -> Iterator[Rows]:
-        """Yields the rows of `part` in pieces of at most PIECE_BYTES, or of one row."""
+        """Yield the rows of `part` in pieces of at most PIECE_BYTES, or of one row if that is larger."""
         row_bytes = max(1, self.size(part) // max(1, part.end - part.begin))
         count = max(1, PIECE_BYTES // row_bytes)
         for begin in range(part.begin, part.end, count):
@@ -334,15 +353,16 @@ class StoredState:
             yield Rows(part.name, begin, end, part.rank, part.part, part.first)
 
     def size(self, part: Rows) -> int:
-        """The bytes of these rows of one tensor, in the tensor's stored type."""
+        """Return the number of bytes of these rows, in the type in which their tensor is stored."""
         columns = torch.Size(self.shapes[part.name][1:]).numel()
         return (part.end - part.begin) * columns * self.dtypes[part.name].itemsize
 
 
 def load_state(state: TrainState, stored: StoredState, context: DistributedContext) -> None:
-    """Copy stored tensors into `state`: weights, and the state of an optimizer of the same kind. Collective.
+    """Copy the stored weights into `state`, and the optimizer's state if it is of the same kind. Collective.
 
-    Learned positions are cut to block_size. Raises UserError for another model's. Sets no counters.
+    Learned positions past block_size are left out. Raises UserError for the weights of another model. The
+    counters `step`, `windows_seen` and `skipped` are not set.
     """
     parts, first, shapes = state.tensors(), state.first_rows(), state.shapes()
     names = [name for name in stored.shapes if name.startswith("model.")]

@@ -1,9 +1,10 @@
-"""The training loop: the result of a run depends on its configuration alone, whichever workers compute it.
+"""The training loop: with trainer.reduction=exact, a run's bits do not depend on the number of its workers.
 
-A step is `batch_size / micro_batch_size` micro-batches, shared among the workers. The data and dropout of a
-micro-batch depend on (seed, step, micro-batch) alone, and the gradients are summed in one order. So the whole
-state of a run between two steps is the model, the optimizer and one integer, the number of windows seen so
-far. A snapshot holds this state.
+This holds on hardware of one kind, with one version of torch and one number of threads per worker. A step is
+`batch_size / micro_batch_size` micro-batches, shared among the workers. A micro-batch's data depend on the
+seed and on the number of windows (training sequences) before it, its dropout on (seed, step, micro-batch),
+and the gradients are summed in one order. The state between two steps, which a snapshot holds, is the model,
+the optimizer, the step, the number of windows seen and the counts of skipped updates.
 """
 
 import contextlib
@@ -37,7 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One rank's part of a run. Construct it on all ranks (raises as `find_start` does); call `run` once."""
+    """The training of one generation, on one rank. Construct it on all ranks, then call `run` once.
+
+    Constructing it raises as `find_start` and `build_run` do, and ExpectedError if memory does not suffice.
+    """
 
     def __init__(self, config: Config, context: DistributedContext) -> None:
         self.config, self.context = config, context
@@ -69,16 +73,16 @@ class Trainer:
         context.exit.note_begun()
 
     def is_over(self, start: StartPoint) -> bool:
-        """Whether the run stands at max_steps, and run.json records its end. Collective.
+        """Whether the run stands at max_steps, or past it, and needs no further report. Collective.
 
-        A restarted job at max_steps died after its last snapshot and has yet to report that it finished.
+        It needs one if the job died after its last snapshot, before it recorded the end of the run.
         """
         is_complete = start.snapshot is not None and start.step >= self.config.trainer.max_steps
         is_here = is_complete and self.context.rank == 0 and is_reported(start.folder.path)
         return self.context.broadcast_object(is_here, 0)
 
     def open_run_logger(self, start: StartPoint) -> RunLogger | None:
-        """Open this rank's run logger; None if it keeps no run folder, or nothing is left. Collective."""
+        """Return a new RunLogger; None on a rank without a run folder, or if nothing is left. Collective."""
         context = self.context
         hosts = context.all_gather_object((context.launch.node_rank, platform.node()))
         if not start.folder.is_kept or self.nothing_left:
@@ -110,9 +114,10 @@ class Trainer:
     def run(self) -> str | None:
         """Train up to max_steps, or until a request to stop; then save, and wait until that is on disk.
 
-        Returns the request that stopped the run, such as "SIGTERM", or None. On all ranks, raises UserError
-        for unusable data, NonFiniteError, or NonRetryableError for a failure that repeats or a last snapshot
-        that cannot be written. Raises ExpectedError if memory does not suffice. Collective.
+        With trainer.eval_only, only evaluates. Returns the request that stopped the run, such as "SIGTERM",
+        or None. All ranks raise UserError for unusable data, NonFiniteError, or NonRetryableError for a
+        failure that repeats or a last snapshot that cannot be written. One rank alone may raise ExpectedError
+        for too little memory, or ClaimLost. Otherwise raises as `Replay.check` does. Collective.
         """
         with self.failure_recorded():
             if not self.begin_run():
@@ -195,9 +200,10 @@ class Trainer:
         self.timer.exclude(lambda: self.saving.save_to_disk(self.run_logger, is_last), "snapshot_wait_s")
 
     def begin_run(self) -> bool:
-        """Prepare for the first step and return True; return False if nothing is to be trained. Collective.
+        """Prepare for the first step and return True; return False if nothing is left to do. Collective.
 
-        A run that only evaluates does so here. All ranks raise NonRetryableError for a failure that repeats.
+        With trainer.eval_only, evaluates here and returns False. All ranks raise NonRetryableError for a
+        failure that repeats.
         """
         config, state = self.config.trainer, self.state
         if config.eval_only:
@@ -235,7 +241,10 @@ class Trainer:
         return True
 
     def end_run(self, stopped_by: str | None) -> None:
-        """Finish the run: the last snapshot is on disk and the end recorded on return. Collective."""
+        """Save the present step, wait until that is on disk, and record the end of the run. Collective.
+
+        Raises as `Saving.finish` does.
+        """
         if self.saving.is_missing():
             self.save_to_disk(is_last=True)
         self.timer.exclude(lambda: self.saving.finish(self.run_logger), "snapshot_wait_s")
@@ -250,10 +259,10 @@ class Trainer:
         self.saving.remove_memory_snapshots()
 
     def handle_nonfinite(self, grad_norm: float) -> None:
-        """Count an update that was skipped, or end the run, if the gradient or a loss is not finite.
+        """Count the update as skipped, or end the run, if the gradient or a loss is not finite. Collective.
 
-        Collective; all ranks raise or none. Raises UserError for data that a rank could not use. Else raises
-        NonFiniteError, except for a gradient under on_nonfinite=skip, fewer than MAX_SKIPPED times in a row.
+        All ranks raise UserError if one of them could not use its data, else NonFiniteError. With
+        on_nonfinite=skip, a gradient that is not finite is counted instead, up to MAX_SKIPPED - 1 in a row.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped
@@ -289,7 +298,7 @@ class Trainer:
         raise NonFiniteError(sentence)
 
     def log_training(self, grad_norm: float) -> None:
-        """Record the last step, with rates over the steps since the record before; restart the timer."""
+        """Record the last step's metrics, with times per step since the last record; restart the timer."""
         step_s, data_s = self.timer.seconds_per_step(self.state.step)
         if self.run_logger:
             stats = StepStats(
@@ -325,7 +334,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def failure_recorded(self) -> Iterator[None]:
-        """Record in run.json an error of this block after which no generation follows, and raise it."""
+        """Record in run.json an error in this block that ends the job; every error is raised again.
+
+        A NonRetryableError is not recorded here: whoever raises it does that.
+        """
         try:
             yield
         except UserError as error:
@@ -356,9 +368,10 @@ def out_of_memory_explained() -> Iterator[None]:
 
 
 class Batches:
-    """This rank's micro-batches of all steps up to max_steps, in order.
+    """This rank's micro-batches, in order, from the start of this generation up to max_steps.
 
-    `error` says why this rank cannot use its data, else None. The other ranks see its losses become NaN.
+    `error` says why this rank cannot use its data, else it is None. Other ranks notice by this rank's losses,
+    which are NaN then.
     """
 
     def __init__(
@@ -380,7 +393,7 @@ class Batches:
     def next(self, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets on the device, (B, T) int64 each; seed the micro-batch's dropout.
 
-        Call it for each of this rank's micro-batches in order. They are zeros once there is an `error`.
+        Call it for each of this rank's micro-batches in order. Once `error` is set, both tensors are zeros.
         """
         began = time.perf_counter()
         inputs, targets, *on_device = self.fetch()
@@ -392,7 +405,10 @@ class Batches:
         return on_device[0], on_device[1]
 
     def fetch(self) -> tuple[Tensor, ...]:
-        """Return (inputs, targets) on the CPU, then both on the device, (B, T) each; may set `error`."""
+        """Return inputs and targets on the CPU, then on the device, (B, T) each; zeros if that fails.
+
+        A failure sets `error`.
+        """
         if self.error is None:
             try:
                 return next(self.batches)
