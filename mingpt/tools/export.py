@@ -180,10 +180,7 @@ def export(run: str, out: str) -> str:
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
-    """Write the files of an export to `folder`; return the name of transformers' model class.
-
-    The tokenizer gets files if it can be written as a tokenizer.json.
-    """
+    """Write the model, its card and, if possible, the tokenizer; return transformers' model class."""
     config, tensors = snapshot.config, snapshot.tensors("model.")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     content = tokenizer.to_tokenizer_json() if tokenizer else None
