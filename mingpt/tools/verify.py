@@ -54,7 +54,7 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
     """Return `kills` kills, drawn from `seed`, by step: one in each of `kills` equal parts of the run.
 
     After each kill the job has a number of workers drawn from `workers` and a strategy drawn from STRATEGIES.
-    Kills 0 to 4 have each of PHASES once, and so have kills 5 to 9, and so on.
+    No two of kills 0 to 4, of kills 5 to 9, and so on, have the same phase.
     """
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))

@@ -189,7 +189,7 @@ class Exchange:
     def get(self, name: str, rank: int, timeout_s: float) -> Any:
         """Return the value that `rank` has put under `name`; None if it does not come within `timeout_s`.
 
-        A value that is already there is returned even if `timeout_s` is zero or less.
+        A value that is already there is returned even if `timeout_s` is 0 or less. None if the store fails.
         """
         from torch.distributed import DistError
 

@@ -163,7 +163,7 @@ class Document(pydantic.BaseModel):
 
 
 def text_of(document: bytes | dict[str, Any], place: str) -> str:
-    """Return the text of a line (bytes) or row (dict). Raises UserError, beginning with `place`, for none."""
+    """Return the text of a line (bytes) or row (dict). UserError, beginning with `place`, if it has none."""
     try:
         value = parse_json(document) if isinstance(document, bytes) else document
         text = check_json(value, Document).text

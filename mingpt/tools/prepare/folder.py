@@ -74,7 +74,7 @@ def write_file(path: Path, content: bytes | dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[None]:
-    """Make the folder, and lock it until the block ends. UserError if that fails, or if it is locked."""
+    """Make the folder, and lock it until the block ends. Raises UserError, also if it is locked already."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
