@@ -1,4 +1,4 @@
-"""The commands `python -m mingpt COMMAND` but timeline: verify, compare, doctor, plan, prepare, export.
+"""The commands of `python -m mingpt`, except timeline: verify, compare, doctor, plan, prepare, export.
 
 No other package of mingpt imports this one.
 """

@@ -3,8 +3,8 @@
 A RUN is a run folder or a metrics.jsonl. The snapshots of a run may also lie at its snapshot.path.
 Prints the settings and other metadata that differ, with * if they can change the result; the first value of
 each metric that differs; the tensors that differ in the newest snapshots of the same step; and the cause.
-Exit code 0: values and tensors that both runs have are bit-identical; 1: they differ; 2: a run is missing, or
-the runs have nothing in common.
+Exit code 0: the values that both runs have, and these snapshots, are bit-identical; 1: they differ; 2: a run
+is missing or cannot be read, or the runs have nothing in common.
 """
 
 import logging
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
 
 
 def read_values(path: Path) -> dict[tuple[int, str], float]:
-    """Return {(step, metric): value} of a metrics.jsonl, but integers and timings; {} if it is missing."""
+    """Return {(step, metric): value} of a metrics.jsonl without integers and timings; {} if it is missing."""
     return {
         (record["step"], name): value
         for record in read_records(path)
@@ -79,9 +79,10 @@ def read_values(path: Path) -> dict[tuple[int, str], float]:
 
 
 def open_newest(runs: Sequence[str]) -> list[Snapshot]:
-    """Open the snapshots, one per run, of the newest step that can be opened in all; empty if none can.
+    """Open one snapshot per run, all of the same step: the newest at which none is too damaged to be opened.
 
-    A damaged snapshot is logged in one line, and still used if it can be opened. Raises UnreadableSnapshot.
+    Empty if there is no such step. A damaged snapshot is logged in one line, and still used if its manifest
+    and headers are valid. Raises UnreadableSnapshot if a snapshot cannot be read now; no older step is tried.
     """
     stores = [
         {step: store for store in map(SnapshotStore, possible_places(run)) for step in store.steps()}
@@ -103,8 +104,8 @@ def open_newest(runs: Sequence[str]) -> list[Snapshot]:
 def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
     """Return {key: value} of a run's settings, data, software and numbers of workers.
 
-    They are read from the snapshot's manifest, or from config.yaml if there is no snapshot, and from
-    run.json. Empty if there is neither a snapshot nor config.yaml. Raises UserError for a bad config.yaml.
+    The numbers of workers are from run.json; the rest is from the manifest of `snapshot` or, if that is None,
+    the settings alone from config.yaml. Empty without either. Raises UserError for a bad config.yaml.
     """
     config, history = run / "config.yaml", load_history(run)
     if snapshot:
@@ -119,7 +120,7 @@ def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
 
 
 def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference]:
-    """Yield the tensors that differ, in the order of the first snapshot's files, then those it lacks."""
+    """Yield the tensors that differ: those of `one`, in the order of its files, then those that it lacks."""
     for name in one.file_of | other.file_of:
         ours, theirs = (run.read(name) if name in run.file_of else None for run in (one, other))
         if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
@@ -133,11 +134,11 @@ def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference
 
 
 def classify(curve: Sequence[Pair]) -> str | None:
-    """Return the likely cause why two loss curves differ; None for fewer than three differences.
+    """Return why two loss curves are likely to differ; None if they differ in fewer than three records.
 
-    `curve` has the values of both runs at each step. Rounding: the first differences are far smaller than the
-    noise between neighbouring records, which is estimated from second differences. Another order of samples:
-    the mean difference is zero within three standard errors. Otherwise: another computation.
+    `curve` has the values of both runs at each step. "rounding": the first differences are far smaller than
+    the noise between neighbouring records, which is estimated from second differences. "another order of
+    samples": the mean difference is zero within three standard errors. Otherwise "another computation".
     """
     gaps = [other - one for one, other in curve if one != other]
     if len(gaps) < 3:
@@ -152,9 +153,10 @@ def classify(curve: Sequence[Pair]) -> str | None:
 
 
 def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | None) -> str:
-    """Return in words why two runs differ: because of `metadata` that differ, or else `likely`.
+    """Return in words why two runs differ: the metadata that explain it, else what the losses look like.
 
-    `likely` is what `classify` returns. `is_known`: both have metadata; `is_fast`: one has reduction=fast.
+    `metadata` has what differs. `likely` is the result of `classify`. `is_known` says that both runs have
+    metadata, `is_fast` that one has trainer.reduction=fast.
     """
     rounding = [key for key in metadata if key in NUMERICS or key.startswith("software.")]
     rounding += [key for key in PARALLELISM if key in metadata and is_fast]
@@ -177,7 +179,7 @@ def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | Non
 
 
 def affects_result(key: str) -> bool:
-    """Whether a key of `read_metadata` can change the result: a setting by its mark, others but `workers`."""
+    """Whether this metadata can change the result: a setting says so itself; other keys do, but `workers`."""
     setting = settings().get(key)
     return setting.affects_result if setting else key != "workers"
 

@@ -1,7 +1,7 @@
-"""Write a run as a folder in Hugging Face's format: python -m mingpt export out/default OUT_DIR.
+"""Write a run's newest snapshot as a folder in Hugging Face's format: python -m mingpt export RUN OUT_DIR.
 
-`model.arch: gpt2` becomes transformers' GPT2LMHeadModel, `modern` its NanoChatForCausalLM. RUN may be a path
-or URL. OUT_DIR appears whole or not at all.
+RUN is a run such as out/default, by path or URL. `model.arch: gpt2` becomes GPT2LMHeadModel of transformers,
+`modern` NanoChatForCausalLM. OUT_DIR appears whole or not at all.
 """
 
 import json
@@ -86,7 +86,7 @@ print(model.generate(torch.tensor([[0]]), max_new_tokens=min({tokens}, room))[0]
 
 There is no tokenizer here: the run had none, or one that no `tokenizer.json` can describe."""
 EXAMPLE_TOKENS = 200  # at most
-# The settings that GPT's shape depends on; the defaults of another run may differ.
+# The settings that the weights' shapes depend on: a run that takes them over may have other defaults.
 MODEL_SETTINGS = ("model.arch", "model.n_layer", "model.n_head", "model.n_embd", "data.block_size")
 NAMES = {
     "train/loss": "training loss, nats per token",
@@ -96,10 +96,11 @@ NAMES = {
 
 
 def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, prompt: str | None) -> str:
-    """Return the model card of a run with this manifest, as Markdown.
+    """Return the model card, as Markdown, of the snapshot with this manifest.
 
-    `architecture` is transformers' class. `parameters` counts a matrix once even if it is used twice.
-    `prompt` is the text that the example continues; None without a tokenizer.
+    `architecture` is the name of transformers' model class. `parameters` is the number of parameters, where a
+    matrix that is used twice counts once. `prompt` is the text that the example continues; None without a
+    tokenizer.
     """
     given = flatten(dict(manifest["config"]))
     figures: dict[str, Any] = {
@@ -151,8 +152,9 @@ def main(arguments: Sequence[str]) -> int:
 def export(run: str, out: str) -> str:
     """Write the snapshot `run`, or a run's newest one, to the folder `out` in Hugging Face's format.
 
-    Returns a line or two that report it. The folder gets its name when all is durable. Raises UserError if
-    `out` is a URL, not empty or not writable, or if there is no usable snapshot, or no transformers.
+    Returns a line that says so, and a second one without a tokenizer. The folder gets its name when all files
+    are durable. Raises UserError if `out` is a URL, not empty or not writable, or if there is no usable
+    snapshot or transformers is missing.
     """
     if "://" in out:
         raise UserError(f"{out} is no folder on a disk of this machine: export to one, and copy it")
@@ -178,7 +180,7 @@ def export(run: str, out: str) -> str:
 
 
 def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
-    """Fill an existing folder, with tokenizer files if there can be some; return the model's class name."""
+    """Write the model, its card and, if possible, the tokenizer; return transformers' model class."""
     config, tensors = snapshot.config, snapshot.tensors("model.")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     content = tokenizer.to_tokenizer_json() if tokenizer else None
@@ -196,7 +198,7 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 
 
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
-    """Write config.json, generation_config.json and model.safetensors; return the class's name."""
+    """Write config.json, generation_config.json and model.safetensors; return transformers' model class."""
     transformers = import_transformers()
     arch, block_size = config.model.arch, config.data.block_size
     vocab_size = len(tensors["wte.weight"])
@@ -213,13 +215,13 @@ def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: in
 
 
 def tokenizer_config(content: bytes, block_size: int, end: int | None) -> dict[str, Any]:
-    """Return tokenizer_config.json's fields; `content`: a tokenizer.json, `end`: its end-of-text, if any."""
+    """Return the fields of tokenizer_config.json. `content` is the tokenizer.json, `end` its end-of-text."""
     added = {one["id"]: one["content"] for one in json.loads(content).get("added_tokens") or []}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,
-        # No token_type_ids, to which versions before 5 default: GPT2LMHeadModel would add their embeddings.
+        # By default transformers before 5 adds token_type_ids, whose embeddings GPT2LMHeadModel would add.
         "model_input_names": ["input_ids", "attention_mask"],
         "bos_token": added.get(end),
         "eos_token": added.get(end),

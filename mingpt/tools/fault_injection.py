@@ -1,9 +1,9 @@
-"""A worker of verify: trains as train.py does, with faults injected at events that a plan names.
+"""Train as a worker of train.py does, and inject the faults that verify has planned.
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
-FOLDER/plan.json holds `kills`, a list of the fields of Kills, and `sabotage`, which is "window", "sum" or "".
-Each kill is done once, in their order: a file `marker` tells that it was done.
+FOLDER/plan.json holds `kills`, a list with the fields of each Kill, and `sabotage`: "window", "sum", or any
+other text for none. Each kill is done once, in the order of the list; then its file `marker` exists.
 """
 
 import json
@@ -28,10 +28,10 @@ SNAPSHOT_FILES = 2  # tensor files of a snapshot: weights and optimizer
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill: worker `rank` gets SIGKILL in this phase of the first step from `step` on.
+    """A kill: worker `rank` gets SIGKILL in `phase` of the first step that has this phase, from `step` on.
 
-    `rank` counts modulo the number of workers; in a save, modulo the number of workers that write a file. In
-    a start-up `step` means nothing. After the kill the job goes on with `workers` workers and this strategy.
+    `rank` is taken modulo the number of workers; in a save, of the workers that write a file. In a start-up
+    `step` means nothing. After the kill the job goes on with `workers` workers and `strategy`.
     """
 
     phase: str
@@ -61,8 +61,8 @@ class FaultInjector:
                 events.subscribe(name, getattr(self, f"on_{name}"))
 
     def kill_if_due(self, phase: str, step: int) -> None:
-        """Kill this process, after making the marker, if the next kill is due: in this phase, for this rank,
-        at `step` or before.
+        """Create the next kill's marker and kill this process, if that kill is for this phase and rank, and
+        for `step` or an earlier one.
         """
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
@@ -97,12 +97,12 @@ class FaultInjector:
         self.kill_if_due("evaluation", step)
 
     def on_file_progress(self, name: str, written: int, size: int) -> None:
-        """Do a kill in a save once half of a tensor file is written; `written` and `size` are bytes."""
+        """Do a kill that is due in a save, once half of a tensor file's `size` bytes are written."""
         if name.endswith(".safetensors") and 2 * written >= size:
             self.kill_if_due("save", self.step)
 
     def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
-        """Sabotage "sum": swap the first and last of three partial sums, to change the order of adding."""
+        """If `sabotage` is "sum", swap the first and last of three partial sums: another order of adding."""
         if self.sabotage == "sum" and self.step == SABOTAGED_STEP and len(sums) == 3:
             for left, right in zip(sums[0][2], sums[2][2], strict=True):
                 saved = left.clone()

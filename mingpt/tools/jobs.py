@@ -10,16 +10,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return a copy of this process's environment, updated with `more`, to start an independent job.
+    """Return an environment in which to start an independent job: a copy of this process's, and `more`.
 
-    The copy lacks OMP_NUM_THREADS, RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_* and MINGPT_*.
+    OMP_NUM_THREADS, RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_* and MINGPT_* are not copied.
     """
     dropped = re.compile("OMP_NUM_THREADS|RANK|WORLD_SIZE|LOCAL_RANK|(TORCHELASTIC|MINGPT)_.*")
     return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
 
 
 def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:
-    """Return a torchrun command with `workers` ranks per node; the caller appends the program."""
+    """Return a torchrun command that starts `workers` ranks per node; the caller appends the program."""
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     return [*command, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
 

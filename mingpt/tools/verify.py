@@ -2,11 +2,12 @@
 
 Trains a small model undisturbed, then again while its workers are killed at seeded moments (start-up,
 forward, inside the reduction, evaluation, in the middle of a save) and their number and the strategy
-change, all under torchrun. Then compares: the final tensors, bit for bit; the loss curves; and the hashes of
-the tokens that the workers were fed with those that configuration and text alone determine. Exit code 0 if
-all is identical and each kill was done, 1 with the seed otherwise. `--break window`, `sum` or `byte`
-sabotages the disturbed run on purpose: verify notices, with exit code 1. Ten kills take one to three minutes
-on two CPU cores.
+change, all under torchrun. Then compares the final tensors, bit for bit, and the loss curves, and checks that
+the hash of the tokens that the workers trained on is the one that follows from configuration and text alone.
+Exit code 0 if all is identical and each kill was done; else 1, and the last line names the seed. `--break
+window`, `sum` or `byte` sabotages the disturbed run on purpose: verify notices, with exit code 1 (`sum` acts
+only if one worker under ddp, or several under fsdp, do the 41st step). Ten kills take one to three minutes on
+two CPU cores.
 """
 
 import json
@@ -50,9 +51,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
-    """Return `kills` kills drawn from `seed`, by step: one in each of as many equal parts of the run.
+    """Return `kills` kills, drawn from `seed`, by step: one in each of `kills` equal parts of the run.
 
-    Each is followed by one of the numbers `workers`. Kills 0 to 4, 5 to 9 and so on have each of PHASES once.
+    After each kill the job has a number of workers drawn from `workers` and a strategy drawn from STRATEGIES.
+    No two of kills 0 to 4, of kills 5 to 9, and so on, have the same phase.
     """
     rng = random.Random(seed)
     steps = sorted(int((number + rng.random()) * (STEPS - 2) / kills) for number in range(kills))
@@ -68,11 +70,12 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 def train(
     folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any], sabotage: str = ""
 ) -> None:
-    """Train a whole run in `folder`/run, killed as planned, at first under ddp. `folder` must not exist.
+    """Train a whole run in `folder`/run, killed as `kills` say, with `workers` workers under ddp at first.
 
-    `sabotage` is "window" or "sum", or anything else for none. A kill that hits no worker leaves no `marker`.
-    torchrun is started again for each change of the number of workers or of the strategy; for other kills it
-    restarts the workers itself. Raises RuntimeError, with the end of its stderr, if torchrun fails.
+    `folder` must not exist. `sabotage` is "window" or "sum"; any other text means none. A kill that hits no
+    worker leaves no `marker` file. Where the number of workers or the strategy changes, torchrun is killed
+    and started again; after other kills it restarts the workers itself. Raises RuntimeError, with the end of
+    torchrun's stderr, if torchrun fails.
     """
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(
@@ -125,7 +128,7 @@ def train(
 
 
 def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
-    """Write a line to stderr for each kill done after the first `told`; return how many kills are done."""
+    """Write a line to stderr for each kill done so far, except the first `told`; return how many are done."""
     while told < len(kills) and marker(folder, told).exists():
         kill, told = kills[told], told + 1
         after = f"{plural(kill.workers, 'worker')}, {kill.strategy}"
@@ -134,7 +137,7 @@ def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
 
 
 def describe_generations(folder: Path) -> Iterator[str]:
-    """Yield the workers, steps and end of each generation that began to train; none without run.json."""
+    """Yield a line on the workers, steps and end of each generation in run.json; none if that is missing."""
     history = load_history(folder / "run") or {"generations": []}
     for number, entry in enumerate(history["generations"]):
         steps = f"steps {entry['from_step']} to {entry['to_step']}"
@@ -146,7 +149,8 @@ def find_problems(
 ) -> tuple[list[str], list[str]]:
     """Train the disturbed run, compare it with the undisturbed one; return (problems, lines on the run).
 
-    Both lie in `work`. `workers` is the number to begin with. A run that fails is a problem.
+    `work` is the folder of both runs. `workers` is the number of workers to begin with. A disturbed run that
+    fails is a problem, too. Raises UserError if a snapshot to compare cannot be read.
     """
     folder = work / f"seed-{seed}"
     try:
@@ -175,12 +179,12 @@ def find_problems(
 
 
 def last_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of step STEPS of `folder`/run. Raises CorruptSnapshot without a valid one."""
+    """Return the manifest of step STEPS of `folder`/run. Raises CorruptSnapshot or UnreadableSnapshot."""
     return SnapshotStore(str(folder / "run" / "snapshots")).read_manifest(STEPS)
 
 
 def train_undisturbed(work: Path) -> Config:
-    """Train one worker on the first 5000 bytes of data/input.txt, for a few epochs; return its Config."""
+    """Train the undisturbed run, of one worker, on 5000 bytes of data/input.txt; return its configuration."""
     text = work / "text.txt"
     text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:5000])
     settings = SETTINGS | {"data.path": str(text)}

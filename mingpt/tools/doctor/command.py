@@ -12,8 +12,8 @@ itself exits with 1).
 neither torch's store nor an agent answers there.
 
 --claim shows the claims that keep a second job from writing to the same place: a run folder, or a folder or
-URL of snapshots. --release removes them. Use it only for a job that is gone while this machine cannot tell: a
-running job notices it and ends.
+URL of snapshots. --release removes these claims. Use it only where you know that the job is gone and this
+machine cannot tell: a job that still runs notices that its claim is gone, and ends.
 """
 
 import platform
@@ -49,9 +49,9 @@ MEET_S, WAIT_S, ACK_S = 20.0, 12.0, 3.0  # of the rendezvous, of a wait for valu
 
 
 def show_claims(where: str, release: bool) -> list[str]:
-    """Return a line per claim to a run folder or a place of snapshots; with `release`, remove each claim.
+    """Return a line per claim to a run folder or a place of snapshots; with `release`, remove the claims.
 
-    Without a claim one line says so. Raises UserError if `where` is no folder or URL, or if storage fails.
+    A line says so if there is no claim. Raises UserError if `where` is no folder or URL, or if storage fails.
     """
     if "://" not in where and not Path(where).is_dir():
         raise UserError(f"{where} is no folder: give a run folder such as out/default, or a URL of snapshots")
@@ -64,7 +64,7 @@ def show_claims(where: str, release: bool) -> list[str]:
                 continue
             lines.append(f"{place}: {describe(holder)}")
             if release:
-                claim.remove(number)  # its holder notices that before it writes again
+                claim.remove(number)  # the job that held it notices that before it writes again
                 lines.append(f"{place}: released")
         except DriverError as error:
             raise UserError(f"the claim to {place} cannot be used: {reason_of(error)}") from None
@@ -84,7 +84,8 @@ def describe(holder: Holder) -> str:
 def run_checkup(argv: Sequence[str]) -> NoReturn:
     """Check up on all workers, then exit this process; a fault ends the job without restarts. Collective.
 
-    Exit code 0 without faults, 1 after a fault or a failure, 2 after a mistake in `argv`, the run's settings.
+    The exit code is 0 without faults, 1 after a fault or a failure of the check-up, and 2 after a mistake in
+    `argv`, the settings of the run.
     """
     launch = Launch.from_environment()
     process_exit = ProcessExit(launch)
@@ -130,7 +131,7 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
         exchange.put("faults", report(join_facts(hello, facts, rates)))
     faults = exchange.get("faults", 0, LIMIT_S)
     exchange.put("done", True)
-    if rank == 0:  # rank 0 may host the store
+    if rank == 0:  # rank 0 may host the store, which the others still read
         exchange.get_all("done", ACK_S)
     if faults is None:
         raise NonRetryableError(f"rank 0 did not answer worker {rank} on {platform.node()} any more")
@@ -138,7 +139,10 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
 
 
 def meet(launch: Launch) -> Rendezvous:
-    """Meet all workers. Raises NonRetryableError if the store or a worker cannot be reached. Collective."""
+    """Meet all workers. Collective.
+
+    Raises NonRetryableError if a worker or an agent's store cannot be reached, DistError for rank 0's store.
+    """
     assert launch.master_addr is not None
     endpoint = f"{launch.master_addr}:{launch.master_port}"
     if launch.agent_hosts_store:  # the store exists before the workers do
@@ -160,9 +164,10 @@ def meet(launch: Launch) -> Rendezvous:
 def join_facts(
     hello: Mapping[int, Facts], facts: Mapping[int, Facts], rates: Mapping[int, Any]
 ) -> list[Facts]:
-    """Return the facts per worker, from its `hello` and its later `facts`, with its all-reduce result.
+    """Return the facts of each worker: `hello` joined with the later `facts` and the all-reduce's result.
 
-    Without `facts` a worker is marked unfinished. `rates` has (MB/s, error) by rank; empty if it was not run.
+    All three are by rank. A worker without `facts` is marked `unfinished`. `rates` has (MB/s, error); it
+    is empty if no all-reduce was run.
     """
     workers = []
     for rank, worker in {**hello, **facts}.items():
@@ -173,10 +178,10 @@ def join_facts(
 
 
 def try_links(exchange: Exchange) -> Facts:
-    """Listen at gloo's address, connect to all workers that do so, and return what was found. Collective.
+    """Listen at gloo's address, connect to all others that listen, and return what was found. Collective.
 
-    The facts: `networks`; `address`, if gloo finds one; `address_error`, if it cannot listen; and
-    `unreachable`, a list of (rank, reason).
+    The facts are `networks`; `address`, if gloo finds one; `address_error`, if it finds none or this worker
+    cannot listen there; and `unreachable`, a list of (rank, reason).
     """
     found: Facts = {"networks": networks()}
     port = None

@@ -1,8 +1,8 @@
 """The facts that a worker finds about itself and its node, and the table and sentences made from them.
 
-Facts are values that travel as JSON, by name; a fact that a worker has not found is missing. Only local rank
-0 finds the facts of its node: data, folders, memory. A fact whose name ends with `error` says what failed, as
-a text or as a list of texts that fills a sentence of BROKEN; it is missing or None if nothing failed. Each
+A worker sends its facts as JSON, {name: value}; a fact that it has not found is missing. Only local rank 0
+finds the facts of its node: data, folders, memory. A fact whose name ends with `error` says what failed, as a
+text or as a list of texts that fills a sentence of BROKEN; it is missing or None if nothing failed. Each
 fault gets a sentence with host, cause and what to change.
 """
 
@@ -70,7 +70,7 @@ BROKEN = {
 
 
 def node_names(workers: Sequence[Facts]) -> dict[int, str]:
-    """Return {rank: name of its node}: the host name, plus the node's number if several nodes share it."""
+    """Return {rank: name of its node}: the host name, plus the node's number if nodes share a host name."""
     nodes = {(worker["host"], worker["node"]) for worker in workers}
     counts = Counter(host for host, _ in nodes)
     return {
@@ -110,7 +110,10 @@ def identity(launch: Launch) -> Facts:
 
 
 def find_own(launch: Launch, config: Config) -> Facts:
-    """Return `torch`, `threads`, `config` (settings that affect the result), the device or `device_error`."""
+    """Return the facts `torch` (version), `threads` (per worker), `config`, and those of the device.
+
+    `config` has the settings that affect the result; the device is `device_type` and `device`, or an error.
+    """
     import torch
 
     from mingpt.distributed.device import device_name, find_device
@@ -140,7 +143,10 @@ def find_data(config: Config) -> Facts:
 
 
 def find_memory(config: Config, state_bytes: int) -> Facts:
-    """Return the room for snapshots in memory, with `memory_error` if too small; {} if memory_every is 0."""
+    """Return `memory`, the room for snapshots in memory; {} if snapshot.memory_every is 0.
+
+    `memory_error` says that the room is too small or, then without `memory`, that it cannot be used.
+    """
     path, needed = config.snapshot.memory_path, STATES_IN_MEMORY * state_bytes
     if not config.snapshot.memory_every:
         return {}
@@ -175,7 +181,7 @@ class Findings:
             error = try_folder(place)
             if error:
                 self.found["folder_error"] = [setting, place, error]
-                break  # most often the second one lies in the first
+                break  # snapshot.path most often lies in run_dir
         else:
             self.found["folders"] = "written, read"
         self.doing = f"reading data.path {config.data.path}"
@@ -210,7 +216,7 @@ def find_faults(workers: Sequence[Facts]) -> list[str]:
 
 
 def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """Return a sentence per fact of BROKEN that a worker has, each one once. `names` is {rank: node}."""
+    """Return a sentence per fact of BROKEN that a worker has, without repeats. `names` is {rank: node}."""
     found = [
         sentence.format(name=names[worker["rank"]], rank=worker["rank"], reason=worker[fact])
         for worker in workers
@@ -221,7 +227,10 @@ def find_broken(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]
 
 
 def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """Return a sentence per node where `fact` differs from most workers' (in a tie, the lowest rank's)."""
+    """Return a sentence per node that has another `fact` than most workers; `names` is {rank: node}.
+
+    Of values that are equally frequent, that of the lowest rank counts as most workers'.
+    """
     known = [worker for worker in workers if worker.get(fact) is not None]
     if not known:
         return []
@@ -229,7 +238,7 @@ def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str])
     def supporters(worker: Facts) -> int:
         return sum(are_alike(worker[fact], other[fact]) for other in known)
 
-    most = max(known, key=supporters)[fact]  # the first of those that are as frequent
+    most = max(known, key=supporters)[fact]  # of equally frequent values, that of the lowest rank
     found = {}
     for worker in known:
         name, own = names[worker["rank"]], worker[fact]
@@ -261,13 +270,13 @@ def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
 
 
 def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
-    """Return one sentence if all nodes have a `data_error`, else none, as one node can read for all."""
+    """Return one sentence if all nodes have a `data_error`, else none: one node can read a text for all."""
     errors = [node.get("data_error") for node in nodes.values()]
     return [] if None in errors else [f"{' and '.join(nodes)}: {errors[0]}"]
 
 
 def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """Return a sentence per node that a worker cannot connect to: which network or firewall to change."""
+    """Return a sentence per node that a worker cannot connect to: which interface or firewall to change."""
     nodes: dict[str, Facts] = {}
     failed: dict[str, dict[str, str]] = {}  # {to a node: {from a node: reason}}
     for worker in workers:
@@ -290,9 +299,10 @@ def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list
 
 
 def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | None:
-    """Return which interface to set on a node that no other node reaches; None if no change would help.
+    """Return a sentence on the interface to set on node `name`, which no other reaches; or None.
 
-    It helps a node on loopback, and one that shares no network with others but has an interface that would.
+    Another interface helps a node that listens on loopback, or that listens on an interface in no other
+    node's network while it has one that is in such a network.
     """
     node = nodes[name]
     if not node.get("address"):
@@ -315,7 +325,7 @@ def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | Non
 
 
 def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
-    """Return one sentence if an all-reduce, tried once all can connect, failed on a worker; else none."""
+    """Return one sentence if an all-reduce, tried if all can connect, failed on a worker; else none."""
     errors = {names[one["rank"]]: one["all_reduce_error"] for one in workers if one.get("all_reduce_error")}
     sentence = (
         f"all workers can connect to each other, but an all-reduce fails on {' and '.join(errors)} "

@@ -1,8 +1,8 @@
-"""The doctor's look at the network: addresses of this host, connections, clocks, an all-reduce.
+"""The doctor's checks of the network: addresses of this host, connections, clocks, an all-reduce.
 
-Workers pass values over the launcher's store, under the generation's name, which Rendezvous makes fresh; each
-wait for a value has a limit. `check_endpoint` needs no other worker: it tries the agents' rendezvous endpoint
-from this host, for when no worker ever starts.
+Workers pass values over the launcher's store, under a name that each generation makes anew; each wait for a
+value has a limit. `check_endpoint` needs no other worker: it tries the agents' rendezvous endpoint from this
+host, for when no worker ever starts.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ ALL_REDUCE_FLOATS, ALL_REDUCE_ROUNDS = 1 << 20, 7
 
 
 def networks() -> dict[str, str]:
-    """Return {interface: first IPv4 address, as "10.0.0.2/24"}; empty where the system does not tell."""
+    """Return {interface: first IPv4 address, as "10.0.0.2/24"}; {} where the system has no list of them."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):  # not on Linux
         for name, address in ipv4_addresses():
@@ -57,10 +57,11 @@ def networks() -> dict[str, str]:
 
 
 def gloo_address(interfaces: Mapping[str, str]) -> str:
-    """Return the address on which gloo will listen. OSError if GLOO_SOCKET_IFNAME has no IPv4 address.
+    """Return the address on which gloo will listen. `interfaces` is the result of `networks`.
 
-    The first interface of GLOO_SOCKET_IFNAME; without that variable the first address of the host name that
-    belongs to this host; else 127.0.0.1 (torch's ProcessGroupGloo, createDefaultDevice).
+    It is that of the first interface in GLOO_SOCKET_IFNAME; without that variable, the first address of the
+    host name that belongs to this host, else 127.0.0.1 (torch's ProcessGroupGloo, createDefaultDevice).
+    Raises OSError if the named interface has no IPv4 address.
     """
     name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]
     if name in interfaces:
@@ -94,7 +95,7 @@ def listen(address: str) -> int:
 
 
 def connect(host: str, port: int) -> socket.socket:
-    """Return a TCP connection; CONNECT_S limits connecting and reads. Raises OSError, in words why not."""
+    """Return a TCP connection; connecting and each read may take CONNECT_S. Raises OSError with a reason."""
     try:
         return socket.create_connection((host, port), CONNECT_S)
     except OSError as error:
@@ -125,9 +126,9 @@ def find_unreachable(targets: Mapping[int, tuple[str, int]]) -> dict[int, str]:
 
 
 def check_endpoint(where: str) -> tuple[bool, list[str]]:
-    """Return whether a store or an agent answers at one of HOST:PORT[,HOST:PORT...], and a line on each.
+    """Return whether torch's store or an agent of mingpt.launch.elastic answers, and a line on each endpoint.
 
-    A store is torch's, an agent mingpt.launch.elastic's. Raises UserError for text of another form.
+    `where` is HOST:PORT[,HOST:PORT...]; one that answers is enough. Raises UserError for another form.
     """
     endpoints = parse_endpoints(where)
     if not endpoints:
@@ -166,7 +167,7 @@ def ask(connection: socket.socket, question: bytes) -> bytes:
 
 
 def identify(answer: bytes) -> str | None:
-    """Return which program answered a ping: torch's store, or an agent (by its id); None for others."""
+    """Return which program gave this answer to a ping: torch's store or an agent; None for any other."""
     if answer == STORE_PONG:
         return "a store of torch"
     try:
@@ -177,7 +178,7 @@ def identify(answer: bytes) -> str | None:
 
 
 class Exchange:
-    """Passes values as JSON between workers: each puts its own in the store, under a name and its rank."""
+    """Passes values between workers: each puts a value in the store as JSON, under a name and its rank."""
 
     def __init__(self, store: "Store", rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -186,19 +187,22 @@ class Exchange:
         self.store.set(f"doctor/{name}/{self.rank}", json.dumps(value))
 
     def get(self, name: str, rank: int, timeout_s: float) -> Any:
-        """Return a rank's value, None if it does not come in time; one that is there is found in any case."""
+        """Return the value that `rank` has put under `name`; None if it does not come within `timeout_s`.
+
+        A value that is already there is returned even if `timeout_s` is 0 or less. None if the store fails.
+        """
         from torch.distributed import DistError
 
         key = f"doctor/{name}/{rank}"
         try:
-            if not self.store.check([key]):  # a wait of no time fails where the store's host is only slow
+            if not self.store.check([key]):  # a wait of 1 ms fails if the store's host is only slow
                 self.store.wait([key], timedelta(seconds=max(0.001, timeout_s)))
             return json.loads(self.store.get(key))
         except DistError:
             return None
 
     def get_all(self, name: str, timeout_s: float) -> dict[int, Any]:
-        """Return {rank: value} of all ranks, this one too, whose values come within `timeout_s` in all."""
+        """Return {rank: value} of all ranks, this one included, whose values come within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         values = {rank: self.get(name, rank, deadline - time.monotonic()) for rank in range(self.world_size)}
         return {rank: value for rank, value in values.items() if value is not None}
@@ -206,8 +210,9 @@ class Exchange:
     def clock_offset_s(self) -> float | None:
         """Return the seconds by which this clock is ahead of rank 0's; None if rank 0 is silent. Collective.
 
-        Call it once: its keys in the store stay. It is the least of several differences, with the time of a
-        message. Rank 0 pauses before each message, so that the others wait for it.
+        The result is the least of several differences, each of which includes the time that a message takes.
+        Rank 0 pauses before each message, so that the others are waiting for it. Call this once: its keys
+        stay in the store.
         """
         offsets = []
         for number in range(CLOCK_ROUNDS):
@@ -228,7 +233,7 @@ def measure_all_reduce(exchange: Exchange, gpu: int | None) -> tuple[float | Non
     """
     try:
         return run_within(2 * GROUP_TIMEOUT_S, lambda: all_reduce_rate(exchange, gpu)), None
-    except Exception as error:  # a backend raises exceptions of many kinds; this is what is looked for
+    except Exception as error:  # a backend raises exceptions of many kinds, and any is an answer
         return None, (str(error).splitlines() or [""])[0][:200]
 
 

@@ -1,4 +1,4 @@
-"""Estimates what a run needs before it is started: memory and bytes sent; which strategy fits it.
+"""Estimate, before a run is started, what it needs: memory, bytes sent, and the strategy that fits.
 
 Figures follow from the configuration by formulas, which tests and benchmarks compare with measurements.
 """

@@ -3,7 +3,7 @@
     python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
 
 Nothing is trained and no large tensor allocated. With --gpu_memory, which trainer.device=cuda needs, each
-worker has a GPU; else they share this machine's memory. Exit code 0, also if nothing fits; 2 for a mistake.
+worker has a GPU; else all share this machine's memory. Exit code 0, also if nothing fits; 2 for a mistake.
 """
 
 import os
@@ -42,7 +42,7 @@ COLUMNS = {
 
 
 def strategies(work: Workload) -> list[tuple[str, Workload]]:
-    """Return (settings as on a command line, the job with them) of each strategy, the simplest first."""
+    """Return (trainer settings as "key=value ...", the job with them) per strategy, the simplest first."""
     plain = {"parallel": "ddp", "shard_optimizer": False, "fsdp_param_dtype": None}
     return [
         (
@@ -55,7 +55,7 @@ def strategies(work: Workload) -> list[tuple[str, Workload]]:
 
 
 def advise(work: Workload, limit_bytes: int) -> str:
-    """Return a sentence: the first strategy that fits, a smaller micro-batch size, or other ways to fit."""
+    """Return a sentence: the first strategy that fits, else a micro-batch size that does, else other ways."""
     for label, one in strategies(work):
         words = " ".join(f"trainer.{word}" for word in label.split())
         if estimate(one).peak_bytes <= limit_bytes:
@@ -141,7 +141,7 @@ def align(rows: list[list[str]]) -> list[str]:
 
 
 def size(text: str) -> int:
-    """Return the bytes of "80GB" or "79.6 GiB". Raises ValueError, or ArgumentTypeError below 1 MB."""
+    """Return the bytes of a size such as "80GB". ValueError for other text, ArgumentTypeError below 1 MB."""
     found: int = TypeAdapter(ByteSize).validate_python(text)
     if found < 1e6:
         raise ArgumentTypeError(f"{text} means {found} bytes: write the unit, as in 80GB")
@@ -149,7 +149,7 @@ def size(text: str) -> int:
 
 
 def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[int, str, bool]:
-    """Return (bytes per worker, words on their source, is on CPU). UserError if a GPU's are not given."""
+    """Return (bytes per worker, what has them, whether on CPUs). UserError for device=cuda without a size."""
     if gpu_memory is not None:
         return gpu_memory, "a GPU has", False
     if config.trainer.device == "cuda":
@@ -166,7 +166,7 @@ def planned_dtype(config: Config, on_cpu: bool) -> str:
 
 
 def plan(config: Config, workers: int, gpu_memory: int | None) -> list[str]:
-    """Return the lines to print. Raises UserError for bad `workers`, unknown memory or unreadable data."""
+    """Return the lines to print. Raises UserError for a bad number of workers, or unknown memory or data."""
     if workers < 1:
         raise UserError(f"--workers must be at least 1, not {workers}")
     check_workers(config, workers)

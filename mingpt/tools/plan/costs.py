@@ -81,7 +81,7 @@ def loss_kept(work: Workload) -> int:
 
 
 def loss_work(work: Workload) -> int:
-    """Return the loss's temporary bytes: gradients of the logits, or a chunk of them and what it needs."""
+    """Return the loss's temporary bytes: the logits' gradients or, if chunked, a chunk's and the head's."""
     cast = 0 if work.element_bytes == FLOAT_BYTES else work.element_bytes
     if not is_chunked(work):
         return work.tokens_per_micro_batch * work.vocab_size * (2 * FLOAT_BYTES + cast)
@@ -167,9 +167,9 @@ def are_updates_sharded(work: Workload) -> bool:
 def held(work: Workload) -> dict[str, int]:
     """Return the bytes of a worker's state by name: on its device, but `snapshots` in the host's memory.
 
-    Weights take B bytes. The optimizer's state takes 2 B under adamw, and B for matrices under muon. Sharded
-    tensors are shared evenly. Snapshots on disk need a staging buffer for the worker's part; those in memory
-    (`snapshot.memory_every`) two files of the same size. Copies of another node's parts are not counted.
+    Weights take B = 4 bytes per parameter; the optimizer's state 2 B under adamw, B for matrices under muon.
+    Sharded tensors are shared evenly. Snapshots on disk need a staging buffer for the worker's part; those in
+    memory (`snapshot.memory_every`) two files of that size. Copies of another node's parts are not counted.
     """
     trainer = work.config.trainer
     weights = FLOAT_BYTES * work.parameters // (work.workers if trainer.parallel == "fsdp" else 1)
@@ -186,7 +186,8 @@ def gradient(work: Workload) -> int:
 def update_work(work: Workload) -> int:
     """Return the temporary bytes of Muon's update, in bfloat16: momentum, iteration and updates; 0 for adamw.
 
-    The worker has its share of them. If workers hold whole matrices, also the updates of all other workers.
+    They are those of the worker's share of the matrices and, unless updates are sharded, the updates that
+    it receives from all other workers.
     """
     own = math.ceil(work.muon_elements / work.workers)
     others = 0 if are_updates_sharded(work) else work.muon_elements - own
@@ -213,9 +214,9 @@ def ddp_phases(work: Workload) -> dict[str, dict[str, int]]:
 
 
 def freed(work: Workload) -> int:
-    """Return the bytes that glibc keeps when they are freed: about a gradient and half of the activations.
+    """Return the freed bytes that glibc still keeps: about a gradient and half of the activations.
 
-    0 on a GPU. With this term, peaks at 10.65 M and 85 M parameters were 0.86 to 1.04 of the estimate.
+    0 on a GPU. With this term, measured peaks at 10.65 M and 85 M parameters were 0.86 to 1.04 of estimates.
     """
     return FLOAT_BYTES * work.parameters + (kept(work) + casts(work)) // 2 if work.on_cpu else 0
 
@@ -230,7 +231,7 @@ def in_flight(work: Workload) -> int:
 def gathered(work: Workload) -> int:
     """Return the bytes of whole weights that a worker holds at once under fsdp; 0 under ddp, or if alone.
 
-    They are the root's and those of two blocks, or of all blocks without fsdp_reshard.
+    They are those outside of the blocks and those of two blocks, or of all blocks without fsdp_reshard.
     """
     trainer = work.config.trainer
     if trainer.parallel != "fsdp" or work.workers == 1:
@@ -267,7 +268,7 @@ def fsdp_phases(work: Workload) -> dict[str, dict[str, int]]:
 
 
 def bytes_sent(work: Workload) -> int:
-    """Return the bytes that the worker with most partial sums sends per step, else a mean over the workers.
+    """Return the bytes that the worker with most partial sums sends per step; Muon's updates are a mean.
 
     A collective of n bytes of which each worker keeps 1 / W costs n (W - 1) / W. Gradients, weights and
     Muon's updates count; the few bytes of losses and norms do not.
@@ -282,8 +283,8 @@ def ddp_bytes(work: Workload) -> int:
     """Return the bytes that the worker with most partial sums gives to a step's collectives under ddp.
 
     The factor (W - 1) / W of `bytes_sent` and Muon's updates are not in it. Partial sums go to the workers
-    that add them; sums, or updated weights, go to all, as in a ring. A worker whose micro-batches are no
-    whole subtree of the sum sends several partial sums.
+    that add them; sums, or updated weights, go to all, as in a ring. A worker whose micro-batches are not
+    exactly a subtree of the tree of additions sends several partial sums.
     """
     whole = FLOAT_BYTES * work.parameters
     if work.config.trainer.reduction == "fast":
@@ -293,9 +294,10 @@ def ddp_bytes(work: Workload) -> int:
 
 
 def fsdp_bytes(work: Workload) -> int:
-    """Return the bytes of a step's collectives under fsdp: per round weights, blocks again, and gradients.
+    """Return the bytes of a step's collectives under fsdp: per round the weights and the gradients.
 
-    Blocks are gathered again if fsdp_reshard is set. As in `ddp_bytes`, before the factor (W - 1) / W.
+    If fsdp_reshard is set, the blocks' weights count twice. The factor (W - 1) / W and Muon's updates are not
+    in it.
     """
     again = work.parameters - work.root_parameters if work.config.trainer.fsdp_reshard else 0
     weights = gathered_bytes(work) * (work.parameters + again)
@@ -303,10 +305,10 @@ def fsdp_bytes(work: Workload) -> int:
 
 
 def muon_bytes(work: Workload) -> int:
-    """Return the bytes of Muon's updates, in bfloat16, from the worker that computes them to all.
+    """Return the bytes, in bfloat16, that Muon's updates add to a step's collectives; 0 under adamw.
 
-    If rows are sharded, each worker sends its rows of the momentum to that worker, and gets its rows of the
-    update. 0 under adamw. As in `ddp_bytes`, before the factor (W - 1) / W.
+    The worker that computes an update sends it to all. If updates are sharded, each worker sends its rows of
+    the momentum to that worker, and gets its rows of the update. The factor (W - 1) / W is not in it.
     """
     whole = BFLOAT_BYTES * work.muon_elements
     return 2 * whole // work.workers if are_updates_sharded(work) else whole

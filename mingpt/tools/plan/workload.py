@@ -1,7 +1,7 @@
-"""The job that is planned: a configuration with the sizes that follow from it, without allocating a tensor.
+"""The job that is planned: a configuration and the sizes that follow from it. No tensor is allocated.
 
-Of token shards only headers and a few KiB are read; a text is read and encoded. A tokenizer that is named is
-read too, or downloaded.
+Of token shards only headers and a few KiB are read; a text is read and encoded. A tokenizer that
+data.tokenizer names is read, too, or downloaded.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Workload:
     vocab_size: int
     workers: int
     on_cpu: bool
-    dtype: str  # type of the products: "float32" or "bfloat16"
+    dtype: str  # of matrix products: "float32" or "bfloat16"
     train_tokens: int | None = None  # None if the data is not known
 
     def with_trainer(self, **settings: Any) -> "Workload":
@@ -120,11 +120,11 @@ class Workload:
         return max(len(cover(self.neighbours(rank), self.micro_batches)) for rank in range(self.workers))
 
     def partial_sums(self) -> int:
-        """Return the most partial sums that a rank keeps beside the gradient that it computes; 0 if fast."""
+        """Return the most partial sums that a rank keeps beside the gradient that it computes; 0 for fast."""
         count = self.micro_batches
         if self.config.trainer.reduction == "fast":
             return 0
-        if self.config.trainer.parallel == "fsdp":  # of all micro-batches before a round
+        if self.config.trainer.parallel == "fsdp":  # the sums of all micro-batches of earlier rounds
             return max(start.bit_count() for start in range(0, count, self.workers))
         shares = [self.neighbours(rank) for rank in range(self.workers)]
         return max(len(cover(range(share.start, number), count)) for share in shares for number in share)
@@ -150,7 +150,7 @@ def measure_data(config: Config) -> tuple[int, int | None]:
 def find_tokenizer(config: Config, data: Data) -> Tokenizer | None:
     """Return the tokenizer that training would use, if need be made of the text; None if shards have none.
 
-    Raises UserError, also if the tokenizer is that of other weights, which are not read here.
+    Raises UserError if it cannot be read, or if it follows from snapshot.init_from, which is not read here.
     """
     name, beside = config.data.tokenizer, None
     if name == "auto":

@@ -8,10 +8,10 @@ row of the column "text"; needs pyarrow), by path, pattern ('data/*.jsonl') or U
 (.gz). A line of .jsonl may have 64 MiB.
 
 DIR gets train_00000.bin, ..., val_00000.bin, ... in llm.c's format, tokenizer.json, meta.json, and
-prepare.json, a record of progress. Validation is the tail: whole documents by count of bytes, of a single
-document the last characters. Where the tokenizer has an end-of-text it follows each document; spelled in a
-text it is plain text. Files appear when they are complete. A command that was killed goes on when it is
-started again: it reads the text once more, and encodes what its finished shards do not have.
+prepare.json, a record of progress. The validation part is the last documents, by count of bytes, or the last
+characters of a single document. An end-of-text, if the tokenizer has one, follows each document; its
+name in a text is plain text. Files appear when they are complete. A command that was killed goes on when it
+is started again: it reads the text once more, and encodes what its finished shards do not have.
 
 bpe trains a byte-level BPE as GPT-2's on the training part: its first 200 MB, or less if these have more than
 4 MB of distinct words, so that memory stays below 1 GB.
@@ -70,7 +70,7 @@ def check_folder(folder: Path) -> tuple[bool, list[str]]:
 def read_through(
     path: Path, entry: dict[str, Any] | None, meta: dict[str, Any] | None
 ) -> tuple[ShardFile, int]:
-    """Read a shard; return it and the largest of its tokens. Raises UserError for the first fault found.
+    """Read all of a shard; return its description and its largest token. UserError for the first fault.
 
     `meta` is the content of meta.json and `entry` the shard's entry there; both are None without a meta.json.
     """
@@ -148,5 +148,5 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command goes on from the last finished shard\n")
         sys.stderr.flush()
-        os._exit(130)  # a thread that trains a BPE would abort where the interpreter ends
+        os._exit(130)  # ending the interpreter would abort in a thread that trains a BPE
     return 0

@@ -1,10 +1,10 @@
-"""Reads documents from files, splits them into training and validation, and encodes them to tokens.
+"""Read documents from files, split them into training and validation, and encode them to tokens.
 
-Files come in a fixed order; a text file is one document, so is each line of .jsonl or row of .parquet. The
-training part comes first, then the validation part, which is the tail: its documents by count of bytes, or of
-a single document its last characters. Texts come in batches, the same ones each time the files are read, so
-that a killed command can go on at a batch. A text file larger than PIECE_BYTES is encoded in pieces that end
-before a line end. End-of-text follows each document.
+Files are read in a fixed order. A text file is one document; so is each line of .jsonl or row of .parquet.
+The validation part is the last documents, by count of bytes, or the last characters of a single document.
+Texts come in batches, the same ones each time the files are read, so that a killed command can go on at a
+batch. A text file larger than PIECE_BYTES is encoded in pieces that end before a line end. If the tokenizer
+has an end-of-text, it follows each document.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class InputFile:
 
 
 def find_inputs(names: Sequence[str]) -> list[InputFile]:
-    """Return the named files in order, those of a pattern sorted. UserError if one is missing or a folder."""
+    """Return the files of `names` in order, a pattern's sorted. UserError if one is missing or a folder."""
     found = [make_input(path) for name in names for path in expand(name)]
     if not found:
         raise UserError("there is no text: name at least one file, pattern or URL")
@@ -95,12 +95,12 @@ def make_input(path: str) -> InputFile:
 def open_input(file: InputFile) -> Iterator[io.BufferedReader]:
     """Open a file, decompressed by its suffix. Raises UserError for any error until the block ends."""
     with readable(file.path), fsspec.open(file.path, "rb", compression="infer") as stream:
-        yield io.BufferedReader(stream, READ_BYTES)  # network drivers give what has arrived
+        yield io.BufferedReader(stream, READ_BYTES)  # a network driver may return fewer bytes than asked for
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a document's text, or all of the text; `is_val`: it belongs to the validation part."""
+    """A piece of a document's text, or the whole text; `is_val`: it belongs to the validation part."""
 
     text: str
     ends_document: bool
@@ -113,7 +113,7 @@ class Piece:
 
 
 def read_pieces(file: InputFile) -> Iterator[Piece]:
-    """Yield the documents of a file. Only a text file's document comes in several pieces.
+    """Yield the documents of a file, each as one piece; only that of a text file may be several pieces.
 
     Raises UserError, with file and place, for bytes that are not UTF-8, or a line or row without a text.
     """
@@ -123,7 +123,7 @@ def read_pieces(file: InputFile) -> Iterator[Piece]:
 
 
 def read_text(file: InputFile) -> Iterator[Piece]:
-    """Yield pieces of about PIECE_BYTES that end before a line end and its blanks, which begin the next."""
+    """Yield pieces of about PIECE_BYTES; the whitespace at the end of each is moved to the next one."""
     text, offset = "", 0
     with open_input(file) as stream:
         while lines := stream.readlines(PIECE_BYTES):
@@ -163,7 +163,7 @@ class Document(pydantic.BaseModel):
 
 
 def text_of(document: bytes | dict[str, Any], place: str) -> str:
-    """Return the text of a line or of a row. Raises UserError, which begins with `place`, without one."""
+    """Return the text of a line (bytes) or row (dict). UserError, beginning with `place`, if it has none."""
     try:
         value = parse_json(document) if isinstance(document, bytes) else document
         text = check_json(value, Document).text
@@ -176,7 +176,7 @@ def text_of(document: bytes | dict[str, Any], place: str) -> str:
 def read_parquet(file: InputFile) -> Iterator[Piece]:
     row = 0
     with open_input(file) as stream:
-        from pyarrow import parquet  # where it is missing, the file needs a driver that is not installed
+        from pyarrow import parquet  # an ImportError becomes open_input's UserError
 
         table = parquet.ParquetFile(stream, buffer_size=READ_BYTES)
         for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, columns=[KEY]):
@@ -202,9 +202,10 @@ class InputStats:
 
 
 def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: float) -> Iterator[Piece]:
-    """Yield all pieces; documents that begin in the last `val_fraction` of the bytes get `is_val`.
+    """Yield the pieces of all files; documents that begin in the last `val_fraction` of bytes get `is_val`.
 
-    The last document always does, the first never; a single one is cut by characters. `stats`: all totals.
+    The last document always gets it, the first never. A single document is cut by characters. `stats` has the
+    totals of the files.
     """
     n_train = int(stats.characters * (1 - val_fraction))  # of a single document
     n_train_bytes = int(stats.bytes * (1 - val_fraction))
@@ -228,7 +229,7 @@ def split_pieces(files: Sequence[InputFile], stats: InputStats, val_fraction: fl
                 begin = so_far.bytes
 
 
-Batch = list[Piece]  # all of training or all of validation, encoded together
+Batch = list[Piece]  # pieces that are encoded together, all of one part (training, validation)
 
 
 def read_batches(pieces: Iterator[Piece]) -> Iterator[Batch]:
@@ -250,8 +251,8 @@ def token_type(tokenizer: Tokenizer) -> np.dtype:
 
 
 def encode(tokenizer: Tokenizer, batch: Batch) -> np.ndarray:
-    """Return a batch's tokens, (tokens,), with end-of-text, if any, after each document. Thread-safe."""
-    if len(batch) == 1:  # its one piece may be a very long line
+    """Return a batch's tokens as one array, with end-of-text, if any, after each document. Thread-safe."""
+    if len(batch) == 1:  # `encode` can cut it, and it may be a very long line
         arrays = [tokenizer.encode(batch[0].text)]
     else:
         arrays = tokenizer.encode_batch([piece.text for piece in batch])

@@ -1,8 +1,8 @@
 """The output folder: files appear in it whole or not at all, and a record says how far the command has come.
 
-The record, `prepare.json`, is no part of the data. With it the same command continues, and another is
-refused. Shards are files of tokens in llm.c's format: full ones, then a shorter last one, first of the
-training part, then of validation.
+The record, `prepare.json`, is no part of the data. With it the same command continues, and another command is
+refused. Shards are files of tokens in llm.c's format, first of the training part, then of validation; the
+last one of a part may be shorter than the others.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def write_file(path: Path, content: bytes | dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[None]:
-    """Make the folder and lock it until the block ends. Raises UserError, also if another command has it."""
+    """Make the folder, and lock it until the block ends. Raises UserError, also if it is locked already."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
@@ -119,7 +119,7 @@ class Record(pydantic.BaseModel):
 
 
 def open_record(folder: Path, command: dict[str, Any]) -> Record:
-    """Return the record of the same command, up to its first missing shard; a new one in an empty folder.
+    """Return the folder's record, up to the first shard that is missing; a new one for an empty folder.
 
     Raises UserError if the folder has other files, another command's record, or one that cannot be read.
     """
@@ -143,7 +143,7 @@ def open_record(folder: Path, command: dict[str, Any]) -> Record:
     for place, shard in enumerate(record.shards):
         shard_path = folder / shard.name
         if not shard_path.is_file() or shard_path.stat().st_size != shard.bytes:
-            del record.shards[place:]  # and all behind it are written again
+            del record.shards[place:]  # this shard and all after it are written again
             break
     return record
 
@@ -207,12 +207,12 @@ class ShardWriter:
         with writable(self._path()):
             if self._file is None:
                 self._file = self._unfinished.enter_context(atomic_file(self._path()))
-                write_all(self._file.write, bytes(HEADER_BYTES))  # the real one follows when all is there
+                write_all(self._file.write, bytes(HEADER_BYTES))  # `finish_shard` replaces these zeros
             write_all(self._file.write, tokens.tobytes())
         self._count += len(tokens)
 
     def finish_shard(self, skip: int = 0) -> None:
-        """Complete the shard, if one is open; record that the next begins `skip` tokens into this batch."""
+        """Complete the shard, if one is open; record that the next skips `skip` tokens of this batch."""
         if self._file is None:
             return
         path = self._path()

@@ -1,7 +1,7 @@
-"""Runs the command: counts the text, makes the tokenizer, encodes the text, writes shards and meta.json.
+"""Run the command: count the text, make the tokenizer, encode the text, write shards and meta.json.
 
-The tokenizer is that which --tokenizer asks for: characters, a BPE trained on the text, or one from
-elsewhere. A bar on stderr shows the progress; where that is no terminal, every LINE_EVERY_S seconds.
+--tokenizer asks for a tokenizer of characters, a BPE trained on the text, or one from elsewhere. A bar on
+stderr shows the progress; if stderr is no terminal, the bar is written every LINE_EVERY_S seconds.
 """
 
 import contextlib
@@ -86,10 +86,10 @@ def progress(what: str, total: int | None = None) -> "tqdm[Never]":
 def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
     """Return a tokenizer.json of a byte-level BPE as GPT-2's, trained on the first part of the training text.
 
-    `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has not
-    that many pairs. The same text gives the same content, whatever the number of cores. Words that are longer
-    than those of WORD are trained on in pieces. Raises KeyboardInterrupt at once: the package, which obeys no
-    signal, trains in a thread, and only the end of the process ends that.
+    It has `vocab_size` tokens: the bytes, the merges, and end-of-text as the last one; fewer if the text has
+    too few pairs to merge. The same text gives the same content, whatever the number of cores. Words longer
+    than those of WORD are cut for training. The package trains in a thread and obeys no signal: after Ctrl-C
+    KeyboardInterrupt is raised at once, and the thread runs until the process ends.
     """
     try:
         from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -112,7 +112,7 @@ def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
         outcome, thread = start(lambda: package.train_from_iterator(texts, trainer))
         while thread.is_alive():
             thread.join(POLL_S)
-            shown.update(0)  # the seconds go on
+            shown.update(0)  # shows the seconds that have passed
     outcome.result()
     package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     package.add_special_tokens([END_OF_TEXT])
@@ -193,7 +193,7 @@ def prepare(names: Sequence[str], out: Path, options: Options) -> str:
 
 
 def count(files: Sequence[InputFile], options: Options) -> InputStats:
-    """Read all files once; return totals. UserError for a file without text, or one short document alone."""
+    """Read all files once; return totals. UserError for an empty file, or too short a single document."""
     stats, alphabet = InputStats(), set[str]()
     with progress("counting") as shown:
         for file in files:
