@@ -125,8 +125,6 @@ def sample(arguments: argparse.Namespace) -> None:
 
     device = find_device(arguments.device)
     weights = open_weights(arguments.run, arguments.best, asked="")
-    if weights.model is None or weights.block_size is None:
-        raise UserError(f"{arguments.run} does not say which model it is of: give the folder that it is from")
     vocab_size = weights.vocab_size
     tokenizer = None if arguments.prompt_tokens is not None else weights.tokenizer
     has_prompt = arguments.prompt is not None or arguments.prompt_file is not None

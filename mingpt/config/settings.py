@@ -226,7 +226,7 @@ class SnapshotConfig:
     init_from: Optional[str] = Field(
         None,
         "start with the weights of another run or model: run folder, snapshot, Hugging Face folder of GPT-2 "
-        "or NanoChat, safetensors file, or gpt2, gpt2-medium, gpt2-large, gpt2-xl",
+        "or NanoChat, or gpt2, gpt2-medium, gpt2-large, gpt2-xl",
         affects_result=True,
     )
 

@@ -46,12 +46,16 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Return this process's Launch.
 
-        Raises UserError if RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not.
+        Raises UserError if RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not; or for a text
+        in place of a number.
         """
         env = os.environ
 
         def number(name: str, default: int = 0) -> int:
-            return int(env.get(name, default))
+            try:
+                return int(env.get(name, default))
+            except ValueError:
+                raise UserError(f"{name} must be a whole number, not {env[name]!r}") from None
 
         found = cls(
             omp_threads=number("OMP_NUM_THREADS") if env.get("OMP_NUM_THREADS", "").isdecimal() else None,

@@ -171,21 +171,6 @@ def swap_halves(weight: Tensor, n_head: int) -> Tensor:
     return weight.view(n_head, 2, -1, weight.shape[1]).flip(1).view_as(weight)
 
 
-def from_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of `arch: gpt2` from the tensors of a GPT-2 file.
-
-    Names there may begin with `transformer.`; causal masks and a head are left out. Raises UserError if the
-    head differs from `wte`.
-    """
-    check_tied(tensors)
-    named = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    return {
-        name: tensor.t() if name.endswith(TRANSPOSED) else tensor
-        for name, tensor in named.items()
-        if name != "lm_head.weight" and not name.endswith(BUFFERS)
-    }
-
-
 def check_tied(tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError if a GPT-2 file has a head that differs from its embedding."""
     head, *embeddings = (tensors.get(name) for name in TIED)

@@ -6,7 +6,7 @@ the model: tensors are known by their names, and by the rows that each rank hold
 """
 
 from mingpt.snapshot.layout import TensorSpec, specs_of
-from mingpt.snapshot.lookup import open_snapshot, read_safetensors
+from mingpt.snapshot.lookup import open_snapshot
 from mingpt.snapshot.manifest import read_config
 from mingpt.snapshot.memory import MemorySaver, MemorySnapshots
 from mingpt.snapshot.reading import Check, Entries
@@ -27,7 +27,6 @@ __all__ = [
     "TensorSpec",
     "open_snapshot",
     "read_config",
-    "read_safetensors",
     "specs_of",
     "this_process",
 ]

@@ -7,14 +7,10 @@ import logging
 import os
 from collections.abc import Iterable
 
-from torch import Tensor
-
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.base.files import RETRIES_S
-from mingpt.base.urls import open_url
 from mingpt.config.cli import read_file
 from mingpt.snapshot.layout import step_of, steps_in
-from mingpt.snapshot.reading import Check, SourceFile, TensorFile, accept_all, check_finite
+from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.saver import validation_loss
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
@@ -62,7 +58,7 @@ def open_snapshot(
             except (CorruptSnapshot, UnreadableSnapshot) as error:
                 log.warning(f"snapshot of step {step} in {place} skipped: {error}")
                 problems.append(f"step {step}: {error}")
-    if best:
+    if best and not problems:
         raise UserError(
             f"there is no best snapshot in {where}: with snapshot.keep_best=true a run saves one at an "
             "evaluation past step 0; take the newest one, without --best"
@@ -103,17 +99,3 @@ def possible_places(where: str) -> list[str]:
         return places
     configured = read_file(config).get("snapshot.path")
     return [configured, *places] if configured and isinstance(configured, str) else places
-
-
-def read_safetensors(where: str) -> dict[str, Tensor]:
-    """Return the tensors, by name, of another program's safetensors file at a path or URL.
-
-    Raises CorruptSnapshot if the file is missing or damaged, or if a number is not finite, UnreadableSnapshot
-    if reading fails, or UserError if the URL's driver is not installed.
-    """
-    files, path = open_url(where, "it")
-    file = TensorFile(SourceFile(files, path, "the file", RETRIES_S))
-    tensors = {name: file.read(name) for name in file.entries}
-    for name, tensor in tensors.items():
-        check_finite(name, tensor)
-    return tensors

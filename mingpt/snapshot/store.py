@@ -183,6 +183,8 @@ class SnapshotStore(FileStore):
         """
         try:
             self.make_ready()
+        except ClaimLost:
+            raise
         except DriverError as error:
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 log.warning(f"there is no room for snapshots in {self.url} ({error.strerror})")

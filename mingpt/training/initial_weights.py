@@ -1,4 +1,4 @@
-"""Weights to start a run with: of another run, of a model in Hugging Face's format, or of a file of GPT-2.
+"""Weights to start a run with: of another run, or of a model in Hugging Face's format.
 
 In a folder of Hugging Face's format, transformers reads the config and the safetensors, and never a pickle.
 Only models of the architectures that model.arch calls `gpt2` and `modern` are read (model/hf.py), and no
@@ -27,12 +27,10 @@ from mingpt.model.hf import (
     TIED,
     check_tied,
     config_from_hf,
-    from_gpt2,
     from_hf,
     import_transformers,
 )
-from mingpt.snapshot import open_snapshot, read_safetensors
-from mingpt.snapshot.layout import step_of
+from mingpt.snapshot import open_snapshot
 from mingpt.snapshot.reading import check_finite
 from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
@@ -54,9 +52,9 @@ class InitialWeights:
 
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer | None  # None: not known
-    model: ModelConfig | None  # None: not known
+    model: ModelConfig
     where: str  # as the user gave it, for messages
-    block_size: int | None = None  # positions that the tensors were trained with; None: not known
+    block_size: int  # positions that the tensors were trained with
 
     @property
     def vocab_size(self) -> int:
@@ -68,15 +66,13 @@ def open_weights(where: str, best: bool = False, asked: str = "snapshot.init_fro
     """Return the weights at a path or URL; or download one of GPT2_NAMES. Raises UserError.
 
     `where` may be a run folder, whose newest snapshot is read (with `best`, the one of the lowest validation
-    loss); a snapshot; a folder in Hugging Face's format; or GPT-2's .safetensors. Messages on the last two
-    begin with `asked` and `where`.
+    loss); a snapshot; or a folder in Hugging Face's format. Messages on the last begin with `asked` and
+    `where`.
     """
     is_on_hub = where in GPT2_NAMES and not os.path.exists(where)
     try:
         if is_on_hub or os.path.isfile(os.path.join(where, CONFIG)):
             return read_folder(where, is_on_hub)
-        if where.endswith(".safetensors") and step_of(os.path.basename(where)) is None:
-            return InitialWeights(from_gpt2(read_safetensors(where)), None, None, where)
     except Exception as error:  # transformers raises the errors of many packages
         reason = " ".join(str(error).split())[:500]
         raise UserError(f"{asked}{where} cannot be used: {reason or repr(error)}") from None
@@ -187,11 +183,10 @@ def match_weights(
     differs.
     """
     origin = f"snapshot.init_from={initial.where}"
-    if initial.model is not None:
-        there, here = vars(initial.model), vars(config)
-        wrong = [f"model.{name}={there[name]}" for name in SHAPE_SETTINGS if there[name] != here[name]]
-        if wrong:
-            raise UserError(f"{origin} holds the weights of another model: set {' '.join(wrong)}")
+    there, here = vars(initial.model), vars(config)
+    wrong = [f"model.{name}={there[name]}" for name in SHAPE_SETTINGS if there[name] != here[name]]
+    if wrong:
+        raise UserError(f"{origin} holds the weights of another model: set {' '.join(wrong)}")
     tensors = dict(initial.tensors)
     for name in EMBEDDINGS:
         if name in shapes and name in tensors and tuple(tensors[name].shape[1:]) == shapes[name][1:]:

@@ -60,7 +60,8 @@ class Replay:
         self.first_step = state.step
         # By rank. A worker without a micro-batch of its own computes micro-batch 0.
         self.numbers = [share.start if share else 0 for share in self.strategy.setup.micro_batches_by_rank]
-        self.every = config.trainer.replay_every if self.are_alike() else 0
+        every = config.trainer.replay_every
+        self.every = every if every and self.are_alike() else 0
 
     def are_alike(self) -> bool:
         """Whether all workers have processors of one kind. If not, rank 0 logs a warning. Collective."""

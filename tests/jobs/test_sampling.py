@@ -81,8 +81,7 @@ def test_a_folder_in_hugging_faces_format_gives_the_text_of_the_run_it_is_from(
     export(str(run), str(out))
     words = ["--prompt", "The ", "--tokens", "60"]
     assert sample(out, *words).stdout == sample(run, *words).stdout
-    sentence = f"{out / 'model.safetensors'} does not say which model it is of"
-    assert sentence in error_of(sample(out / "model.safetensors"))
+    assert "give a run folder" in error_of(sample(out / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -191,10 +190,10 @@ def test_in_a_terminal_it_asks_for_prompts_until_ctrl_d(run: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
-        env=clean_environment(TERM="dumb"),
+        env=clean_environment(TERM="dumb", OMP_NUM_THREADS="1"),
         bufsize=0,
     )
-    timer = threading.Timer(60, terminal.kill)
+    timer = threading.Timer(240, terminal.kill)  # on a busy machine its start alone may take a minute
     timer.start()
     with terminal:
         assert terminal.stdin

@@ -1,6 +1,8 @@
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -18,6 +20,7 @@ from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
 from mingpt.report.history import GenerationStart
 from mingpt.report.metrics import RunInfo, Sink, training_values
+from mingpt.report.plot import LossPlot
 from mingpt.report.run_logger import SINKS, RunLogger, is_reported
 
 TEXT = b"To be, or not to be, that is the question.\n" * 40
@@ -37,6 +40,22 @@ def sinks(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
 
     monkeypatch.setattr("mingpt.report.run_logger.SINKS", [*SINKS, make_sink])
     return made
+
+
+@pytest.fixture(autouse=True)
+def drawings_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No drawing goes on beside the next test's: all of a process draw on one figure, in one run in turn."""
+    begun: list[Future[None]] = []
+    start_drawing = LossPlot.start_drawing
+
+    def start(plot: LossPlot) -> Future[None]:
+        begun.append(start_drawing(plot))
+        return begun[-1]
+
+    monkeypatch.setattr(LossPlot, "start_drawing", start)
+    yield
+    for drawing in begun:
+        drawing.result(timeout=60)
 
 
 def make_logger(

@@ -16,7 +16,7 @@ from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_d
 from mingpt.data import CharTokenizer, Corpus
 from mingpt.report.run_logger import describe_part
 from mingpt.snapshot.reading import TensorEntry
-from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights, open_weights
+from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights
 from mingpt.training.run_data import initial_rows, load_corpus, load_data
 from mingpt.training.state import check_model, manifest_tokenizer, snapshot_tokenizer
 
@@ -86,15 +86,6 @@ def test_a_configuration_or_a_vocabulary_of_another_model_is_refused_whatever_it
         check_model(manifest | {"vocabulary": vocabulary}, entries)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04\x95" + bytes(100), b"PK\x03\x04" + bytes(100)])
-def test_a_gpt2_file_that_is_none_is_one_sentence(content: bytes, tmp_path: Any) -> None:
-    path = tmp_path / "gpt2.safetensors"
-    path.write_bytes(content)
-    for where in (path, tmp_path / "missing.safetensors"):
-        with pytest.raises(UserError, match=f"snapshot.init_from={where} cannot be used"):
-            open_weights(str(where))
-
-
 @pytest.mark.parametrize(
     ("content", "more", "reason"),
     [
@@ -132,7 +123,7 @@ def test_rows_of_an_embedding_follow_their_tokens() -> None:
 
 def test_weights_of_a_model_of_another_shape_name_the_settings() -> None:
     config = ModelConfig(arch="gpt2", n_layer=2, n_head=2, n_embd=16)
-    initial = InitialWeights({}, None, replace(config, n_layer=5, n_head=4), "there")
+    initial = InitialWeights({}, None, replace(config, n_layer=5, n_head=4), "there", 8)
     with pytest.raises(UserError, match=r"set model\.n_layer=5 model\.n_head=4"):
         match_weights(initial, config, {}, draw_zeros, None)
 
@@ -147,7 +138,7 @@ def test_weights_to_start_with_are_fitted_and_new_rows_are_drawn() -> None:
     config, shapes = model.config, {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     given = {name: torch.randn(shape) for name, shape in shapes.items()}
     given["wpe.weight"] = torch.randn(20, 16)
-    initial = InitialWeights(given, CharTokenizer(VOCABULARY), config, "there")
+    initial = InitialWeights(given, CharTokenizer(VOCABULARY), config, "there", 20)
     found = match_weights(initial, config, shapes, draw_zeros, CharTokenizer("abcdefghijz"))
     assert {name: tuple(weight.shape) for name, weight in found.items()} == shapes
     assert (
@@ -170,7 +161,7 @@ def load(path: Path, initial: InitialWeights | None = None, tokenizer: str = "au
 
 def test_weights_without_a_tokenizer_begin_with_characters_only_if_asked_for(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the sea " * 50)
-    initial = InitialWeights({"wte.weight": torch.zeros(9, 2)}, None, None, "there")
+    initial = InitialWeights({"wte.weight": torch.zeros(9, 2)}, None, ModelConfig(), "there", 4)
     with pytest.raises(UserError, match=r"=there has no tokenizer that can be read: name it by data\."):
         load(tmp_path / "text.txt", initial)
     assert isinstance(load(tmp_path / "text.txt", initial, tokenizer="char").tokenizer, CharTokenizer)
@@ -209,6 +200,6 @@ def test_a_pickle_beside_the_shards_is_said_to_be_unread(
 def test_an_embedding_keeps_its_rows_where_the_tokenizer_is_the_same(
     rows: int, tokenizer: CharTokenizer | None, config: DataConfig, expected: int | None
 ) -> None:
-    initial = InitialWeights({"wte.weight": torch.zeros(rows, 4)}, ABC, None, "there")
+    initial = InitialWeights({"wte.weight": torch.zeros(rows, 4)}, ABC, ModelConfig(), "there", 4)
     assert initial_rows(config, SingleProcess(), tokenizer, initial) == expected
     assert initial_rows(config, SingleProcess(), tokenizer, None) is None
