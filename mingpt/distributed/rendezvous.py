@@ -387,7 +387,9 @@ def stuck_place(stacks: Path) -> str:
 
     This is the innermost line outside libraries, if there is one. Without stacks, a clause says so.
     """
-    main_thread = stacks.read_text(errors="replace").rpartition("hread 0x")[2]  # the last thread
+    # SIGUSR2's stacks have no such title: they tell where the process was at that time.
+    _, was_stuck, dump = stacks.read_text(errors="replace").rpartition("Timeout (")
+    main_thread = dump.rpartition("hread 0x")[2] if was_stuck else ""  # the last thread
     frames = re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)
     own = [frame for frame in frames if "/lib/python" not in frame[0]] or frames
     if not own:

@@ -253,6 +253,11 @@ class RunHistory:
         self.content["durable_step"] = step
         self.file.write_in_background(self.encode())
 
+    def note_skipped(self, count: int) -> None:
+        """Record how many updates were left out so far in the run."""
+        self.content["updates_skipped"] = count
+        self.file.write(self.encode())
+
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
         """Record that at `step` these workers computed differently; what was saved past `after` is not used.
 

@@ -207,7 +207,7 @@ class RunLogger:
     def log_skipped(self, step: int, first_window: int, last_window: int, count: int) -> None:
         """Record that the update of `step`, from these windows, was left out: `count` so far in the run."""
         self.log_values(step, {"skipped/first_window": first_window, "skipped/last_window": last_window})
-        self.history.content["updates_skipped"] = count
+        self.history.note_skipped(count)
 
     def log_evaluation(self, step: int, values: Values, sample: str) -> None:
         self.log_values(step, values)

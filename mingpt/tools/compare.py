@@ -30,6 +30,7 @@ TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
 # Metadata that only change the rounding; the parallelism does so only under trainer.reduction=fast.
 NUMERICS = ("trainer.dtype", "trainer.compile", "trainer.reduction", "trainer.fsdp_param_dtype")
 PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
+MICRO_BATCH = "trainer.micro_batch_size"
 SAMPLE_ORDER = ("seed", "audit")  # the audit is a digest of the tokens that the workers were fed
 FIRST_RECORDS = 10  # small differences grow, so only the first ones tell rounding from other causes
 MAX_ROUNDING = 0.1  # of the noise between neighbouring records
@@ -102,10 +103,10 @@ def open_newest(runs: Sequence[str]) -> list[Snapshot]:
 
 
 def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
-    """Return {key: value} of a run's settings, data, software and numbers of workers.
+    """Return {key: value} of a run's settings, data, software, numbers of workers, and changed settings.
 
-    The numbers of workers are from run.json; the rest is from the manifest of `snapshot` or, if that is None,
-    the settings alone from config.yaml. Empty without either. Raises UserError for a bad config.yaml.
+    The last two are from run.json; the rest is from the manifest of `snapshot` or, if that is None, the
+    settings alone from config.yaml. Empty without either. Raises UserError for a bad config.yaml.
     """
     config, history = run / "config.yaml", load_history(run)
     if snapshot:
@@ -116,7 +117,8 @@ def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
     else:
         return {}
     workers = [str(entry.get("workers")) for entry in history["generations"]] if history else []
-    return found | {"run_dir": None, "workers": ", then ".join(dict.fromkeys(workers))}
+    changes = history["changes"] if history else []  # settings changed on purpose, perhaps changed back
+    return found | {"run_dir": None, "workers": ", then ".join(dict.fromkeys(workers)), "changes": changes}
 
 
 def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference]:
@@ -156,9 +158,12 @@ def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | Non
     """Return in words why two runs differ: the metadata that explain it, else what the losses look like.
 
     `metadata` has what differs. `likely` is the result of `classify`. `is_known` says that both runs have
-    metadata, `is_fast` that one has trainer.reduction=fast.
+    snapshots, `is_fast` that one has trainer.reduction=fast.
     """
-    rounding = [key for key in metadata if key in NUMERICS or key.startswith("software.")]
+    numerics = NUMERICS
+    if MICRO_BATCH in metadata and likely == "rounding":  # with dropout it is more than rounding
+        numerics += MICRO_BATCH, "audit"  # the digests are of micro-batches
+    rounding = [key for key in metadata if key in numerics or key.startswith("software.")]
     rounding += [key for key in PARALLELISM if key in metadata and is_fast]
     causes = [key for key in metadata if affects_result(key) and key not in rounding]
     other = [key for key in causes if key not in SAMPLE_ORDER]
@@ -212,7 +217,7 @@ def compare(*runs: str) -> Comparison:
         len(pairs),
         len(one.keys() ^ other.keys()),
         first_values,
-        explain(metadata, bool(ours and theirs), is_fast, likely),
+        explain(metadata, bool(snapshots), is_fast, likely),
         snapshots[0].manifest["step"] if snapshots else None,
         len({name for snapshot in snapshots for name in snapshot.file_of}),
         tensors,

@@ -5,9 +5,8 @@ forward, inside the reduction, evaluation, in the middle of a save) and their nu
 change, all under torchrun. Then compares the final tensors, bit for bit, and the loss curves, and checks that
 the hash of the tokens that the workers trained on is the one that follows from configuration and text alone.
 Exit code 0 if all is identical and each kill was done; else 1, and the last line names the seed. `--break
-window`, `sum` or `byte` sabotages the disturbed run on purpose: verify notices, with exit code 1 (`sum` acts
-only if one worker under ddp, or several under fsdp, do the 41st step). Ten kills take one to three minutes on
-two CPU cores.
+window`, `sum` or `byte` sabotages the disturbed run on purpose: verify notices, with exit code 1. Ten kills
+take one to three minutes on two CPU cores.
 """
 
 import json

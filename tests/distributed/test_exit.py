@@ -8,6 +8,7 @@ from torch.distributed import DistNetworkError
 
 from mingpt.distributed.exit import MAX_STACK_FILES, ProcessExit, is_lost_peer, is_timeout
 from mingpt.distributed.launch import Launch
+from mingpt.distributed.rendezvous import stuck_place
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,14 @@ def test_stacks_of_the_present_generation_are_never_removed(tmp_path: Path) -> N
     assert "worker-0-earlier1.txt" not in left and not any("-19-earlier" in name for name in left)
     assert process_exit.stacks is not None
     process_exit.stacks.close()
+
+
+def test_the_place_where_a_worker_is_stuck_is_not_taken_from_stacks_that_a_user_asked_for(
+    tmp_path: Path,
+) -> None:
+    thread = 'hread 0x00007f (most recent call first):\n  File "/home/me/{}.py", line 7 in step\n'
+    path = tmp_path / "worker-1-present1.txt"
+    path.write_text("Current t" + thread.format("asked"))
+    assert stuck_place(path) == "it wrote no stacks (stopped, or its machine is lost)"
+    path.write_text(path.read_text() + "Timeout (0:00:06)!\nT" + thread.format("trainer"))
+    assert stuck_place(path).startswith("trainer.py:7 in step")

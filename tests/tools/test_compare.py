@@ -28,6 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "seed": {"trainer__workers": 1, "seed": 2},
     "batch": {"trainer__workers": 4, "trainer__batch_size": 32},
     "window": {"trainer__workers": 1, "data__block_size": 16},
+    "micro": {"trainer__workers": 1, "trainer__micro_batch_size": 2},
     "bfloat16": {"trainer__workers": 1, "trainer__dtype": "bfloat16"},
 }
 
@@ -66,6 +67,7 @@ def make_run(
         ("seed", [r"\* seed: 1337 -> 2", "another order of samples: seed, audit"]),
         ("batch", [r"\* trainer.batch_size: 8 -> 32", "another computation: trainer.batch_size"]),
         ("window", [r"train/loss first differs at step 1: .*", "another computation: data.block_size"]),
+        ("micro", [r"\* trainer.micro_batch_size: 1 -> 2", "rounding: trainer.micro_batch_size, audit"]),
         ("bfloat16", ["step 12: .* tensors differ, .*", "rounding: trainer.dtype, software.dtype"]),
         ("four, fast", [r"grad_norm first differs at step \d: .* units .*", "rounding: workers"]),
     ],
