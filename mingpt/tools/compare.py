@@ -160,9 +160,9 @@ def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | Non
     `metadata` has what differs. `likely` is the result of `classify`. `is_known` says that both runs have
     snapshots, `is_fast` that one has trainer.reduction=fast.
     """
-    numerics = NUMERICS
+    numerics = list(NUMERICS)
     if MICRO_BATCH in metadata and likely == "rounding":  # with dropout it is more than rounding
-        numerics += MICRO_BATCH, "audit"  # the digests are of micro-batches
+        numerics += [MICRO_BATCH, "audit"]  # the digests are of micro-batches
     rounding = [key for key in metadata if key in numerics or key.startswith("software.")]
     rounding += [key for key in PARALLELISM if key in metadata and is_fast]
     causes = [key for key in metadata if affects_result(key) and key not in rounding]
