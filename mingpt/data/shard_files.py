@@ -168,8 +168,9 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
     """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
 
-    `header` is the file's first HEADER_BYTES, `size` its length in bytes. Raises UserError, naming the file,
-    for an unknown header, or a size that does not agree with the header.
+    `header` is the file's first HEADER_BYTES, `size` its length in bytes. Without a known magic number, a
+    file named as in HEADERLESS is all uint16 tokens. Raises UserError, naming the file, for another unknown
+    header, or a size that does not fit.
     """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]

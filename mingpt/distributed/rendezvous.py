@@ -1,9 +1,9 @@
 """The rendezvous of a generation's workers in the job's store, and the exit reasons they record there.
 
-Workers meet under keys that no earlier generation wrote. The agent's store outlives the workers, and with
-several agents neither the restart count nor the port tells generations apart. So each worker offers a fresh
-nonce, and rank 0 answers under that nonce with the generation's name: a key of a dead worker cannot be
-mistaken for an answer.
+Apart from their offers, workers meet under keys that no earlier generation wrote. The agent's store outlives
+the workers, and with several agents neither the restart count nor the port tells generations apart. So each
+worker offers a fresh nonce, and rank 0 answers under that nonce with the generation's name: an answer to a
+dead worker's offer, which may still be there, cannot be mistaken for one's own.
 
 The next generation reads the exit reasons of the previous one, to tell how that ended. A worker finds the
 other workers of its agent in /proc, and watches and kills them by pidfd, on Linux only.

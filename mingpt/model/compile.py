@@ -70,7 +70,7 @@ class CompileChoice:
 def choose_compile(
     config: Config, vocab_size: int, device_type: str, recorded: bool | None = None
 ) -> CompileChoice:
-    """Decide, as trainer.compile says, whether to compile the model for "cpu", "cuda" or "mps".
+    """Return whether, and why, trainer.compile has the model compiled for "cpu", "cuda" or "mps".
 
     `recorded`: whether the model of the snapshot that the run resumes from was compiled; auto then keeps that
     choice, also if trainer.max_steps has changed. None for a run that has trained nothing yet. Raises

@@ -237,7 +237,7 @@ class _Attention(torch.autograd.Function):
 
 
 def row_ranges(length: int) -> list[tuple[int, int]]:
-    """Split `length` queries into products of at most ROWS; return each product's (first, last + 1)."""
+    """Split `length` queries into blocks, of at most ROWS, for products; return each (first, last + 1)."""
     return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 

@@ -48,7 +48,7 @@ class Embedding(nn.Embedding):
     """nn.Embedding without initial weights: `draw_weight` draws them."""
 
     def reset_parameters(self) -> None:
-        """Draw nothing, like Linear."""
+        """Draw nothing, as in Linear above."""
 
 
 class Dropout(nn.Module):

@@ -127,7 +127,7 @@ class BucketReducer:
         return gathered[:size]
 
     def add(self, parts: list[Tensor]) -> Tensor:
-        """Return the sum of parts, one per node, along the tree, in the first's memory; overwrite others."""
+        """Return the tree's sum of parts, one per node, in the first's memory; others may be overwritten."""
         stack: PartialSums[Tensor] = []
         nodes = [node for nodes in self.covers for node in nodes]
         for (level, index), part in zip(nodes, parts, strict=True):

@@ -27,7 +27,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield (line with its newline, its record) in order. A line that is no record is logged, with None."""
+    """Yield (line with its newline, its record) in order. A line without a record is logged."""
     if not path.exists():
         return
     with open(path, "rb") as file:

@@ -149,7 +149,7 @@ class RunLogger:
         assignment: Sequence[Sequence[int]],
         snapshots: str,
     ) -> None:
-        """Log what is going to happen; in a restart, only how the generation before ended.
+        """Log how the generation before ended, if `previous_end` says; unless in a restart, also the plan.
 
         `compile_choice` is a line on torch.compile, `assignment` has each rank's micro-batches of a step, and
         `snapshots` is the folder or URL of snapshots.

@@ -85,7 +85,7 @@ class FileRecord:
 
 
 class ShardFields(pydantic.BaseModel):
-    """The part of a sharded state in a snapshot in memory: one rank's rows, perhaps unsharded tensors."""
+    """Tells which part of a sharded state a memory snapshot has: a rank's rows, maybe also whole tensors."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
     rank: Count

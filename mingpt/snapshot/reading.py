@@ -88,7 +88,7 @@ class SourceFile:
 
 
 def size_of(files: Any, path: str) -> int:
-    """Return a file's size in bytes. Raises IsADirectoryError unless it is regular, or a driver's error."""
+    """Return a file's size in bytes. IsADirectoryError for a folder or a device; else a driver's errors."""
     if isinstance(files, LocalFileSystem):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):

@@ -164,7 +164,7 @@ class SnapshotStore(FileStore):
     """Reads and writes the snapshots at `url`; the constructor's arguments are those of FileStore."""
 
     def steps(self, kind: str = "json") -> list[int]:
-        """Return the steps with a manifest (with a tensor file if `kind` is "safetensors"), newest first."""
+        """Return the steps with a manifest, or a tensor file if `kind` is "safetensors", newest first."""
         return steps_in(self.names(), kind)
 
     def has_manifest(self, step: int) -> bool:

@@ -100,7 +100,7 @@ def model_card(manifest: Mapping[str, Any], architecture: str, parameters: int, 
 
     `architecture` is the name of transformers' model class. `parameters` is the number of parameters, where a
     matrix that is used twice counts once. `prompt` is the text that the example continues; None without a
-    tokenizer.
+    tokenizer.json.
     """
     given = flatten(dict(manifest["config"]))
     figures: dict[str, Any] = {
@@ -198,7 +198,7 @@ def write_files(folder: Path, snapshot: Snapshot, tokenizer: Tokenizer | None) -
 
 
 def save_model(folder: Path, config: Config, tensors: dict[str, Tensor], end: int | None) -> str:
-    """Write config.json, generation_config.json and model.safetensors; return transformers' model class."""
+    """Write config.json, generation_config.json and model.safetensors; return the model class's name."""
     transformers = import_transformers()
     arch, block_size = config.model.arch, config.data.block_size
     vocab_size = len(tensors["wte.weight"])

@@ -102,7 +102,7 @@ class FaultInjector:
             self.kill_if_due("save", self.step)
 
     def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
-        """If `sabotage` is "sum", round the newest partial sum, as another order of adding would."""
+        """If `sabotage` is "sum", round SABOTAGED_STEP's partial sums, as another order of adding would."""
         if self.sabotage == "sum" and self.step == SABOTAGED_STEP:
             for partial_sum in sums[-1][2]:
                 partial_sum.add_(1.0).sub_(1.0)

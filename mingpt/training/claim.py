@@ -278,7 +278,7 @@ class Claim:
                 self.rewrite(self.holder)
 
     def rewrite(self, holder: Holder) -> None:
-        """Replace the claim's content in place: on a disk the file keeps its room, and is never empty."""
+        """Replace the claim's content in place: a file is never empty, and a full disk does not matter."""
         content = holder.to_json().encode()
         if self.store.is_local:
             with open(self.path(self.number), "r+b") as file:

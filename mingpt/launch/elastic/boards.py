@@ -37,7 +37,7 @@ BIND_S = 3.0  # between attempts to listen on a port that is taken
 
 
 def request(host: str, port: int, message: Message, timeout_s: float) -> Message:
-    """Return a server's answer. OSError if the server refuses, is no agent, or is silent for `timeout_s`."""
+    """Return a server's answer. OSError if it is out of reach, no agent, or silent for `timeout_s`."""
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
             connection.sendall(json.dumps(message).encode() + b"\n")

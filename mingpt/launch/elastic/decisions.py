@@ -226,7 +226,7 @@ def must_restart(
 
 
 def has_lost_member(me: Entry, alive: Collection[Entry], gone: Collection[str]) -> bool:
-    """Return whether a member of the round that `me` is in has ended, or has left the round."""
+    """Return whether a member of the round of `me` is in `gone` (ended or silent), or has left the round."""
     members = set(me.members) - {me.id}
     left = {
         entry.id

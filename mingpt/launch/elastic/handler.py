@@ -264,7 +264,7 @@ class ElasticRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, len(round.members), bootstrap)
 
     def _is_passed(self) -> bool:
-        """Return whether all members' workers have finished, or a member has ended or left and never will."""
+        """Return whether there is nobody to wait for: all are done, or one has ended, left or is silent."""
         view = self._node.view()
         are_here = set(view.me.members) <= view.done | {view.me.id}
         return are_here or decisions.has_lost_member(view.me, view.alive, view.gone)

@@ -98,7 +98,7 @@ def render(work: Workload, limit_bytes: int, limit_source: str) -> list[str]:
 
 
 def describe(work: Workload) -> list[str]:
-    """Return lines on the model, its state, a step and the data."""
+    """Return lines on the model, its state, a step's tokens, whether it is compiled, and the data."""
     config = work.config
     snapshots = config.snapshot.keep_last + config.snapshot.keep_best
     workers = "1 worker" if work.workers == 1 else f"{work.workers:,} workers"

@@ -305,10 +305,11 @@ def fsdp_bytes(work: Workload) -> int:
 
 
 def muon_bytes(work: Workload) -> int:
-    """Return the bytes, in bfloat16, that Muon's updates add to a step's collectives; 0 under adamw.
+    """Return the bytes (bfloat16) that Muon's updates add to a worker's collectives per step; 0 under adamw.
 
     The worker that computes an update sends it to all. If updates are sharded, each worker sends its rows of
-    the momentum to that worker, and gets its rows of the update. The factor (W - 1) / W is not in it.
+    the momentum to that worker, and gets its rows of the update. The factor (W - 1) / W of
+    `bytes_sent` is not in it.
     """
     whole = BFLOAT_BYTES * work.muon_elements
     return 2 * whole // work.workers if are_updates_sharded(work) else whole

@@ -113,9 +113,10 @@ class Piece:
 
 
 def read_pieces(file: InputFile) -> Iterator[Piece]:
-    """Yield the documents of a file, each as one piece; only that of a text file may be several pieces.
+    """Yield a file's documents, each as one piece; a text file is one document, of one or more pieces.
 
-    Raises UserError, with file and place, for bytes that are not UTF-8, or a line or row without a text.
+    Raises UserError, with file and place, for bytes that are not UTF-8, for a line or row without a text, for
+    a line that is too long, or as `open_input` does.
     """
     if file.kind == "text":
         return read_text(file)

@@ -121,7 +121,7 @@ def train_bpe(vocab_size: int, pieces: Iterable[Piece]) -> bytes:
 
 
 def sample(pieces: Iterable[Piece], shown: "tqdm[Never]") -> Iterator[str]:
-    """Yield texts of the training part, up to SAMPLE_BYTES or SAMPLE_WORD_BYTES of distinct words."""
+    """Yield texts of the training part, until SAMPLE_BYTES, or SAMPLE_WORD_BYTES of distinct words."""
     words: set[str] = set()
     size = word_bytes = 0
     for piece in pieces:
@@ -165,7 +165,7 @@ class Options:
 
 
 def prepare(names: Sequence[str], out: Path, options: Options) -> str:
-    """Write the shards of the files that `names` stand for to the folder `out`; return a summary.
+    """Write the shards of `names` (files, patterns, URLs) to the folder `out`; return a summary.
 
     A killed command goes on after its last finished shard; a complete folder is left alone. Raises UserError.
     """
