@@ -26,7 +26,11 @@ CONFIG = Config(
     optimizer=OptimizerConfig(name="adamw"),
 )
 PROMPT = "prompt (Ctrl-D ends): "
-SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+# SIGINT is ignored below a shell's background job, and a program would inherit that.
+SPAWN = (
+    "import os, pty, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+)
 
 
 @pytest.fixture(autouse=True)
