@@ -28,6 +28,14 @@ def test_each_limit_of_a_budget_that_is_passed_is_a_sentence() -> None:
     ]
 
 
+def test_code_within_an_f_string_counts_as_outside_of_it(tmp_path: Path) -> None:
+    house = runpy.run_path(str(ROOT / ".ci" / "house.py"))
+    path = tmp_path / "file.py"
+    path.write_text('x = f"{len(y)}"\n')
+    # Module, Assign, Name, JoinedStr, FormattedValue, Call, Name, Name; Load and Store are no nodes of ours.
+    assert house["size_of"]([path]) == house["Size"](statements=1, nodes=8, lines=1)
+
+
 def test_docstrings_are_counted_with_comments_and_begin_with_a_noun(tmp_path: Path) -> None:
     house = runpy.run_path(str(ROOT / ".ci" / "house.py"))
     path = tmp_path / "file.py"
