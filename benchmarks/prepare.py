@@ -1,4 +1,4 @@
-"""`python -m mingpt prepare` beside the tokenizers package alone, in turns; then killed half way.
+"""`python -m mingpt prepare` beside the tokenizers package alone, in turns.
 
     python benchmarks/prepare.py                                  # 100 MB, 5 rounds: a quarter of an hour
     python benchmarks/prepare.py --megabytes 20 --rounds 1        # a minute or two
@@ -7,15 +7,12 @@ The text is lines of Python's standard library and of data/input.txt, in an orde
 tokenizer of 4096 tokens is trained by the command beforehand. Our time is that of the whole command, with
 start, counting, writing and checksums; the package's time is that of `encode_batch` on the lines in batches
 of 10,000, without reading or writing. Prints rows as JSON. Exit code 1 unless the median of the paired ratios
-is at most 1.3, peak memory at most 1 GB, and a killed command that goes on leaves the same bytes. Wants a
-core of its own.
+is at most 1.3 and peak memory at most 1 GB. Wants a core of its own.
 """
 
-import hashlib
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -71,41 +68,18 @@ class Prepare:
     def __init__(self, text: Path) -> None:
         self.text, self.peak = text, 0
 
-    def start(self, out: Path, tokenizer: str) -> subprocess.Popen[bytes]:
-        options = ["--tokenizer", tokenizer, "--shard_tokens", str(SHARD_TOKENS)]  # bpe has 4096 tokens
-        command = [sys.executable, "-m", "mingpt", "prepare", str(self.text), "--out", str(out), *options]
-        return subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL)
-
     def run(self, out: Path, tokenizer: str) -> float:
         """Run the command; returns its seconds. Raises RuntimeError if it fails."""
+        options = ["--tokenizer", tokenizer, "--shard_tokens", str(SHARD_TOKENS)]  # bpe has 4096 tokens
+        command = [sys.executable, "-m", "mingpt", "prepare", str(self.text), "--out", str(out), *options]
         began = time.perf_counter()
-        process = self.start(out, tokenizer)
+        process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise RuntimeError(f"prepare ended with code {process.returncode}")
         self.peak = max(self.peak, usage.ru_maxrss * 1024)
         return time.perf_counter() - began
-
-
-def digests(folder: Path) -> dict[str, str]:
-    paths = [path for path in sorted(folder.iterdir()) if path.name != "prepare.json"]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-
-
-def is_same_after_a_kill(prepare: Prepare, out: Path, tokenizer: str, whole: dict[str, str]) -> bool:
-    """Kill a command when half of the shards exist, go on, and compare. False if it was not killed."""
-    half = sum(name.endswith(".bin") for name in whole) // 2
-    process = prepare.start(out, tokenizer)
-    while process.poll() is None and len(list(out.glob("*_*.bin"))) < half:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    kept = len(list(out.glob("*_*.bin")))
-    seconds = prepare.run(out, tokenizer)
-    same = digests(out) == whole
-    row(killed_with=kept, of=2 * half, went_on_s=round(seconds, 2), same_bytes=same)
-    return same and kept < len(whole) - 2
 
 
 def main() -> int:
@@ -130,10 +104,9 @@ def main() -> int:
 
         variants = {"prepare_s": prepare_again, "encode_batch_s": lambda: encode_alone(text, tokenizer)}
         found = measure_in_turns(variants, arguments.rounds, digits=2, megabytes=arguments.megabytes)
-        same = is_same_after_a_kill(prepare, folder / "killed", str(tokenizer), digests(out))
     ratio = median_and_spread(paired(found, "prepare_s", "encode_batch_s"))
-    row(**ratio, peak_mb=prepare.peak // 10**6, same_bytes=same)
-    return 0 if ratio["ratio"] <= MAX_RATIO and prepare.peak <= MAX_BYTES and same else 1
+    row(**ratio, peak_mb=prepare.peak // 10**6)
+    return 0 if ratio["ratio"] <= MAX_RATIO and prepare.peak <= MAX_BYTES else 1
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         ([], "the following arguments are required: COMMAND; see python -m mingpt --help"),
         (["verfy"], "argument COMMAND: invalid choice: 'verfy'"),
         (["verify", "--kill", "1"], "unrecognized arguments: --kill 1; see python -m mingpt verify --help"),
-        (["prepare", "--chec", "out"], "unrecognized arguments: --chec"),
+        (["prepare", "--tok", "out"], "unrecognized arguments: --tok"),
         (["export", "run", "out", "--over"], "unrecognized arguments: --over"),
         (["timeline", "nowhere"], "nowhere has no run.json: give the folder of a run"),
         (["plan", "--worker", "2"], "unknown setting 'worker'"),

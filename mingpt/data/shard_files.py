@@ -82,6 +82,7 @@ def find_files(path: str) -> tuple[Path, list[str], bool]:
             raise UserError(f"data.path {path} cannot be read: {error.strerror}") from None
         names = [name for name in listed if name.endswith(".bin") and name[0] != "."]  # * omits hidden files
         if not names:
+            read_meta(Path(path))  # its error says so if prepare was interrupted before the first shard
             raise UserError(
                 f"data.path {path} has no .bin file: name a text, or a folder of token shards, which "
                 "`python -m mingpt prepare` makes of other files"
@@ -217,7 +218,10 @@ def read_meta(folder: Path) -> dict[str, Any] | None:
     try:
         meta = read_json(path)
         if isinstance(meta, dict) and meta.get("complete") is False:
-            raise UserError(f"{path} says that prepare has not finished: run the same command of it again")
+            raise UserError(
+                f"{path} says that `python -m mingpt prepare` was interrupted: remove the folder {folder} "
+                "and run the same command again, unless it still runs"
+            )
         check_json(meta, Meta)
     except FileNotFoundError:
         return None

@@ -342,7 +342,7 @@ def change_meta(**changes: Any) -> Callable[[Path], object]:
 
 
 META_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not finished": (change_meta(complete=False), "prepare has not finished.*again"),
+    "not finished": (change_meta(complete=False), "was interrupted: remove the folder .* again"),
     "not text": (lambda folder: (folder / "meta.json").write_bytes(b"\xff\xfe"), "is damaged"),
     "no object": (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged"),
     "another purpose": (lambda folder: (folder / "meta.json").write_text('{"a": 1}'), "rename it to read"),

@@ -76,8 +76,8 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """{name: sha256} of the folder's files that are data."""
-    names = sorted(path.name for path in folder.iterdir() if path.name != "prepare.json")
+    """{name: sha256} of the folder's files."""
+    names = sorted(path.name for path in folder.iterdir())
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 

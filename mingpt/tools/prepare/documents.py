@@ -2,9 +2,8 @@
 
 Files are read in a fixed order. A text file is one document; so is each line of .jsonl or row of .parquet.
 The validation part is the last documents, by count of bytes, or the last characters of a single document.
-Texts come in batches, the same ones each time the files are read, so that a killed command can go on at a
-batch. A text file larger than PIECE_BYTES is encoded in pieces that end before a line end. If the tokenizer
-has an end-of-text, it follows each document.
+Texts come in batches. A text file larger than PIECE_BYTES is encoded in pieces that end before a line end. If
+the tokenizer has an end-of-text, it follows each document.
 """
 
 import contextlib
@@ -40,11 +39,10 @@ BLANKS = (
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read, by path or URL. `version` changes when the file does, as far as its storage tells."""
+    """A file to read, by path or URL."""
 
     path: str
     kind: str  # text, jsonl or parquet
-    version: str
 
     @property
     def shown(self) -> str:
@@ -80,15 +78,14 @@ def make_input(path: str) -> InputFile:
     """Return the input file of a path or URL. Raises UserError if it is missing, unreadable or a folder."""
     with readable(path):
         files, inner = fsspec.core.url_to_fs(path)
-        about = files.info(inner)
-    if about["type"] == "directory":
+        is_folder = files.info(inner)["type"] == "directory"
+    if is_folder:
         raise UserError(f"{path} is a folder: name its files by a pattern, such as '{path}/*.txt'")
-    changed = next((about[key] for key in ("ETag", "etag", "mtime", "LastModified") if about.get(key)), "")
     name = path.partition("?")[0] if "://" in path else path
     stem, suffix = os.path.splitext(name.lower())
     if suffix in COMPRESSED:
         suffix = os.path.splitext(stem)[1]
-    return InputFile(path, KINDS.get(suffix, "text"), f"{about.get('size')} bytes, {changed}")
+    return InputFile(path, KINDS.get(suffix, "text"))
 
 
 @contextlib.contextmanager
@@ -234,7 +231,7 @@ Batch = list[Piece]  # pieces that are encoded together, all of one part (traini
 
 
 def read_batches(pieces: Iterator[Piece]) -> Iterator[Batch]:
-    """Yield batches of about BATCH_BYTES, each of training or validation alone; the same ones each time."""
+    """Yield batches of about BATCH_BYTES, each of training or validation alone."""
     batch, size = Batch(), 0
     for piece in pieces:
         if batch and (size >= BATCH_BYTES or batch[0].is_val != piece.is_val):

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
 
@@ -19,8 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from mingpt.base.errors import UserError
+from mingpt.base.files import remove_quietly
 from mingpt.base.system import start
-from mingpt.data.json_tokenizer import parse_tokenizer_json
 from mingpt.data.source import parse_named_tokenizer, read_named_tokenizer
 from mingpt.data.tokenizers import CharTokenizer, Tokenizer
 from mingpt.tools.prepare.documents import (
@@ -36,16 +36,7 @@ from mingpt.tools.prepare.documents import (
     split_pieces,
     token_type,
 )
-from mingpt.tools.prepare.folder import (
-    META,
-    TOKENIZER,
-    Record,
-    ShardWriter,
-    check_tokenizer,
-    open_folder,
-    open_record,
-    write_file,
-)
+from mingpt.tools.prepare.folder import META, TOKENIZER, UNFINISHED, ShardWriter, open_folder, write_file
 
 LINE_EVERY_S = 30.0
 POLL_S = 0.1  # a signal that another thread takes does not wake the main one
@@ -61,7 +52,7 @@ WORD = (
     r"|\s{1,256}(?!\S)|\s{1,256}"
 )
 log = logging.getLogger(__name__)
-TOKENIZER_WORDS = ("char", "bpe", "gpt2")  # others are files
+MADE_TOKENIZERS = ("char", "bpe")  # of the text
 
 
 def pause_s() -> float:
@@ -165,30 +156,25 @@ class Options:
 
 
 def prepare(names: Sequence[str], out: Path, options: Options) -> str:
-    """Write the shards of `names` (files, patterns, URLs) to the folder `out`; return a summary.
+    """Write the shards of `names` (files, patterns, URLs) to the empty folder `out`; return a summary.
 
-    A killed command goes on after its last finished shard; a complete folder is left alone. Raises UserError.
+    Raises UserError. If it is raised before a shard is begun, the folder is empty again.
     """
     files = find_inputs(names)
-    command: dict[str, Any] = {f"--{option}": value for option, value in asdict(options).items()}
-    command |= {f"text {number}": f"{file.shown} of {file.version}" for number, file in enumerate(files, 1)}
-    given = None  # the content of the tokenizer's file
-    if options.tokenizer not in TOKENIZER_WORDS:
-        given = read_named_tokenizer(options.tokenizer, "--tokenizer")
-        command["--tokenizer"] = f"of sha256 {hashlib.sha256(given).hexdigest()}"
+    is_made = options.tokenizer in MADE_TOKENIZERS
+    content = b"" if is_made else read_named_tokenizer(options.tokenizer, "--tokenizer")
     with open_folder(out):
-        record = open_record(out, command)
-        if record.is_complete:
-            return f"{out} is complete already; --check reads it through"
-        if record.stats is None:
-            record.save(out)  # an output folder that cannot be written to is found before all is read
-            record.stats = count(files, options)
-            record.save(out)
-        stats = record.stats
-        tokenizer = load_or_make_tokenizer(files, stats, out, record, options, given)
-        meta = write_shards(files, stats, out, record, tokenizer, options)
+        write_file(out / META, UNFINISHED)
+        try:
+            stats = count(files, options)
+            content = content or make_tokenizer(files, stats, options)
+            tokenizer = parse_named_tokenizer(content, options.tokenizer, "--tokenizer")
+        except BaseException:
+            remove_quietly(out / META)
+            raise
+        write_file(out / TOKENIZER, content)
+        meta = write_shards(files, stats, out, tokenizer, hashlib.sha256(content).hexdigest(), options)
         write_file(out / META, meta)
-        Record(command=command, tokenizer=record.tokenizer, is_complete=True).save(out)
     return summary(out, meta, stats)
 
 
@@ -214,54 +200,29 @@ def count(files: Sequence[InputFile], options: Options) -> InputStats:
     return stats
 
 
-def load_or_make_tokenizer(
-    files: Sequence[InputFile],
-    stats: InputStats,
-    out: Path,
-    record: Record,
-    options: Options,
-    given: bytes | None,
-) -> Tokenizer:
-    """Return the tokenizer in the folder or, the first time, a new one that is written there.
-
-    `given` is the content of the file that --tokenizer names; None for char, bpe and gpt2. Raises UserError.
-    """
-    path = out / TOKENIZER
-    if record.tokenizer is not None:
-        check_tokenizer(out, record.tokenizer)
-        return parse_tokenizer_json(path.read_bytes())
-    if given is not None:
-        content = given
-    elif options.tokenizer == "char":
-        content = CharTokenizer(stats.alphabet).to_tokenizer_json()
-    elif options.tokenizer == "bpe":
-        content = train_bpe(options.bpe_tokens, split_pieces(files, stats, options.val_fraction))
-    else:
-        content = read_named_tokenizer(options.tokenizer, "--tokenizer")
-    tokenizer = parse_named_tokenizer(content, options.tokenizer, "--tokenizer")
-    write_file(out / META, {"format": 1, "complete": False})  # so that nobody takes a part for the whole
-    write_file(path, content)
-    record.tokenizer = hashlib.sha256(content).hexdigest()
-    record.save(out)
-    return tokenizer
+def make_tokenizer(files: Sequence[InputFile], stats: InputStats, options: Options) -> bytes:
+    """Return the tokenizer.json of the text's characters, or of a BPE trained on it. Raises UserError."""
+    if options.tokenizer == "char":
+        return CharTokenizer(stats.alphabet).to_tokenizer_json()
+    return train_bpe(options.bpe_tokens, split_pieces(files, stats, options.val_fraction))
 
 
 def write_shards(
     files: Sequence[InputFile],
     stats: InputStats,
     out: Path,
-    record: Record,
     tokenizer: Tokenizer,
+    tokenizer_sha256: str,
     options: Options,
 ) -> dict[str, Any]:
-    """Write the missing shards; return what meta.json will hold. Raises UserError, also for changed input."""
+    """Write the shards; return what meta.json will hold. Raises UserError, also for changed input."""
     batches = read_batches(split_pieces(files, stats, options.val_fraction))
     train, val = InputStats(), InputStats()
     unpredicted_bytes: int | None = None  # bytes of the validation part's first token
     loses_text = False
     with progress("encoding", stats.bytes) as shown, contextlib.ExitStack() as unfinished:
-        writer = ShardWriter(out, record, token_type(tokenizer), options.shard_tokens, unfinished)
-        for batch, tokens in encode_batches(batches, tokenizer, writer.first_batch):
+        writer = ShardWriter(out, token_type(tokenizer), options.shard_tokens, unfinished)
+        for batch, tokens in encode_batches(batches, tokenizer):
             is_val = batch[0].is_val
             for piece in batch:
                 (val if is_val else train).add(piece)
@@ -269,12 +230,11 @@ def write_shards(
             if is_val and unpredicted_bytes is None:
                 unpredicted_bytes = first_token_bytes(tokenizer, batch)
                 loses_text = tokenizer.loses("".join(piece.text for piece in batch))
-            if tokens is not None:
-                writer.write(tokens, is_val)
+            writer.write(tokens, is_val)
         if (train.documents + val.documents, train.bytes + val.bytes) != (stats.documents, stats.bytes):
             raise UserError("the input has changed while it was read: remove the folder, and start again")
         writer.finish_shard()
-    if unpredicted_bytes is None or {shard.is_val for shard in record.shards} != {False, True}:
+    if unpredicted_bytes is None or len({file["name"][0] for file in writer.files}) < 2:
         raise UserError("the training or the validation part has no token: more text is needed")
     if loses_text:
         log.warning("the tokenizer loses some of the text: there will be no bits per byte")
@@ -282,26 +242,21 @@ def write_shards(
         "format": 1,
         "complete": True,
         "tokenizer": {
-            "sha256": record.tokenizer,
+            "sha256": tokenizer_sha256,
             "vocab_size": len(tokenizer),
             "end_of_text": tokenizer.end_of_text,
         },
         "val_bytes": None if loses_text else val.bytes - unpredicted_bytes,
         "documents": {"train": max(1, train.documents), "val": val.documents},
-        "files": [shard.model_dump(exclude={"batch", "skip"}) for shard in record.shards],
+        "files": writer.files,
     }
 
 
-def encode_batches(
-    batches: Iterable[Batch], tokenizer: Tokenizer, first: int
-) -> Iterator[tuple[Batch, np.ndarray | None]]:
-    """Yield each batch with its tokens, None for batches before number `first`; reading overlaps encoding."""
+def encode_batches(batches: Iterable[Batch], tokenizer: Tokenizer) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Yield each batch with its tokens; reading overlaps encoding."""
     pending: deque[tuple[Batch, Future[np.ndarray]]] = deque()
     with ThreadPoolExecutor(ENCODING_THREADS) as pool:
-        for number, batch in enumerate(batches):
-            if number < first:
-                yield batch, None
-                continue
+        for batch in batches:
             pending.append((batch, pool.submit(encode, tokenizer, batch)))
             if len(pending) > MAX_PENDING:
                 oldest, tokens = pending.popleft()

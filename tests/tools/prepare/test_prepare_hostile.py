@@ -1,14 +1,13 @@
 """What a user may give by mistake ends in one sentence that names it."""
 
 import gzip
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.prepared import prepared, refused, run_prepare
+from support.prepared import prepared, refused
 
 PLAY = ROOT / "data/README.md"
 Make = Callable[[Path], object]
@@ -55,7 +54,7 @@ def test_a_bad_text_is_named(name: str, expected: str, make: Make, tmp_path: Pat
     path = tmp_path / name
     make(path)
     assert expected.format(path) in refused(path, "--out", tmp_path / "out")
-    assert not (tmp_path / "out/meta.json").exists()
+    assert not list((tmp_path / "out").glob("*"))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,6 @@ def test_a_bad_text_is_named(name: str, expected: str, make: Make, tmp_path: Pat
             ["--tokenizer", str(ROOT / "data/input.json")],
             f"--tokenizer {ROOT}/data/input.json cannot be used: ",
         ),
-        (["--check", "x"], "--check stands alone"),
     ],
 )
 def test_a_bad_option_is_named(words: list[object], expected: str, tmp_path: Path) -> None:
@@ -109,51 +107,3 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_credentials_of_a_url_are_not_shown(tmp_path: Path) -> None:
     said = refused("http://me:secret@127.0.0.1:9/a.txt", "--out", tmp_path / "out")
     assert "secret" not in said and "http://me:***@127.0.0.1" in said
-
-
-ELSEWHERE = {"name": "../a", "tokens": 1, "bytes": 1, "sha256": ""}
-DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
-    ("a bit", lambda out: flip(out / "train_00001.bin", 1500, 1), "train_00001.bin: sha256 is"),
-    ("cut", lambda out: (out / "train_00000.bin").write_bytes(b""), "train_00000.bin has 0 bytes"),
-    ("gone", lambda out: (out / "val_00000.bin").unlink(), "val_00000.bin does not exist"),
-    ("header", lambda out: flip(out / "val_00000.bin", 0), "val_00000.bin begins with"),
-    ("version", lambda out: flip(out / "val_00000.bin", 4), "begins with 20240520 and version 254"),
-    ("token", lambda out: flip(out / "train_00000.bin", -1), "train_00000.bin: holds token"),
-    ("tokenizer", lambda out: flip(out / "tokenizer.json", 9), "tokenizer.json has sha256"),
-    ("no tokenizer", lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
-    ("stray", lambda out: (out / "more.bin").touch(), "more.bin: meta.json does not list it"),
-    ("meta", lambda out: flip(out / "meta.json", 0), "meta.json is damaged: "),
-    ("meta field", lambda out: change_meta(out, files=3), "meta.json is damaged: files: "),
-    ("meta path", lambda out: change_meta(out, files=[ELSEWHERE]), "meta.json is damaged: files.0.name: "),
-    ("unfinished", lambda out: change_meta(out, complete=False), "meta.json says that prepare has not"),
-]  # fmt: skip
-
-
-def flip(path: Path, place: int, bits: int = 0xFF) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= bits
-    path.write_bytes(content)
-
-
-def change_meta(out: Path, **fields: object) -> None:
-    path = out / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | fields))
-
-
-@pytest.mark.parametrize(("name", "damage", "expected"), DAMAGE, ids=[name for name, _, _ in DAMAGE])
-def test_check_names_what_is_damaged(name: str, damage: Make, expected: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    (tmp_path / "a.txt").write_bytes((ROOT / "data/input.txt").read_bytes()[:5000])
-    prepared(tmp_path / "a.txt", "--out", out, "--shard_tokens", 1000)
-    assert prepared("--check", out).startswith(f"{out}: 5,000 tokens in 6 files, largest token ")
-    damage(out)
-    done = run_prepare("--check", out)
-    assert done.returncode == 1 and expected in done.stdout.replace(f"{out}/", ""), done.stdout
-
-
-def test_check_reads_shards_of_other_programs(tmp_path: Path) -> None:
-    out = tmp_path / "foreign"
-    assert "is no folder" in refused("--check", out)
-    out.mkdir()
-    (out / "train.bin").write_bytes(b"\x01\x00\x00\xc4")
-    assert f"{out}: 2 tokens in 1 files, largest token {0xC400}" in prepared("--check", out)
