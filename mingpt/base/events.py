@@ -19,7 +19,7 @@ EVENTS = {
     "batch": "step, micro_batch, inputs, targets: (B, T) int64 on the CPU, before they are hashed and used",
     "forward_end": "step, micro_batch",
     "backward_end": "step, micro_batch: the gradients of this micro-batch are in `grad`, or on their way",
-    "partial_sums": "micro_batch, sums: the list of (level, index, [tensor, ...]) that exact reduction holds",
+    "partial_sums": "this rank has added a micro-batch's gradients to its partial sums",
     "reduction_start": "before gradients are exchanged, once per bucket, in the thread that exchanges them",
     "reduction_end": "step: every `grad` holds the mean over the step's micro-batches",
     "optimizer_end": "step: the update is done, not yet known to be finite",

@@ -220,7 +220,7 @@ class ExactReduction(WholeWeights):
             if self.grads_are_static:
                 gradients = list(torch._foreach_mul(gradients, 1.0))  # copies, by a kernel or two
             push(self.partial_sums, 0, number, gradients, self.setup.micro_batches, add_lists)
-            events.emit("partial_sums", micro_batch=number, sums=self.partial_sums)
+            events.emit("partial_sums")
 
     def take_gradient(self, number: int) -> Tensor:
         """Return the gradient of parameter `number`, and remove it from the parameter."""

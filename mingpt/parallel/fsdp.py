@@ -302,8 +302,6 @@ class TreeReduceScatter(ReduceScatter):
             number = strategy.first + rank
             if number < count:  # otherwise it is a dummy's
                 push(self.partial_sums, 0, number, chunk, count, lambda left, right: left.add_(right))
-                sums = [(level, index, [part]) for level, index, part in self.partial_sums]
-                events.emit("partial_sums", micro_batch=number, sums=sums)
         if strategy.is_last_round:
             ((_, _, total),) = self.partial_sums
             output_tensor.copy_(total)

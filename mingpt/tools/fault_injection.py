@@ -1,9 +1,9 @@
-"""Train as a worker of train.py does, and inject the faults that verify has planned.
+"""Train as a worker of train.py does, and do the kills that verify has planned.
 
     python -m mingpt.tools.fault_injection FOLDER section.key=value ...
 
-FOLDER/plan.json holds `kills`, a list with the fields of each Kill, and `sabotage`: "window", "sum", or any
-other text for none. Each kill is done once, in the order of the list; then its file `marker` exists.
+FOLDER/kills.json is a list with the fields of each Kill. Each kill is done once, in the order of the list;
+then its file `marker` exists.
 """
 
 import json
@@ -22,7 +22,7 @@ from mingpt.launch.worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-STEPS, SABOTAGED_STEP = 48, 40
+STEPS = 48
 SNAPSHOT_FILES = 2  # tensor files of a snapshot: weights and optimizer
 
 
@@ -47,13 +47,11 @@ def marker(folder: Path, number: int) -> Path:
 
 
 class FaultInjector:
-    """Kills or sabotages this worker at events, as FOLDER/plan.json says. Construct it before Worker."""
+    """Kills this worker at events, as FOLDER/kills.json says. Construct it before Worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        plan = json.loads((folder / "plan.json").read_text())
-        self.kills = [Kill(**kill) for kill in plan["kills"]]
-        self.sabotage = plan["sabotage"]
+        self.kills = [Kill(**kill) for kill in json.loads((folder / "kills.json").read_text())]
         self.rank, self.workers, self.step = 0, 1, 0
         self.savers = 1  # how many ranks write a file of a snapshot, from rank 0 on
         for name in events.EVENTS:
@@ -87,8 +85,6 @@ class FaultInjector:
 
     def on_batch(self, step: int, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
         self.kill_if_due("forward", step)
-        if self.sabotage == "window" and step == SABOTAGED_STEP and micro_batch == 0:
-            inputs.zero_()
 
     def on_reduction_start(self) -> None:
         self.kill_if_due("reduction", self.step)
@@ -100,12 +96,6 @@ class FaultInjector:
         """Do a kill that is due in a save, once half of a tensor file's `size` bytes are written."""
         if name.endswith(".safetensors") and 2 * written >= size:
             self.kill_if_due("save", self.step)
-
-    def on_partial_sums(self, micro_batch: int, sums: list[Any]) -> None:
-        """If `sabotage` is "sum", round SABOTAGED_STEP's partial sums, as another order of adding would."""
-        if self.sabotage == "sum" and self.step == SABOTAGED_STEP:
-            for partial_sum in sums[-1][2]:
-                partial_sum.add_(1.0).sub_(1.0)
 
 
 def run_worker(folder: Path, argv: list[str]) -> None:
