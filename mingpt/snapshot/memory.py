@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import logging
 import os
+import platform
 import shutil
 import threading
 import time
@@ -189,8 +190,9 @@ class MemorySaver:
             self.open_copies(start_step)
 
     def on_any_rank(self, problem: str | None) -> str | None:
-        """Return the problem of the first rank that has one; None if none has. Collective."""
-        return next(filter(None, self.sharding.all_gather_object(problem)), None)
+        """Return the problem, and its host, of the first rank that has one; None if none has. Collective."""
+        named = problem and f"{problem}, on {platform.node()}"
+        return next(filter(None, self.sharding.all_gather_object(named)), None)
 
     def make_room(self, start_step: int | None) -> str | None:
         """On a node's first worker, remove old snapshots from the folders that no worker writes to.

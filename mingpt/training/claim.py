@@ -196,7 +196,7 @@ class Claim:
         if is_alive is False:
             return True
         if is_alive and not is_this_job:
-            raise self.refusal(other)
+            raise self.refusal(number, other)
         line = (
             f"{self.what} is claimed by {other.sentence()}: waiting {self.lease_s:.0f} s for it to be renewed"
         )
@@ -210,15 +210,17 @@ class Claim:
             if now is None or (is_this_job and number_now != number):
                 return False
             if now != other and not is_this_job:
-                raise self.refusal(now)
+                raise self.refusal(number_now, now)
             if now != other:
                 other, deadline = now, time.monotonic() + self.lease_s
         return True
 
-    def refusal(self, other: Holder) -> UserError:
+    def refusal(self, number: int, other: Holder) -> UserError:
+        """Return the error that names `other`, the holder of claim `number`, and the file of that claim."""
+        file = f"{self.store.url.rstrip('/')}/{os.path.basename(self.path(number))}"
         return UserError(
             f"{self.what} is in use by {other.sentence()}: wait for its end, choose another one, or if that "
-            f"job is gone, drop its claim by python -m mingpt doctor --claim {self.store.url} --release"
+            f"job is gone, remove its claim {file}"
         )
 
     def create(self, number: int, holder: Holder) -> None:

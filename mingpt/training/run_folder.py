@@ -19,12 +19,14 @@ from typing import NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
+from mingpt.base.system import OutOfTime, run_within
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.report import load_history, read_records
 
 # Settings that change no result and must be the same on all workers.
 SAME_EVERYWHERE = ("trainer.eval_only", "trainer.parallel", "trainer.shard_optimizer", "trainer.fsdp_reshard")
+DISK_S = 60.0  # until a start is refused
 HISTORY_FILES = ("metrics.jsonl", "run.json")  # run.json last: it shows that there is a run
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
+    refuse_where_it_fails(context, lambda: try_disks(config))
     made = [part for part in (path / "log.txt", path / "snapshots", path) if not part.exists()]
     refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
@@ -120,7 +123,8 @@ def refuse_where_it_fails(context: DistributedContext, work: Callable[[], object
         return
     goes_on = (context.launch.round or 1) > 1 and len(failed) < len({node for *_, node in found})
     if not goes_on:
-        raise UserError(next(iter(failed.values()))[1])
+        host, why = next(iter(failed.values()))
+        raise UserError(f"{why} (on {host})" if context.launch.has_several_nodes else why)
     refuse_nodes(context, failed)
 
 
@@ -133,6 +137,18 @@ def refuse_nodes(context: DistributedContext, failed: dict[int, tuple[str, str]]
     sentence = f"the job goes on without {hosts}: {next(iter(failed.values()))[1]}"
     log.info(sentence)
     raise PeersMissing(sentence)
+
+
+def try_disks(config: Config) -> None:
+    """Raise UserError if a local path of the configuration lies on a disk that does not answer in time."""
+    for place in (config.run_dir, config.snapshot.path, config.data.path):
+        if place is not None and "://" not in place:
+            try:
+                run_within(DISK_S, functools.partial(os.path.exists, place))
+            except OutOfTime:
+                raise UserError(
+                    f"the disk of {place} does not answer within {DISK_S:g} s: look at its mount"
+                ) from None
 
 
 def make_run_dir(path: Path) -> None:

@@ -1,7 +1,6 @@
 """The doctor under torchrun: only a table on a healthy cluster, one sentence per fault on a faulty one."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +37,8 @@ def test_a_healthy_cluster_gets_a_table_and_one_line(start: Start, text: Path, t
     head, first, second, empty, last = said(jobs)
     assert head.split()[:4] == ["worker", "host", "device", "torch"]
     assert first.startswith("0 ") and second.startswith("1 ") and (empty, last) == ("", "no fault found")
-    assert "MB/s" in first and "MB/s" in second and "written, read" in second
-    assert list(tmp_path.iterdir()) == []  # the doctor has removed its test files
+    assert "MB/s" in first and "MB/s" in second
+    assert list(tmp_path.iterdir()) == []  # the doctor writes no file
 
 
 @pytest.mark.slow
@@ -61,7 +60,7 @@ def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
     [
         pytest.param(
             0,
-            ["worker 1 did not reach the rendezvous within 20 s", "--endpoint 127.0.0.1"],
+            ["worker 1 did not reach the rendezvous within 20 s", "reaches TCP port 127.0.0.1"],
             marks=pytest.mark.slow,
         ),
         (1, ["cannot use the workers' store at 127.0.0.1:", "connection refused"]),
@@ -88,23 +87,19 @@ def test_a_worker_that_does_not_come_and_a_store_that_is_not_there_are_named(
 
 @pytest.mark.slow
 def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
-    given = [f"{key}={value}" for key, value in SMALL.items() if key != "snapshot.memory_path"]
-    words = [f"run_dir={tmp_path}", f"data.path={text}", *given]
+    words = [f"run_dir={tmp_path}", f"data.path={text}", *(f"{key}={value}" for key, value in SMALL.items())]
     job = start([sys.executable, "-m", "mingpt", "doctor", *words])
     assert job.wait(60) == 0, job.err()
     assert len(job.out().splitlines()) == 4 and job.out().endswith("no fault found\n")
-    job = start([sys.executable, "-m", "mingpt", "doctor", *words, "snapshot.memory_path=/no/such/folder"])
-    assert job.wait(60) == 1
-    assert re.search("snapshot.memory_path /no/such/folder on .* cannot be used", job.out())
     job = start([sys.executable, "-m", "mingpt", "doctor", *words, "seed=x"])
     assert job.wait(60) == 2 and job.err().startswith("error: seed must be a whole number")
 
 
 @pytest.mark.weekly
 @pytest.mark.skipif(why_no_cluster() is not None, reason=why_no_cluster() or "")
-def test_a_blocked_port_and_a_read_only_folder_are_found_on_three_nodes() -> None:
+def test_a_blocked_port_and_another_torch_are_found_on_three_nodes() -> None:
     """These are two kinds of faults; the benchmark has all kinds."""
-    command = [sys.executable, "benchmarks/doctor.py", "--only", "port", "folder"]
+    command = [sys.executable, "benchmarks/doctor.py", "--only", "port", "torch"]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"trials": 2, "ok": 2}

@@ -1,6 +1,7 @@
 import dataclasses
 import logging
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -62,6 +63,7 @@ def test_where_there_is_no_such_folder_it_says_so_once_and_is_off(
         save(memory, step)
     (line,) = caplog.messages
     assert line.startswith(f"no snapshots in memory: {tmp_path}/absent cannot be used (No such file")
+    assert f", on {platform.node()}); after a kill" in line
 
 
 def test_the_newest_two_states_are_kept_and_a_later_generation_goes_on_with_them(memory: MemorySaver) -> None:

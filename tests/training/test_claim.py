@@ -60,8 +60,9 @@ def test_a_second_job_is_refused_with_host_process_and_time_of_the_first(
     with pytest.raises(UserError) as refusal:
         claim(url).acquire(holder_of(agents[1]))
     host = this_process().host
-    for part in (f"process {agents[0].pid} on host {host}", "since 20", "--release", f"run_dir {url}"):
+    for part in (f"process {agents[0].pid} on host {host}", "since 20", f"run_dir {url}"):
         assert part in str(refusal.value)
+    assert str(refusal.value).endswith(f"remove its claim {url}/claim-000001.json")
     first.check()
 
 

@@ -1,4 +1,6 @@
 import errno
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,14 @@ from support.ranks import HOST, run_ranks
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
+from mingpt.training import run_folder
 from mingpt.training.run_folder import (
     RunFolder,
     check_same_settings,
     make_run_dir,
     open_run_folder,
     refuse_where_it_fails,
+    try_disks,
 )
 
 
@@ -43,6 +47,17 @@ def test_a_folder_that_cannot_be_made_or_written_is_refused(
     fail(monkeypatch, method, code)
     with pytest.raises(UserError, match=r"run_dir .*/run cannot be written to: broken"):
         make_run_dir(tmp_path / "run")
+
+
+@pytest.mark.parametrize("setting", ["run_dir", "snapshot.path", "data.path"])
+def test_a_disk_that_hangs_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = os.path.exists
+    monkeypatch.setattr(run_folder, "DISK_S", 0.1)
+    monkeypatch.setattr(
+        "os.path.exists", lambda path: threading.Event().wait() if path == "/hangs" else exists(path)
+    )
+    with pytest.raises(UserError, match=r"^the disk of /hangs does not answer within 0\.1 s: look at its"):
+        try_disks(build({setting: "/hangs"}))
 
 
 def folders(tmp_path: Path, names: str, **settings: str) -> list[Any]:

@@ -1,40 +1,29 @@
-"""Find out why a cluster does not start, or which job holds a run folder.
+"""Find out why a cluster does not start.
 
     torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]     # started as the run is
-    python -m mingpt doctor --endpoint HOST:PORT                            # when no worker ever starts
-    python -m mingpt doctor --claim RUN_DIR [--release]
 
-The first, with the flags and settings of the run, prints a row per worker and a sentence per fault. Exit code
-0: no fault; 1: faults (torchrun does not restart the workers); 2: a mistake on the command line (torchrun
-itself exits with 1).
-
---endpoint tries the rendezvous endpoint of the agents (--rdzv_endpoint) from this host alone. Exit code 1 if
-neither torch's store nor an agent answers there.
-
---claim shows the claims that keep a second job from writing to the same place: a run folder, or a folder or
-URL of snapshots. --release removes these claims. Use it only where you know that the job is gone and this
-machine cannot tell: a job that still runs notices that its claim is gone, and ends.
+With the flags and settings of the run, it prints a row per worker and a sentence per fault: workers that
+differ, links between nodes that do not work. Exit code 0: no fault; 1: faults (torchrun does not restart the
+workers); 2: a mistake on the command line (torchrun itself exits with 1). Data and folders are checked by the
+start of the trainer, which refuses them in one sentence.
 """
 
 import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
-from mingpt.base.files import DriverError, reason_of
+from mingpt.base.files import reason_of
 from mingpt.base.system import run_within
 from mingpt.config import Config
 from mingpt.config.cli import parse
 from mingpt.distributed import Launch, ProcessExit
 from mingpt.distributed.rendezvous import Rendezvous
-from mingpt.snapshot.lookup import possible_places
-from mingpt.tools.doctor.facts import FINDINGS_S, Facts, Findings, find_faults, identity, make_row
+from mingpt.tools.doctor.facts import Facts, find_faults, find_own, identity, make_row
 from mingpt.tools.doctor.network import (
     Exchange,
-    check_endpoint,
-    describe_endpoint,
+    connect,
     find_unreachable,
     gloo_address,
     listen,
@@ -42,43 +31,10 @@ from mingpt.tools.doctor.network import (
     networks,
 )
 from mingpt.tools.plan.command import align
-from mingpt.training.claim import LEASE_S, Claim, Holder
 
 LIMIT_S = 58.0  # of the whole check-up
 MEET_S, WAIT_S, ACK_S = 20.0, 12.0, 3.0  # of the rendezvous, of a wait for values, of the last wait
-
-
-def show_claims(where: str, release: bool) -> list[str]:
-    """Return a line per claim to a run folder or a place of snapshots; with `release`, remove the claims.
-
-    A line says so if there is no claim. Raises UserError if `where` is no folder or URL, or if storage fails.
-    """
-    if "://" not in where and not Path(where).is_dir():
-        raise UserError(f"{where} is no folder: give a run folder such as out/default, or a URL of snapshots")
-    lines = []
-    for place in dict.fromkeys([where, *possible_places(where)]):
-        claim = Claim(place, place)
-        try:
-            number, holder = claim.read_newest()
-            if holder is None:
-                continue
-            lines.append(f"{place}: {describe(holder)}")
-            if release:
-                claim.remove(number)  # the job that held it notices that before it writes again
-                lines.append(f"{place}: released")
-        except DriverError as error:
-            raise UserError(f"the claim to {place} cannot be used: {reason_of(error)}") from None
-    return lines or [f"{where}: not claimed"]
-
-
-def describe(holder: Holder) -> str:
-    """Return a clause that names a claim's holder and says if its job runs, is gone or cannot be seen."""
-    states = {
-        True: "which is running",
-        False: "which is gone: the next job takes over at once",
-        None: f"which this machine cannot see: its claim holds until {LEASE_S:g} s after it was last renewed",
-    }
-    return f"claimed by {holder.sentence()}, {states[holder.is_alive()]}"
+FACTS_S = 32.0  # of the wait for a worker's facts: importing torch may take a while
 
 
 def run_checkup(argv: Sequence[str]) -> NoReturn:
@@ -108,21 +64,19 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
     Rank 0 prints the report. Raises NonRetryableError if workers do not arrive or rank 0 stops answering.
     """
     if not launch.is_distributed:
-        return report([Findings(launch, config).take()])
+        return report([identity(launch) | find_own(launch, config)])
     rank, rendezvous = launch.rank, meet(launch)
     process_exit.join(rendezvous, LIMIT_S)
-    findings = Findings(launch, config)
     exchange = Exchange(rendezvous.process_group_store, rank, launch.world_size)
     exchange.put("hello", identity(launch))
     hello = exchange.get_all("hello", WAIT_S) if rank == 0 else {}
-    found: Facts = {"clock_s": exchange.clock_offset_s()}
-    found |= try_links(exchange)
-    found |= findings.take()
+    found = identity(launch) | {"clock_s": exchange.clock_offset_s()}
+    found |= try_links(exchange) | find_own(launch, config)
     exchange.put("facts", found)
-    facts = exchange.get_all("facts", WAIT_S + FINDINGS_S) if rank == 0 else {}
+    facts = exchange.get_all("facts", FACTS_S) if rank == 0 else {}
     if rank == 0:
         exchange.put("go", len(facts) == launch.world_size and all_connected(facts))
-    go = exchange.get("go", 0, 2 * WAIT_S + FINDINGS_S)
+    go = exchange.get("go", 0, WAIT_S + FACTS_S)
     if go:
         gpu = launch.local_rank if found.get("device_type") == "cuda" else None
         exchange.put("all_reduce", measure_all_reduce(exchange, gpu))
@@ -146,18 +100,18 @@ def meet(launch: Launch) -> Rendezvous:
     assert launch.master_addr is not None
     endpoint = f"{launch.master_addr}:{launch.master_port}"
     if launch.agent_hosts_store:  # the store exists before the workers do
-        is_good, line = describe_endpoint(launch.master_addr, launch.master_port)
-        if not is_good:
+        try:
+            connect(launch.master_addr, launch.master_port).close()
+        except OSError as error:
             raise NonRetryableError(
                 f"{platform.node()} cannot use the workers' store at {endpoint} (MASTER_ADDR, MASTER_PORT): "
-                f"{line}"
-            )
+                f"{error}: look at that address, and open its TCP port to this host"
+            ) from None
     try:
         return Rendezvous(launch, MEET_S)
     except PeersMissing as error:
         raise NonRetryableError(
-            f"{error}: look at the terminal of their node, and there at python -m mingpt doctor "
-            f"--endpoint {endpoint}"
+            f"{error}: look at the terminal of their node, and whether it reaches TCP port {endpoint}"
         ) from None
 
 
@@ -221,26 +175,9 @@ def report(workers: Sequence[Facts]) -> int:
     return len(faults)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> NoReturn:
     parser = CommandParser(
-        "python -m mingpt doctor",
-        __doc__,
-        "%(prog)s [CONFIG.yaml] [section.key=value ...] | --endpoint HOST:PORT | --claim RUN_DIR [--release]",
+        "python -m mingpt doctor", __doc__, "%(prog)s [CONFIG.yaml] [section.key=value ...]"
     )
-    parser.add_argument(
-        "--endpoint", metavar="HOST:PORT", help="meeting point of the agents; several by commas"
-    )
-    parser.add_argument("--claim", metavar="RUN_DIR", help="run folder, or snapshots at a path or URL")
-    parser.add_argument("--release", action="store_true", help="drop the claim")
-    options, settings = parser.parse_known_args(arguments)
-    if not (options.endpoint or options.claim or options.release):
-        run_checkup(settings)
-    if settings or (options.release and not options.claim):
-        parser.error("--endpoint, and --claim with or without --release, stand alone")
-    is_good, lines = True, list[str]()
-    if options.endpoint:
-        is_good, lines = check_endpoint(options.endpoint)
-    if options.claim:
-        lines += show_claims(options.claim, options.release)
-    write_lines(lines)
-    return 0 if is_good else 1
+    _, settings = parser.parse_known_args(arguments)
+    run_checkup(settings)

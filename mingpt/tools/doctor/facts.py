@@ -1,36 +1,23 @@
 """The facts that a worker finds about itself and its node, and the table and sentences made from them.
 
-A worker sends its facts as JSON, {name: value}; a fact that it has not found is missing. Only local rank 0
-finds the facts of its node: data, folders, memory. A fact whose name ends with `error` says what failed, as a
-text or as a list of texts that fills a sentence of BROKEN; it is missing or None if nothing failed. Each
-fault gets a sentence with host, cause and what to change.
+A worker sends its facts as JSON, {name: value}; a fact that it has not found is missing. A fact whose name
+ends with `error` says what failed; it is missing or None if nothing failed. Each fault gets a sentence with
+host, cause and what to change. Data and folders are not looked at: the start of the trainer does that.
 """
 
 import ipaddress
-import os
 import platform
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import DriverError, reason_of
-from mingpt.base.system import start
 from mingpt.config import Config, result_settings, to_dict
-from mingpt.data import local_path
 from mingpt.distributed import Launch
-from mingpt.snapshot import SnapshotStore
-from mingpt.tools.plan.command import spelled
-from mingpt.tools.plan.workload import Workload
 
 Facts = dict[str, Any]
-VOCABULARY_UNREAD = 256  # tokens assumed without data.vocab_size: only the state's size depends on it
 MAX_CLOCK_S = 1.0
-STATES_IN_MEMORY = 2  # a node's memory holds two snapshots
 MAX_SETTINGS = 6  # named in one sentence
-FINDINGS_S = 20.0  # limit of the wait for a worker's own facts
 # {fact that must be the same on all workers: sentence on a node where it differs from most}
 COMPARED = {
     "torch": "{name} has torch {own} and the others {most}: pip install torch=={most} there, since the bits "
@@ -39,8 +26,6 @@ COMPARED = {
     "CUDA_VISIBLE_DEVICES, or set trainer.device=cpu",
     "threads": "{name} computes with {own} CPU threads per worker and the others with {most}: set "
     "OMP_NUM_THREADS={most} there, since the bits of a result depend on it",
-    "data": "data.path {path} is another text on {name} (sha256 {own:.12}) than on the others "
-    "({most:.12}): copy the same file there, since the first node that can read it reads it for all",
     "config": "{name} is started with {differences}: give all nodes the same configuration file and "
     "command line",
     "clock_s": "the clock of {name} differs from the others' by {lead_s:+.1f} s: have NTP set it (chronyc "
@@ -51,20 +36,12 @@ COLUMNS = {
     "device": ("device", "{}"),
     "torch": ("torch", "{}"),
     "clock": ("clock_s", "{:+.3f} s"),
-    "data": ("data", "{:.8}"),
-    "snapshots": ("folders", "{:.40}"),
     "all-reduce": ("all_reduce_mb_s", "{:.0f} MB/s"),
-    "memory for snapshots": ("memory", "{}"),
 }
 # {fact that a worker has only if something failed: sentence on it}
 BROKEN = {
     "device_error": "{name}: {reason}",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",
-    "folder_error": "{reason[0]} {reason[1]} cannot be written and read on {name} ({reason[2]}): look at its "
-    "mount and its owner there, or choose another {reason[0]}",
-    "memory_error": "snapshot.memory_path {reason[0]} on {name} {reason[1]}: enlarge it (a container's "
-    "/dev/shm by --shm-size or an emptyDir of medium Memory), set snapshot.memory_path to another folder, or "
-    "snapshot.memory_every=0 to do without",
     "unfinished": "{name}, worker {rank}: {reason}: look at that node and its disks",
 }
 
@@ -77,26 +54,6 @@ def node_names(workers: Sequence[Facts]) -> dict[int, str]:
         worker["rank"]: worker["host"] + (f" (node {worker['node']})" if counts[worker["host"]] > 1 else "")
         for worker in workers
     }
-
-
-def try_folder(place: str) -> str | None:
-    """Return why a file cannot be written, read and removed at a path or URL; None if it can.
-
-    If a local folder is missing, its nearest existing parent is tried. At a URL the folder is created.
-    """
-    folder, name = local_path(place), f"doctor-{uuid.uuid4().hex}"
-    while folder is not None and not os.path.exists(folder):
-        folder = os.path.dirname(os.path.abspath(folder))
-    try:
-        store = SnapshotStore(folder or place, retries_s=())
-        if folder is None:
-            store.files.makedirs(store.root, exist_ok=True)
-        store.write_atomic(name, name.encode())
-        store.files.cat_file(store.path(name))
-        store.files.rm_file(store.path(name))
-    except DriverError as error:
-        return reason_of(error)
-    return None
 
 
 def identity(launch: Launch) -> Facts:
@@ -128,88 +85,12 @@ def find_own(launch: Launch, config: Config) -> Facts:
     return found
 
 
-def find_data(config: Config) -> Facts:
-    """Return `data_path` and, unless it is a URL, `data` (the fingerprint of the data) or `data_error`."""
-    from mingpt.data.windows import open_data
-
-    found: Facts = {"data_path": config.data.path}
-    if "://" in config.data.path:
-        return found
-    try:
-        found["data"] = open_data(config.data).fingerprint
-    except UserError as error:
-        found["data_error"] = str(error)
-    return found
-
-
-def find_memory(config: Config, state_bytes: int) -> Facts:
-    """Return `memory`, the room for snapshots in memory; {} if snapshot.memory_every is 0.
-
-    `memory_error` says that the room is too small or, then without `memory`, that it cannot be used.
-    """
-    path, needed = config.snapshot.memory_path, STATES_IN_MEMORY * state_bytes
-    if not config.snapshot.memory_every:
-        return {}
-    try:
-        free = shutil.disk_usage(path).free
-    except OSError as error:
-        return {"memory_error": [path, f"cannot be used ({reason_of(error)})"]}
-    found: Facts = {"memory": f"{spelled(free)} free, {spelled(needed)} needed"}
-    if free < needed:
-        found["memory_error"] = [
-            path,
-            f"has {spelled(free)} free and two states of this model take {spelled(needed)}",
-        ]
-    return found
-
-
-class Findings:
-    """Finds this worker's facts in a thread, started at once: a hanging disk must not hang the check-up."""
-
-    def __init__(self, launch: Launch, config: Config) -> None:
-        self.found = identity(launch)
-        self.doing = "looking at its device"
-        self.outcome, self.thread = start(lambda: self.find(launch, config))
-
-    def find(self, launch: Launch, config: Config) -> None:
-        self.found |= find_own(launch, config)
-        if launch.local_rank:
-            return
-        snapshots = config.snapshot.path or f"{config.run_dir}/snapshots"
-        for setting, place in (("run_dir", config.run_dir), ("snapshot.path", snapshots)):
-            self.doing = f"writing to {setting} {place}"
-            error = try_folder(place)
-            if error:
-                self.found["folder_error"] = [setting, place, error]
-                break  # snapshot.path most often lies in run_dir
-        else:
-            self.found["folders"] = "written, read"
-        self.doing = f"reading data.path {config.data.path}"
-        self.found |= find_data(config)
-        vocabulary = config.data.vocab_size or VOCABULARY_UNREAD
-        job = Workload(config, vocabulary, workers=1, on_cpu=True, dtype="float32")
-        is_sharded = config.trainer.parallel == "fsdp" or config.trainer.shard_optimizer
-        parts = 2 * launch.local_world_size  # the node's own, and copies of another node's
-        share = min(1.0, parts / launch.world_size) if is_sharded else 1.0
-        self.found |= find_memory(config, int(share * job.state_bytes))
-
-    def take(self) -> Facts:
-        """Wait up to FINDINGS_S; return the facts found by then, with `unfinished` if one hangs or fails."""
-        self.thread.join(FINDINGS_S)
-        if not self.outcome.done():
-            return self.found | {"unfinished": f"{self.doing}: not done after {FINDINGS_S:g} s"}
-        error = self.outcome.exception()
-        return self.found | ({"unfinished": f"{self.doing}: {reason_of(error)}"} if error else {})
-
-
 def find_faults(workers: Sequence[Facts]) -> list[str]:
     """Return a sentence per fault in the facts of all workers; empty if there is none."""
     names = node_names(workers)
-    nodes = {names[worker["rank"]]: worker for worker in workers if worker["local_rank"] == 0}
     return [
         *find_broken(workers, names),
         *(sentence for fact in COMPARED for sentence in find_odd_ones(fact, workers, names)),
-        *find_data_faults(nodes),
         *find_link_faults(workers, names),
         *find_group_faults(workers, names),
     ]
@@ -247,7 +128,6 @@ def find_odd_ones(fact: str, workers: Sequence[Facts], names: Mapping[int, str])
                 name=name,
                 own=own,
                 most=most,
-                path=worker.get("data_path"),
                 differences=show_differences(own, most) if fact == "config" else "",
                 lead_s=own - most if fact == "clock_s" else 0.0,
             )
@@ -267,12 +147,6 @@ def show_differences(own: Mapping[str, Any], most: Mapping[str, Any]) -> str:
         f"{key}={own.get(key)}, the others with {most[key]}" for key in most if own.get(key) != most[key]
     ]
     return "; ".join(differing[:MAX_SETTINGS])
-
-
-def find_data_faults(nodes: Mapping[str, Facts]) -> list[str]:
-    """Return one sentence if all nodes have a `data_error`, else none: one node can read a text for all."""
-    errors = [node.get("data_error") for node in nodes.values()]
-    return [] if None in errors else [f"{' and '.join(nodes)}: {errors[0]}"]
 
 
 def find_link_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:

@@ -1,8 +1,7 @@
 """The doctor's checks of the network: addresses of this host, connections, clocks, an all-reduce.
 
 Workers pass values over the launcher's store, under a name that each generation makes anew; each wait for a
-value has a limit. `check_endpoint` needs no other worker: it tries the agents' rendezvous endpoint from this
-host, for when no worker ever starts.
+value has a limit.
 """
 
 import contextlib
@@ -10,17 +9,13 @@ import errno
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mingpt.base.errors import UserError
-from mingpt.base.files import BadJson, parse_json
 from mingpt.base.system import ipv4_addresses, run_within
-from mingpt.launch.elastic.boards import parse_endpoints
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -29,19 +24,6 @@ CONNECT_S = 3.0
 ACCEPT_BACKLOG = 1024
 MAX_THREADS = 256
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-ANSWER_S = 2.0
-# torch's TCPStoreBackend.hpp: VALIDATE with its magic number, then PING with a number that is sent back.
-STORE_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x6D696E67)
-STORE_PONG = struct.pack("<I", 0x6D696E67)
-AGENT_PING = b'{"op": "ping"}\n'
-NO_ANSWER, REFUSED = f"no answer within {CONNECT_S:g} s", "connection refused"
-# {reason why a connection fails: what to do about it}
-ADVICE = {
-    REFUSED: "the host is up and nothing listens on that port: start the agent there first, look at its port "
-    "and at the address that it listens on",
-    NO_ANSWER: "the host is down, or a firewall drops what is sent to that TCP port: open it from here",
-}
-OTHER_ADVICE = "look at the address and at the routes of this host"
 CLOCK_ROUNDS, CLOCK_EVERY_S, CLOCK_WAIT_S = 5, 0.1, 10.0
 GROUP_TIMEOUT_S = 8.0
 ALL_REDUCE_FLOATS, ALL_REDUCE_ROUNDS = 1 << 20, 7
@@ -104,7 +86,7 @@ def connect(host: str, port: int) -> socket.socket:
 
 def why_not(error: OSError) -> str:
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return NO_ANSWER
+        return f"no answer within {CONNECT_S:g} s"
     if isinstance(error, socket.gaierror):
         return f"the name does not resolve: {error.strerror}"
     return (error.strerror or str(error)).lower()
@@ -123,58 +105,6 @@ def find_unreachable(targets: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     with ThreadPoolExecutor(MAX_THREADS) as pool:
         results = dict(zip(targets, pool.map(failure, targets.values()), strict=True))
     return {rank: reason for rank, reason in results.items() if reason is not None}
-
-
-def check_endpoint(where: str) -> tuple[bool, list[str]]:
-    """Return whether torch's store or an agent of mingpt.launch.elastic answers, and a line on each endpoint.
-
-    `where` is HOST:PORT[,HOST:PORT...]; one that answers is enough. Raises UserError for another form.
-    """
-    endpoints = parse_endpoints(where)
-    if not endpoints:
-        raise UserError(f"--endpoint must be HOST:PORT, such as node1:29400, not {where!r}")
-    found = [describe_endpoint(host, port) for host, port in endpoints]
-    lines = [f"{host}:{port}: {line}" for (host, port), (_, line) in zip(endpoints, found, strict=True)]
-    return any(works for works, _ in found), lines
-
-
-def describe_endpoint(host: str, port: int) -> tuple[bool, str]:
-    """Return whether torch's store or an agent of mingpt answers at a port, and a line on what was seen."""
-    target = ""
-    with contextlib.suppress(OSError):  # an IPv6 address; or connecting says why
-        target = f"{host} is {', '.join(socket.gethostbyname_ex(host)[2])}; "
-    for question in (STORE_PING, AGENT_PING):
-        try:
-            with connect(host, port) as connection:
-                seen = f"{target}reached from {connection.getsockname()[0]}; "
-                answer = ask(connection, question)
-        except OSError as error:
-            return False, f"{target}{error}: {ADVICE.get(str(error), OTHER_ADVICE)}"
-        who = identify(answer)
-        if who:
-            return True, f"{seen}{who} answers"
-    return False, f"{seen}another program, or a frozen agent, has port {port}: it says {answer[:40]!r}"
-
-
-def ask(connection: socket.socket, question: bytes) -> bytes:
-    """Send `question`; return up to 4096 bytes of the answer, b"" if none comes within ANSWER_S."""
-    connection.settimeout(ANSWER_S)
-    try:
-        connection.sendall(question)
-        return connection.recv(4096)
-    except OSError:
-        return b""
-
-
-def identify(answer: bytes) -> str | None:
-    """Return which program gave this answer to a ping: torch's store or an agent; None for any other."""
-    if answer == STORE_PONG:
-        return "a store of torch"
-    try:
-        content = parse_json(answer)
-    except BadJson:
-        return None
-    return "an agent of mingpt.launch.elastic" if isinstance(content, dict) and "id" in content else None
 
 
 class Exchange:
