@@ -4,6 +4,7 @@ Uses pydantic and YAML, and imports no package of mingpt but base.
 """
 
 from mingpt.config.settings import (
+    PROJECT,
     Config,
     DataConfig,
     ModelConfig,
@@ -21,6 +22,7 @@ from mingpt.config.settings import (
 )
 
 __all__ = [
+    "PROJECT",
     "Config",
     "DataConfig",
     "ModelConfig",

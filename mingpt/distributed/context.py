@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mingpt.base.errors import StopRequested, UserError
+from mingpt.base.errors import NonRetryableError, StopRequested, UserError
 from mingpt.base.system import start
 from mingpt.distributed.device import (
     Environment,
     check_device_types,
+    check_gloo,
     find_device,
     find_environment,
     keep_freed_memory,
@@ -39,6 +40,19 @@ SLOWEST_START = 3.0  # a worker waits for the others so many times as long as it
 UNMANAGED_WAIT_S = 180.0  # without an agent, workers are started one by one, and are not restarted
 BROADCAST_BYTES = 64 << 20  # per collective, so that each ends within its timeout
 log = logging.getLogger(__name__)
+
+
+def wait_for(work: "torch.distributed.Work | None") -> None:
+    """Wait for an asynchronous collective. Raises DistNetworkError for gloo's errors, which have no type."""
+    from torch.distributed import DistNetworkError
+
+    assert work is not None  # this rank is in the group
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if type(error) is RuntimeError:
+            raise DistNetworkError(str(error)) from error
+        raise
 
 
 class StepStatus(NamedTuple):
@@ -75,18 +89,24 @@ class DistributedContext:
             own_start_s = time.monotonic() - process_exit.began_at
             least_s = 0.0 if launch.agent_pid else UNMANAGED_WAIT_S
             wait_s = max(config.timeout_s, SLOWEST_START * own_start_s, least_s)
+            check_gloo()
             self.rendezvous = Rendezvous(launch, wait_s)
             process_exit.join(self.rendezvous, config.timeout_s)
-            torch.distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=self.rendezvous.process_group_store,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=config.timeout_s),
-            )
-            self.exchange_heartbeat(is_busy=False)  # a request may have come during the imports
-            told = (self.rendezvous.repeated_failure, self.rendezvous.previous_generation)
-            self.repeated_failure, self.previous_generation = self.broadcast_object(told, 0)
+            self.repeated_failure = self.rendezvous.repeated_failure
+            self.previous_generation = self.rendezvous.previous_generation
+            try:
+                torch.distributed.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    store=self.rendezvous.process_group_store,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timedelta(seconds=config.timeout_s),
+                )
+                self.exchange_heartbeat(is_busy=False)  # a request may have come during the imports
+            except RuntimeError as error:
+                if self.repeated_failure is not None:  # otherwise find_start raises it, with a run folder
+                    raise NonRetryableError(self.repeated_failure) from error
+                raise
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
         # If bfloat16 is not native on every rank, auto is float32.
@@ -130,7 +150,7 @@ class DistributedContext:
 
         values: list[Any] = [None] * self.world_size
         all_gather_object(values, value)
-        self.stop_signal.note_progress()
+        self.exit.note_progress()
         return values
 
     def broadcast_object(self, value: T | None, source: int) -> T:
@@ -141,7 +161,7 @@ class DistributedContext:
 
         box = [value]
         broadcast_object_list(box, src=source)
-        self.stop_signal.note_progress()
+        self.exit.note_progress()
         return box[0]  # type: ignore[return-value]
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
@@ -172,8 +192,7 @@ class DistributedContext:
 
         def wait() -> None:
             for work in works:
-                assert work is not None  # this rank is in the group
-                work.wait()
+                wait_for(work)
 
         return wait
 
@@ -204,7 +223,7 @@ class DistributedContext:
 
         def wait() -> "torch.Tensor":
             if work is not None:
-                work.wait()
+                wait_for(work)
             return tensor
 
         return wait
@@ -274,7 +293,7 @@ class DistributedContext:
         def wait() -> StepStatus:
             wait_for_sum = started or begin()
             values = wait_for_sum().tolist()
-            self.stop_signal.note_progress()
+            self.exit.note_progress()
             count = len(losses)
             received = [name for name, value in zip(REASONS, values[count + 1 :], strict=True) if value]
             return StepStatus(values[:count], int(values[count]), received[0] if received else None)

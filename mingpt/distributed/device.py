@@ -2,11 +2,13 @@
 
 import ctypes
 import os
+import platform
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import NodeRefused, UserError
 from mingpt.distributed.launch import Launch
 
 if TYPE_CHECKING:
@@ -49,6 +51,25 @@ def check_device_types(types: list[str]) -> None:
             f"the workers have different kinds of devices (by rank: {', '.join(types)}): start the job where "
             "all have the same, or set trainer.device=cpu"
         )
+
+
+def check_gloo() -> None:
+    """Raise NodeRefused, before workers meet, if gloo cannot work on this host as the environment asks."""
+    from torch.distributed import ProcessGroupGloo
+
+    names = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+    try:
+        for interface in filter(None, os.environ.get(names[0], "").split(",")):
+            ProcessGroupGloo.create_device(interface=interface)
+        if len(given) == 1 and os.environ.get(names[1]):
+            ProcessGroupGloo.create_default_device()
+    except RuntimeError as error:
+        known = ", ".join(name for _, name in socket.if_nameindex())
+        raise NodeRefused(
+            f"gloo, which connects the workers, cannot work on {platform.node()} with {' and '.join(given)} "
+            f"({str(error).splitlines()[0]}): unset this, or name one of the network interfaces {known}"
+        ) from None
 
 
 def has_fast_bfloat16() -> bool:

@@ -24,6 +24,7 @@ from mingpt.distributed.rendezvous import (
     TOLD,
     PeerEnd,
     Rendezvous,
+    is_loss,
     kill_by_pidfd,
     stack_path,
     wait_readable,
@@ -36,7 +37,6 @@ STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks befor
 MAX_STACK_FILES = 20
 RELEASE_S = 5.0
 JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; after any other one, the agent decides
-LOST_PEER_WORDS = ("gloo", "Connection closed", "Connection reset", "pair closure")
 
 
 class StackFile:
@@ -80,7 +80,7 @@ class ProcessExit:
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.began_at = time.monotonic()
+        self.began_at = self.progress_at = time.monotonic()
         self.rendezvous: Rendezvous | None = None
         self.step = 0
         self.timeout_s = 0.0
@@ -97,6 +97,13 @@ class ProcessExit:
         """From now on use this rendezvous' store for exit reasons, and watch other workers of this agent."""
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.local_peer_pidfds = rendezvous.local_peer_pidfds
+        self.note_progress()  # all ranks have met
+
+    def note_progress(self) -> None:
+        """Record that a collective of all ranks is complete, so this worker is not stuck."""
+        self.progress_at = time.monotonic()
+        if self.stacks and self.launch.world_size > 1:
+            self.stacks.note_progress()
 
     def on_job_end(self, release_claims: Callable[[], None]) -> None:
         """Have `exit_process`, if its exit code is 0, and `abort_job` call `release_claims`."""
@@ -212,13 +219,14 @@ class ProcessExit:
         is_first = self.exiting.acquire(blocking=False)
         if not is_first:
             return
-        self.leave_peers(f"{LOST_PEER} (worker {rank} has exited)", are_frozen=False)
+        said = f"worker {rank} has exited"
+        self.leave_peers(f"{LOST_PEER} ({said})", are_frozen=False)
         if not self.launch.has_restarts_left():
             # With a time limit: the main thread may be noting the failure, or be stuck because of the disk.
             reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
             why = f"worker {rank} {reason['why']}" if reason else f"worker {rank} vanished"
             try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(why))
-        self.report_lost_peer()
+        self.report_lost_peer(said)
         os._exit(1)
 
     def note_end_of_job(self, why: str) -> None:
@@ -236,7 +244,8 @@ class ProcessExit:
         """
         self.exit_if_orphaned()  # torch would log C++ frames about the agent's store
         self.exiting.acquire()
-        if is_lost_peer(error) and is_timeout(error):
+        is_timeout = time.monotonic() - self.progress_at >= self.timeout_s
+        if is_lost_peer(error) and is_timeout:
             self.leave_peers(f"{TIMED_OUT} {self.timeout_s:g} s", are_frozen=True)
         elif is_lost_peer(error):
             self.leave_peers(f"{LOST_PEER} ({first_line(error)})", are_frozen=False)
@@ -246,18 +255,30 @@ class ProcessExit:
             write_stderr(f"error: worker {self.launch.rank}: {error}\n")
         elif is_lost_peer(error):
             if self.launch.rank == 0 or self.how_peer_ended(0) != PeerEnd.AGREED:
-                self.report_lost_peer()  # otherwise rank 0 has ended the job and printed why
+                self.report_lost_peer(first_line(error))  # otherwise rank 0 has ended the job and printed why
         else:
             write_stderr("".join(traceback.format_exception(error)))
         os._exit(1)
 
-    def report_lost_peer(self) -> None:
-        # Where there is a status file, the agent reports that no restart is left; see launch/agent.py.
-        if not self.launch.has_restarts_left() and self.launch.status_file is None:
-            write_stderr(
-                f"worker {self.launch.rank} lost a peer after step {self.step}, "
-                "and no restart is left (torchrun --max-restarts)\n"
-            )
+    def report_lost_peer(self, said: str) -> None:
+        """Print, if no restart is left, that a peer was lost, and what is `said` of that.
+
+        Under plain python only rank 0 prints, and only if no worker was killed or failed: then the agent, or
+        the failed worker, tells what happened.
+        """
+        if self.launch.has_restarts_left():
+            return
+        option = "torchrun --max-restarts"
+        if self.launch.status_file and self.rendezvous:
+            others = [rank for rank in range(self.launch.world_size) if rank != self.launch.rank]
+            reasons = [self.rendezvous.read_exit_reason(rank)[1] for rank in others]
+            if self.launch.rank or not all(reason and is_loss(reason) for reason in reasons):
+                return
+            option = "trainer.max_restarts"
+        write_stderr(
+            f"worker {self.launch.rank} lost a peer after step {self.step}, "
+            f"and no restart is left ({option}): {said}\n"
+        )
 
     def exit_without_rendezvous(self, error: BaseException) -> NoReturn:
         """Exit with code 1 after PeersMissing. Print it if no restart is left: then no generation logs it."""
@@ -346,13 +367,13 @@ def describe_failure(error: BaseException) -> str:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means that a worker is gone or silent: DistError, or gloo's RuntimeError."""
+    """Return whether an error means that a worker is gone or silent, by its type and the place of its origin.
+
+    That is a DistError, or a RuntimeError that torch.distributed has raised: gloo's errors have no type.
+    """
     from torch.distributed import DistError
 
-    text = str(error)
-    by_words = any(words in text for words in LOST_PEER_WORDS)
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and by_words)
-
-
-def is_timeout(error: BaseException) -> bool:
-    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place = frames[-1].f_globals.get("__name__", "") if frames else ""
+    is_from_backend = type(error) is RuntimeError and place.startswith("torch.distributed.")
+    return isinstance(error, DistError) or is_from_backend

@@ -117,6 +117,12 @@ class GenerationEnd:
     exit_reasons: dict[int, dict[str, Any]]  # rank -> {"why": ..., "step": ...}
     name: str = ""
 
+    @classmethod
+    def from_json(cls, ended: list[Any]) -> "GenerationEnd":
+        """Return the end from its fields as JSON has them, with the ranks as texts."""
+        world_size, reasons, name = ended
+        return cls(world_size, {int(rank): reason for rank, reason in reasons.items()}, name)
+
     def step(self) -> int | None:
         """Return the latest step that a worker recorded when it exited; None without any exit reason."""
         return max((reason["step"] for reason in self.exit_reasons.values()), default=None)
@@ -155,13 +161,21 @@ class FailedStarts(NamedTuple):
     def followed_by(self, end: GenerationEnd) -> "FailedStarts":
         """Return the count after a generation with this end: one more, or 1 if it stood at another step.
 
-        Return 0 if no worker failed, one that failed had begun to train, or one left no exit reason.
+        Return 0 if no worker failed, one that failed had begun to train, or one left no exit reason. Workers
+        that all lost a peer failed, too: none of them is gone, so the backend cannot connect them.
         """
-        failed = [reason for reason in end.exit_reasons.values() if reason["why"].startswith(FAILED)]
+        reasons = end.exit_reasons.values()
+        failed = [reason for reason in reasons if reason["why"].startswith(FAILED)]
+        failed = failed or (list(reasons) if all(map(is_loss, reasons)) else [])
         all_known = len(end.exit_reasons) == end.world_size
         if not failed or not all_known or any(reason.get("began") for reason in failed):
             return FailedStarts()
         return FailedStarts(self.number + 1 if end.step() == self.step else 1, end.step())
+
+
+def is_loss(reason: Mapping[str, Any]) -> bool:
+    """Return whether, by its exit reason, a worker left because another one was gone or silent."""
+    return reason["why"].startswith((LOST_PEER, TIMED_OUT))
 
 
 def repeated_sentence(where: str, end: str) -> str:
@@ -181,14 +195,14 @@ class Rendezvous:
 
         self.launch, self.timeout_s = launch, timeout_s
         self.has_begun = False  # whether this worker has begun to train
-        self.repeated_failure: str | None = None  # on rank 0: why a restart would fail again
         self.missing_workers: str | None = None  # on rank 0: the workers that the last rendezvous lacked
         self._deadline = time.monotonic() + timeout_s
         self._store = self._connect(is_host=launch.rank == 0 and not launch.agent_hosts_store)
         self._exit_store = self._connect(is_host=False)  # a second client: the main thread may be waiting
         self.generation = self._offer_nonce() if launch.rank else self._answer_nonces()
         self.process_group_store = PrefixStore(self.generation, self._store)
-        self.previous_generation = self._replace_generation() if launch.rank == 0 else None
+        self.repeated_failure, ended = json.loads(self._store.get(complete_key(self.generation)))
+        self.previous_generation = GenerationEnd.from_json(ended) if ended else None
         self.local_peer_pidfds = find_local_peers(launch.agent_pid)
 
     def _connect(self, is_host: bool) -> Any:
@@ -220,7 +234,7 @@ class Rendezvous:
         name = str(store.get(f"answer/{nonce}").decode())
         store.set(member_key(name, self.launch.rank), "")
         # No rank goes on before all have arrived: a waiting rank can tell which ranks are missing.
-        self._wait_for(f"{name}/complete", lambda: self._waited_for(name))
+        self._wait_for(complete_key(name), lambda: self._waited_for(name))
         return name
 
     def _answer_nonces(self) -> str:
@@ -242,7 +256,8 @@ class Rendezvous:
             if missing and time.monotonic() > self._deadline:
                 self._give_up(missing)
             time.sleep(POLL_S if missing else 0)
-        store.set(f"{name}/complete", "")
+        told = self._replace_generation(name)
+        store.set(complete_key(name), json.dumps(told))
         return name
 
     def _missing(self, name: str) -> list[int]:
@@ -284,28 +299,32 @@ class Rendezvous:
             self._store.compare_set("missing_workers", "", sentence)
         raise PeersMissing(sentence)
 
-    def _replace_generation(self) -> GenerationEnd | None:
-        """Record this generation, on rank 0. Return the end of the previous one; None if it is not known."""
-        store, previous = self._store, None
+    def _replace_generation(self, name: str) -> tuple[str | None, list[Any] | None]:
+        """Record, on rank 0, that this generation is `name`; return what all ranks are to be told.
+
+        That is why a restart would fail again, and the end of the previous generation as `GenerationEnd`'s
+        JSON; each is None if there is nothing to tell, or if it is not known.
+        """
+        store, repeated, ended = self._store, None, None
         last = read_key(store, "generation")
         if last is not None:
-            name, world_size, round = json.loads(last)
+            before, world_size, round = json.loads(last)
             # If another node led in between, this store has no entry of the previous generation.
             if round is None or round + 1 == self.launch.round:
-                found = {rank: read_exit_reason(store, name, rank) for rank in range(world_size)}
+                found = {rank: read_exit_reason(store, before, rank) for rank in range(world_size)}
                 reasons = {rank: reason for rank, reason in found.items() if reason is not None}
-                previous = GenerationEnd(world_size, reasons, name)
-                before = json.loads(read_key(store, "failed_starts") or "[]")
-                failed = FailedStarts(*before).followed_by(previous)
+                ended = [world_size, reasons, before]
+                end = GenerationEnd(world_size, reasons, before)
+                failed = FailedStarts(*json.loads(read_key(store, "failed_starts") or "[]")).followed_by(end)
                 store.set("failed_starts", json.dumps(failed))
                 if failed.number >= MAX_REPEATS:
-                    self.repeated_failure = repeated_sentence("before the first step", previous.sentence())
-        store.set("generation", json.dumps([self.generation, self.launch.world_size, self.launch.round]))
+                    repeated = repeated_sentence("before the first step", end.sentence())
+        store.set("generation", json.dumps([name, self.launch.world_size, self.launch.round]))
         missing = read_key(store, "missing_workers")
         if missing is not None:
             self.missing_workers = missing.decode()
             store.delete_key("missing_workers")
-        return previous
+        return repeated, ended
 
     def record_exit_reason(self, why: str, step: int, rank: int, agreed: bool = False) -> None:
         """Record in the store, if it answers in time, why a rank exits after `step`; a first reason stays."""
@@ -400,6 +419,10 @@ def stuck_place(stacks: Path) -> str:
 
 def stack_path(folder: Path, generation: str, rank: int) -> Path:
     return folder / f"worker-{rank}-{generation[:8]}.txt"
+
+
+def complete_key(generation: str) -> str:
+    return f"{generation}/complete"
 
 
 def member_key(generation: str, rank: int) -> str:

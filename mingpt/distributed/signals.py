@@ -56,7 +56,7 @@ class StopSignal:
         self.deferred = False
         self.stop_file: Path | None = None
         self.note_stop: Callable[[], None] | None = None  # records a stop before the first step in run.json
-        self.received_at = self.progress_at = float("-inf")
+        self.received_at = float("-inf")
         self.exited_at: dict[int, float] = {}  # rank -> when it was seen to have exited
         self.ends: dict[int, PeerEnd] = {}  # rank -> how it ended, once known
         self.closed = threading.Event()
@@ -78,12 +78,6 @@ class StopSignal:
     def defer(self) -> None:
         """From now on, keep a request until all ranks agree on it, after a step or by heartbeats."""
         self.deferred = True
-
-    def note_progress(self) -> None:
-        """Record that a collective of all ranks is complete, so this worker is not stuck."""
-        self.progress_at = time.monotonic()
-        if self.exit.stacks and self.launch.world_size > 1:
-            self.exit.stacks.note_progress()
 
     def remove_stop_file(self) -> None:
         """Remove the file STOP, if any, so that the same command continues the run. A failure is logged."""
@@ -124,7 +118,7 @@ class StopSignal:
                 self.request("STOP")
             self.check_peers()
             if self.deferred and self.launch.world_size > 1 and self.reason not in (None, *JOB_ENDS):
-                since = max(self.received_at, self.progress_at)
+                since = max(self.received_at, self.exit.progress_at)
                 if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved
                     self.exit.exit_stopped(signal.Signals[self.reason])
 

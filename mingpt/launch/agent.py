@@ -5,26 +5,32 @@ output, and with the exit code of a single process: 0 finished or stopped, 2 a u
 else.
 """
 
+import contextlib
 import dataclasses
 import gc
 import logging
 import os
+import platform
+import shlex
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mingpt.base.system import ipv4_addresses
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
-from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd
-from mingpt.distributed.signals import SIGNALS, StopSignal
+from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd, wait_readable
+from mingpt.distributed.signals import POLL_S, REPEAT_S, SIGNALS, StopSignal
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
 MAX_WORKERS = 8  # with `trainer.workers=auto`
 SHUTDOWN_TIMEOUT_S = 24 * 3600  # workers that were told to stop need time to write a snapshot
 BACKEND = "mingpt-one-node"
+DEAF_S = 4.0  # the main thread hears a signal within so many seconds, or waits in C++ code
 
 
 def choose_workers(config: Config, launch: Launch) -> int:
@@ -75,6 +82,29 @@ class StopRequest:
         if self.is_obeyed:
             self.obey()
 
+    def listen(self) -> None:
+        """Start a thread that receives signals, also while the main thread runs C++ code. For that thread."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # Python writes the signals' numbers there
+        threading.Thread(target=self.watch, args=(read_end,), daemon=True).start()
+
+    def watch(self, read_end: int) -> None:
+        """End this process if `note` is not called within DEAF_S of a signal, or before a second signal.
+
+        The main thread is then in C++ code, where Python runs no handlers, and has started no workers.
+        """
+        received_at, is_second = float("inf"), False
+        while self.first is None and not is_second and time.monotonic() - received_at < DEAF_S:
+            readable = wait_readable({0: read_end}, POLL_S)
+            if readable and os.read(read_end, 1)[0] in SIGNALS:
+                is_second = time.monotonic() - received_at > REPEAT_S
+                received_at = min(received_at, time.monotonic())
+        if self.first is None:
+            write_stderr(before_first_step("a signal"))
+            os._exit(0)
+        threading.Event().wait()  # this thread goes on receiving signals, which the main thread blocks
+
     def obey(self, before_start: bool = False) -> None:
         """If the job was told to stop, raise SignalException, which ends the agent and its workers.
 
@@ -110,16 +140,17 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     with tempfile.TemporaryDirectory(prefix=AGENT_FOLDER) as folder:
         stop = StopRequest(Path(folder) / "status")
         stop_signal.close(stop.note)
+        stop.listen()
         signal.signal(signal.SIGUSR2, pass_on)
         register_rendezvous(stop)
         os.environ[STATUS_FILE] = str(stop.status_file)
         os.environ[AGENT_PID] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        avoid_names()
         agent = elastic_launch(launch_config(workers, max_restarts, Path(folder)), sys.executable)
         gc.enable()
         # The workers inherit this thread's mask, so these signals wait until a worker's StopSignal unblocks
-        # them. The agent's own signals arrive in another thread of this process, which does not block them.
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        # them. The agent's own signals arrive in the thread of `stop`, which does not block them.
         signal.pthread_sigmask(signal.SIG_BLOCK, [*SIGNALS, signal.SIGUSR2])
         failures: Mapping[int, Any] = {}  # torch's ProcessFailure, by rank
         try:
@@ -136,7 +167,11 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
         if stop.first and (stop.status_file.exists() or not failures):
             code = stop.exit_code()
         else:
-            code = 1 if failures else 0
+            # Worker 0 creates the file as soon as the run has ended in order.
+            has_trained = stop.status_file.exists()
+            code = 0 if has_trained and not failures else 1
+            if not (has_trained or failures):
+                write_stderr(f"error: the workers ended without training: {shlex.join(command)}\n")
             killed = [rank for rank in sorted(failures) if failures[rank].exitcode < 0]
             if killed:  # the killed worker could not report it itself
                 name = signal.Signals(-failures[killed[0]].exitcode).name
@@ -154,36 +189,69 @@ def pass_on(number: int, frame: FrameType | None) -> None:
         os.close(pidfd)
 
 
+def loopback_address() -> str:
+    """Return 127.0.0.1, or ::1 on a host without IPv4: addresses for which no name has to be resolved."""
+    try:
+        with socket.socket(socket.AF_INET) as probe:
+            probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1"
+    except OSError:
+        return "::1"
+
+
+def avoid_names() -> None:
+    """Have gloo and torch's agent do without this host's name: a resolver may fail, or take 20 s."""
+    with contextlib.suppress(OSError):  # no Linux: then gloo looks the name up
+        interfaces = [name for name, address in ipv4_addresses() if address.ip.is_loopback]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[0] if interfaces else "lo")
+    socket.getfqdn = lambda name="": name or platform.node()  # for torch's events, which nobody reads
+
+
 def register_rendezvous(stop: StopRequest) -> None:
-    """Register, as BACKEND, the rendezvous of `torchrun --standalone`, which here also obeys `stop`."""
+    """Register, as BACKEND, a rendezvous of this agent alone, which needs no host name and obeys `stop`."""
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
         RendezvousInfo,
         RendezvousParameters,
+        RendezvousStoreInfo,
         rendezvous_handler_registry,
     )
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    class Rendezvous(DynamicRendezvousHandler):
+    class Rendezvous(RendezvousHandler):
+        use_agent_store = True  # the workers meet in this store
+
+        def __init__(self, params: RendezvousParameters) -> None:
+            self.run_id, host = params.run_id, loopback_address()
+            self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self.place = RendezvousStoreInfo(host, self.store.port)
+
         def get_backend(self) -> str:
             return BACKEND
 
+        def get_run_id(self) -> str:
+            return self.run_id
+
         def next_rendezvous(self) -> RendezvousInfo:
-            """Return the next rendezvous, or obey `stop`. The agent calls this before it starts workers."""
-            info = super().next_rendezvous()
+            """Return the rendezvous, or obey `stop`. The agent calls this before it starts workers."""
             stop.obey(before_start=True)
-            return info
+            return RendezvousInfo(self.store, 0, 1, self.place)
 
         def num_nodes_waiting(self) -> int:
-            """Return the number of waiting nodes, or obey `stop`. The agent calls this every 0.1 s."""
+            """Return 0, or obey `stop`. The agent calls this every 0.1 s."""
             stop.obey()
-            return super().num_nodes_waiting()
+            return 0
 
-    def create(params: RendezvousParameters) -> Rendezvous:
-        backend, store = create_backend(params)
-        return Rendezvous.from_backend(params.run_id, store, backend, params.min_nodes, params.max_nodes)
+        def is_closed(self) -> bool:
+            return False
 
-    rendezvous_handler_registry.register(BACKEND, create)
+        def set_closed(self) -> None:
+            pass  # no other agent could join
+
+        def shutdown(self) -> bool:
+            return True
+
+    rendezvous_handler_registry.register(BACKEND, Rendezvous)
 
 
 def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfig":
@@ -202,7 +270,6 @@ def launch_config(workers: int, max_restarts: int, folder: Path) -> "LaunchConfi
         nproc_per_node=workers,
         run_id=str(uuid.uuid4()),
         rdzv_backend=BACKEND,
-        rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         **{name: value for name, value in newer.items() if name in known},

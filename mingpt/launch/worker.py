@@ -67,11 +67,14 @@ class Worker:
                 f"srun has started {self.launch.slurm_tasks} tasks without torchrun: start one torchrun "
                 "per node, as launch/slurm/several_nodes.sbatch does, or set trainer.workers"
             )
+        from mingpt.config import PROJECT
         from mingpt.launch.agent import choose_workers, run_agent
 
         workers = choose_workers(config, self.launch)
         if workers > 1:
-            run_agent(workers, config.trainer.max_restarts, command, self.stop_signal)
+            # Not `-` or `-c`: a program that came through standard input is not there for the workers.
+            program = command[0] if os.path.isfile(command[0]) else str(PROJECT / "train.py")
+            run_agent(workers, config.trainer.max_restarts, [program, *command[1:]], self.stop_signal)
 
     def watch_stop_file(self, config: "Config") -> None:
         """Take a file STOP in run_dir for a request to stop. A run with `eval_only` ignores the file."""

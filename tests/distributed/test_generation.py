@@ -34,7 +34,9 @@ BAD = end(r0=LOST_PEER, r1=FAILED)
         ([BAD] * 2, False),
         ([BAD, end(r0=LOST_PEER), BAD], False),  # a kill in between
         ([BAD, end(r1=FAILED), BAD], False),  # killed while the other failed
-        ([end(r0=LOST_PEER, r1=LOST_PEER)] * 3, False),
+        ([end(r0=LOST_PEER, r1=LOST_PEER)] * 3, True),  # all are there, but cannot be connected
+        ([end(r0=LOST_PEER, r1=f"{TIMED_OUT} 9 s")] * 3, True),
+        ([end(r0=LOST_PEER)] * 3, False),  # worker 1 was killed
         ([BAD, end(step=4, r0=LOST_PEER, r1=FAILED), BAD], False),
         ([end(began=True, r0=LOST_PEER, r1=FAILED)] * 3, False),  # run.json records such failures
         ([end(r0=LOST_PEER), BAD, BAD, BAD], True),
