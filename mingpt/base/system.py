@@ -58,6 +58,16 @@ def start(work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
     return outcome, thread
 
 
+def loopback_address() -> str:
+    """Return 127.0.0.1, or ::1 on a host without IPv4: addresses for which no name has to be resolved."""
+    try:
+        with socket.socket(socket.AF_INET) as probe:
+            probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1"
+    except OSError:
+        return "::1"
+
+
 def ipv4_addresses() -> list[tuple[str, ipaddress.IPv4Interface]]:
     """Return (interface, address with its network), an interface's first address first. Raises OSError."""
     buffer = bytearray(IFREQ_BYTES * MAX_ADDRESSES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mingpt.base.errors import NodeRefused, UserError
+from mingpt.distributed.exit import first_line
 from mingpt.distributed.launch import Launch
 
 if TYPE_CHECKING:
@@ -65,10 +66,11 @@ def check_gloo() -> None:
         if len(given) == 1 and os.environ.get(names[1]):
             ProcessGroupGloo.create_default_device()
     except RuntimeError as error:
+        said = first_line(error).rpartition("] ")[2]  # without the place in gloo's source
         known = ", ".join(name for _, name in socket.if_nameindex())
         raise NodeRefused(
             f"gloo, which connects the workers, cannot work on {platform.node()} with {' and '.join(given)} "
-            f"({str(error).splitlines()[0]}): unset this, or name one of the network interfaces {known}"
+            f"({said}): unset this, or name one of the network interfaces {known}"
         ) from None
 
 

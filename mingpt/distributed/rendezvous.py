@@ -25,7 +25,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from mingpt.base.errors import PeersMissing
+from mingpt.base.errors import PeersMissing, UserError
 from mingpt.base.system import run_within
 from mingpt.distributed.launch import Launch
 
@@ -187,7 +187,8 @@ class Rendezvous:
     """A worker's connection to the job's store. Constructing it is collective: all workers meet there.
 
     Raises PeersMissing if other workers, such as the store's host, do not arrive within `timeout_s`; those
-    missing of this agent are killed first. Raises DistError if the store fails otherwise.
+    missing of this agent are killed first. Raises UserError if rank 0, without an agent, cannot listen at its
+    port, and DistError if the store fails otherwise.
     """
 
     def __init__(self, launch: Launch, timeout_s: float) -> None:
@@ -219,7 +220,12 @@ class Rendezvous:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),
             )
-        except DistError:
+        except DistError as error:
+            if is_host and self.launch.agent_pid is None:
+                raise UserError(
+                    f"worker 0 cannot listen at port {self.launch.master_port} (MASTER_PORT) of "
+                    f"{platform.node()}: {str(error).splitlines()[0]}"
+                ) from None
             if self.launch.agent_hosts_store or is_host or time.monotonic() < self._deadline - 1.0:
                 raise
             self._give_up([0], can_tell=False)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mingpt.base.system import ipv4_addresses
+from mingpt.base.system import ipv4_addresses, loopback_address
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
@@ -187,16 +187,6 @@ def pass_on(number: int, frame: FrameType | None) -> None:
     for pidfd in find_local_peers(os.getpid()).values():
         kill_by_pidfd(pidfd, number)
         os.close(pidfd)
-
-
-def loopback_address() -> str:
-    """Return 127.0.0.1, or ::1 on a host without IPv4: addresses for which no name has to be resolved."""
-    try:
-        with socket.socket(socket.AF_INET) as probe:
-            probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1"
-    except OSError:
-        return "::1"
 
 
 def avoid_names() -> None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mingpt.base.system import loopback_address
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,9 +20,19 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not dropped.fullmatch(name)} | more
 
 
-def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ("--standalone",)) -> list[str]:
-    """Return a torchrun command that starts `workers` ranks per node; the caller appends the program."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options]
+def torchrun(workers: int, restarts: int = 0, options: Sequence[str] = ()) -> list[str]:
+    """Return a torchrun command that starts `workers` ranks per node; the caller appends the program.
+
+    `options` are by default those of `--standalone`, for which this host's name need not be resolved.
+    """
+    address = loopback_address()
+    one_node = (
+        "--nnodes=1",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint={address}:0",
+        f"--local_addr={address}",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", *(options or one_node)]
     return [*command, f"--nproc_per_node={workers}", f"--max-restarts={restarts}"]
 
 

@@ -1,9 +1,10 @@
+import socket
 import threading
 import time
 
 import pytest
 
-from mingpt.base.system import OutOfTime, run_within, try_within
+from mingpt.base.system import OutOfTime, loopback_address, run_within, try_within
 
 
 def test_work_that_ends_in_time_gives_its_result_or_its_error() -> None:
@@ -24,3 +25,9 @@ def test_work_that_hangs_is_given_up_when_the_limit_is_over() -> None:
     assert not try_within(0.2, hangs.wait)
     assert 0.4 <= time.monotonic() - began < 10
     hangs.set()
+
+
+def test_a_host_without_ipv4_has_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loopback_address() == "127.0.0.1"
+    monkeypatch.setattr(socket, "AF_INET", 9999)  # the kernel knows no such family
+    assert loopback_address() == "::1"

@@ -1,5 +1,6 @@
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mingpt.base.errors import UserError
+from mingpt.base.errors import NodeRefused, UserError
 from mingpt.distributed import Launch
 from mingpt.distributed.device import (
     autocast,
     cgroup_quota,
     check_device_types,
+    check_gloo,
     find_device,
     resolve_dtype,
     usable_cores,
@@ -138,3 +140,21 @@ def test_what_a_worker_has_freed_is_used_again_by_all_of_its_threads() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     first, other = map(int, done.stdout.split())
     assert other < 0.1 * first
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GLOO_SOCKET_IFNAME", "nosuch0"),
+        ("GLOO_SOCKET_IFNAME", "^lo,docker"),  # NCCL's notation
+        ("GLOO_SOCKET_IFNAME", "lo,nosuch0"),
+        ("GLOO_DEVICE_TRANSPORT", "NOSUCH"),
+    ],
+)
+def test_what_gloo_cannot_use_is_one_sentence_before_workers_meet(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_gloo()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(NodeRefused, match=rf"{name}={re.escape(value)} .*interfaces lo"):
+        check_gloo()

@@ -11,7 +11,7 @@ from torch.distributed import DistNetworkError
 
 from mingpt.distributed.exit import MAX_STACK_FILES, ProcessExit, is_lost_peer
 from mingpt.distributed.launch import Launch
-from mingpt.distributed.rendezvous import stuck_place
+from mingpt.distributed.rendezvous import LOST_PEER, stuck_place
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,20 @@ def test_the_place_where_a_worker_is_stuck_is_not_taken_from_stacks_that_a_user_
     assert stuck_place(path) == "it wrote no stacks (stopped, or its machine is lost)"
     path.write_text(path.read_text() + "Timeout (0:00:06)!\nT" + thread.format("trainer"))
     assert stuck_place(path).startswith("trainer.py:7 in step")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [({"why": f"{LOST_PEER} (refused)"}, True), ({"why": "failed (OSError)"}, False), (None, False)],
+)
+def test_workers_that_all_lost_a_peer_say_what_the_backend_said_once(
+    other: dict[str, str] | None, says: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under plain python: of a killed worker the agent tells, and a worker that failed has told it."""
+    rendezvous: Any = SimpleNamespace(local_peer_pidfds={}, read_exit_reason=lambda rank: (True, other))
+    for rank in (0, 1):
+        process_exit = ProcessExit(Launch(rank=rank, world_size=2, status_file=tmp_path / "status"))
+        process_exit.join(rendezvous, timeout_s=60.0)
+        process_exit.report_lost_peer("the backend's words")
+    what = "worker 0 lost a peer after step 0, and no restart is left (trainer.max_restarts)"
+    assert capsys.readouterr().err == f"{what}: the backend's words\n" * says
