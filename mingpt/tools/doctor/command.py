@@ -28,6 +28,7 @@ from mingpt.tools.doctor.network import (
     gloo_address,
     listen,
     measure_all_reduce,
+    named_address,
     networks,
 )
 from mingpt.tools.plan.command import align
@@ -64,7 +65,8 @@ def examine(launch: Launch, config: Config, process_exit: ProcessExit) -> int:
     Rank 0 prints the report. Raises NonRetryableError if workers do not arrive or rank 0 stops answering.
     """
     if not launch.is_distributed:
-        return report([identity(launch) | find_own(launch, config)])
+        name_error = None if named_address() else "its host name does not resolve to an address of its own"
+        return report([identity(launch) | find_own(launch, config) | {"name_error": name_error}])
     rank, rendezvous = launch.rank, meet(launch)
     process_exit.join(rendezvous, LIMIT_S)
     exchange = Exchange(rendezvous.process_group_store, rank, launch.world_size)

@@ -41,6 +41,8 @@ COLUMNS = {
 # {fact that a worker has only if something failed: sentence on it}
 BROKEN = {
     "device_error": "{name}: {reason}",
+    "name_error": "{name}: {reason}, but torchrun looks it up: add --local_addr=127.0.0.1 to torchrun on one "
+    "node, and --local_addr with the node's address on several",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",
     "unfinished": "{name}, worker {rank}: {reason}: look at that node and its disks",
 }

@@ -53,6 +53,11 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
         raise OSError(
             f"{INTERFACE_VARIABLE}={name} names no interface with an IPv4 address; there are {there}"
         )
+    return named_address() or "127.0.0.1"
+
+
+def named_address() -> str | None:
+    """Return the first address of this host's name that belongs to this host; None if there is none."""
     try:
         resolved = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -64,7 +69,7 @@ def gloo_address(interfaces: Mapping[str, str]) -> str:
             except OSError:
                 continue  # the address is another host's
             return str(address[0])
-    return "127.0.0.1"
+    return None
 
 
 def listen(address: str) -> int:

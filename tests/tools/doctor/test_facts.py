@@ -52,6 +52,7 @@ def only_fault(*workers: Facts) -> str:
         ({"clock_s": -5.0}, ["the clock of node3 differs from the others' by -5.0 s"]),
         ({"device_error": "this machine has no GPU"}, ["node3: this machine has no GPU"]),
         ({"address_error": "ib0 names no interface"}, ["node3: ib0", "GLOO_SOCKET_IFNAME"]),
+        ({"name_error": "its host name does not resolve"}, ["node3: its", "--local_addr=127.0.0.1"]),
         ({"all_reduce_error": "timed out"}, ["fails on node3 (timed out)", "MTU"]),
         (
             {"config": CONFIG | {"seed": 2, "optimizer.learning_rate": 0.1}},

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from support.jobs import free_port
 
-from mingpt.tools.doctor.network import find_unreachable, gloo_address, listen, networks
+from mingpt.tools.doctor.network import find_unreachable, gloo_address, listen, named_address, networks
 from mingpt.tools.jobs import clean_environment
 
 PROGRAM = """
@@ -46,6 +46,15 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib9")
     with pytest.raises(OSError, match=r"ib9 names no interface.*lo \(127\.0\.0\.1/8\)"):
         gloo_address(networks())
+
+
+@pytest.mark.parametrize("name", ["nowhere.invalid", "192.0.2.1"])
+def test_a_host_name_that_is_nobodys_or_another_hosts_gives_no_address(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert named_address() is None and gloo_address(networks()) == "127.0.0.1"
 
 
 def test_connections_that_fail_are_told_by_their_reason() -> None:
