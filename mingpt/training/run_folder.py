@@ -19,6 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
+from mingpt.base.paths import describe_obstacle
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.report import load_history, read_records
@@ -78,7 +79,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     path = Path(config.run_dir)
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
-    made = [part for part in (path / "log.txt", path / "snapshots", path) if not part.exists()]
+    made = [part for part in (path / "log.txt", path / "snapshots", path) if not os.path.exists(part)]
     refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
     snapshots_keeper = keeper
@@ -147,7 +148,7 @@ def make_run_dir(path: Path) -> None:
         may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if may_pass and path.is_dir():
             return  # each file that cannot be written will be reported, and tried again
-        raise UserError(f"run_dir {path} cannot be written to: {error.strerror}") from None
+        raise UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}") from None
 
 
 def lowest_rank_there(path: Path, context: DistributedContext) -> int:

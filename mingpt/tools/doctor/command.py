@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import NonRetryableError, PeersMissing, UserError
 from mingpt.base.files import DriverError, reason_of
+from mingpt.base.paths import typed_path
 from mingpt.base.system import run_within
 from mingpt.config import Config
 from mingpt.config.cli import parse
@@ -230,7 +231,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--endpoint", metavar="HOST:PORT", help="meeting point of the agents; several by commas"
     )
-    parser.add_argument("--claim", metavar="RUN_DIR", help="run folder, or snapshots at a path or URL")
+    parser.add_argument(
+        "--claim", type=typed_path, metavar="RUN_DIR", help="run folder, or snapshots at a path or URL"
+    )
     parser.add_argument("--release", action="store_true", help="drop the claim")
     options, settings = parser.parse_known_args(arguments)
     if not (options.endpoint or options.claim or options.release):

@@ -33,6 +33,7 @@ import numpy as np
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
 from mingpt.base.files import PIECE_BYTES
+from mingpt.base.paths import typed_path
 from mingpt.data.shard_files import ShardFile, inspect, read_meta
 from mingpt.tools.prepare.folder import META, check_tokenizer
 from mingpt.tools.prepare.job import Options, prepare
@@ -98,13 +99,16 @@ def make_parser() -> CommandParser:
     default = Options()
     usage = "%(prog)s TEXT_OR_URL... --out DIR [options] | --check DIR"
     parser = CommandParser("python -m mingpt prepare", __doc__, usage)
-    parser.add_argument("texts", nargs="*", metavar="TEXT_OR_URL", help="a file, pattern or URL")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="a new or empty folder, or that of a killed command"
+        "texts", nargs="*", type=typed_path, metavar="TEXT_OR_URL", help="a file, pattern or URL"
     )
-    parser.add_argument("--check", type=Path, metavar="DIR", help="read a folder through")
+    parser.add_argument(
+        "--out", type=typed_path, metavar="DIR", help="a new or empty folder, or that of a killed command"
+    )
+    parser.add_argument("--check", type=typed_path, metavar="DIR", help="read a folder through")
     parser.add_argument(
         "--tokenizer",
+        type=typed_path,
         metavar="NAME",
         default=default.tokenizer,
         help="char, bpe, gpt2, or a tokenizer.json by path or URL (default %(default)s)",
@@ -137,14 +141,14 @@ def main(arguments: Sequence[str]) -> int:
     if given.check is not None:
         if given.texts or given.out is not None:
             raise UserError("--check stands alone")
-        is_good, lines = check_folder(given.check)
+        is_good, lines = check_folder(Path(given.check))
         write_lines(lines)
         return 0 if is_good else 1
     if not given.texts or given.out is None:
         raise UserError("name at least one text, and --out DIR; or --check DIR")
     options = Options(given.tokenizer, given.vocab_size, given.val_fraction, given.shard_tokens)
     try:
-        write_lines([prepare(given.texts, given.out, options)])
+        write_lines([prepare(given.texts, Path(given.out), options)])
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command goes on from the last finished shard\n")
         sys.stderr.flush()
