@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
+from mingpt.base.paths import refuse_pipe, typed_path
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "run",
         nargs="?",
+        type=typed_path,
         default="out/default",
         help="run folder or snapshot folder, whose newest snapshot is used, or step_*.safetensors; a path or "
         "URL; or a model of Hugging Face's: its folder, gpt2, gpt2-medium, gpt2-large or gpt2-xl "
@@ -59,7 +61,9 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="text to continue (default: ask in a terminal; elsewhere end-of-text if there is such a token, "
         "else a newline)",
     )
-    prompt.add_argument("--prompt_file", metavar="PATH", help="file with the text to continue; - for stdin")
+    prompt.add_argument(
+        "--prompt_file", type=typed_path, metavar="PATH", help="file with the text to continue; - for stdin"
+    )
     prompt.add_argument(
         "--prompt_tokens", metavar="IDS", help="tokens to continue, as in 464,3290; prints tokens, not text"
     )
@@ -224,6 +228,7 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
     if arguments.prompt_file is not None:
         try:
             path = arguments.prompt_file
+            refuse_pipe(path, "--prompt_file")
             content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
             text = content.decode()
         except (OSError, UnicodeDecodeError) as error:

@@ -8,9 +8,10 @@ DEFAULT_FILE beside train.py is read.
 import dataclasses
 import difflib
 import itertools
+import os
+import re
 import sys
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,18 @@ import pydantic
 import yaml
 
 from mingpt.base.errors import UserError
-from mingpt.config.settings import PROJECT, Config, Setting, check, flatten, settings, to_yaml
+from mingpt.base.paths import refuse_pipe, typed_path
+from mingpt.config.settings import PATHS, PROJECT, Config, Setting, check, flatten, settings, to_yaml
 
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
+# Tags of a YAML file, implicit ones included; None stands for all others, which its constructor refuses.
+TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+# How a text is read as a value of each type; one of another form is refused.
+FORMS: dict[type, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    bool: (re.compile("true|false", re.IGNORECASE), lambda text: text.lower() == "true"),
+    int: (re.compile("[+-]?[0-9]{1,19}"), int),  # Python reads no more than 4,300 digits
+    float: (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
+}
 # Names that other programs, above all nanoGPT, give to a setting; a section before the name is ignored.
 OTHER_NAMES = {
     "lr": "optimizer.learning_rate",
@@ -53,24 +63,25 @@ def parse(argv: Sequence[str]) -> Config:
         sys.stdout.write(help_text())
         raise SystemExit(0)
     path, given = read_arguments([word for word in argv if word != "--print_config"])
-    config = build(read_file(str(PROJECT / DEFAULT_FILE) if path is None else path) | given)
+    file = str(PROJECT / DEFAULT_FILE) if path is None else typed_path(path, "the configuration file")
+    config = build(read_file(file) | given)
     if "--print_config" in argv:
         sys.stdout.write(to_yaml(config))
         raise SystemExit(0)
     return config
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the config file's path, None if none is given, and {dotted key: Text} of the settings.
+def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """Return the config file's path, None if none is given, and {dotted key: text} of the settings.
 
     Raises UserError for a word of another form, a second file, or a key with two different values. Does not
     check whether keys and values are valid.
     """
     for before, word in itertools.pairwise(argv):
-        is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not Path(word).exists()
+        is_value = before.endswith("=") and "=" not in word and word[:2] != "--" and not os.path.exists(word)
         if word.startswith("=") or is_value:
             raise UserError(f"write {before.rstrip('=')}=VALUE without spaces around the =")
-    path, given, left = None, dict[str, Any](), list(argv)
+    path, given, left = None, dict[str, str](), list(argv)
     while left:
         word = left.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
@@ -88,16 +99,16 @@ def read_arguments(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
             continue
         if given.get(key, text) != text:
             raise UserError(f"{key} is given twice, as {given[key]} and as {text}: leave one of them out")
-        given[key] = Text(text)
+        given[key] = text
     return path, given
 
 
-class Text(str):
-    """A value as typed on a command line; its type is not known yet."""
-
-
 class Loader(yaml.SafeLoader):
-    """A YAML loader that treats a repeated key as an error."""
+    """A YAML loader that leaves every scalar a text, and treats a repeated key as an error."""
+
+    # As PyYAML declares them: no ClassVar.
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
+    yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in TAGS}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -110,14 +121,20 @@ class Loader(yaml.SafeLoader):
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the settings of a config file as {dotted key: value}, unchecked. Raises UserError."""
+    """Return the settings of a config file as {dotted key: text}, unchecked. Raises UserError.
+
+    A value that is no text is a list, or an empty dictionary.
+    """
+    refuse_pipe(path, "the configuration file")
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
         is_mapping = isinstance(content, dict | None)
-        flat = flatten({str(key): value for key, value in (content or {}).items()}) if is_mapping else {}
+        flat = join_sections(content or {}) if is_mapping else {}
     except RecursionError:
-        raise UserError(f"{path} is not valid YAML for settings: an anchor contains itself") from None
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or an impossible date
+        raise UserError(
+            f"{path} is not valid YAML for settings: an anchor contains itself, or it is nested too deep"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
     except yaml.YAMLError as error:
@@ -133,8 +150,19 @@ def read_file(path: str) -> dict[str, Any]:
     return flat
 
 
+def join_sections(content: dict[str, Any]) -> dict[str, Any]:
+    """Return `flatten(content)`. Raises YAMLError for a key in both forms, as in model: {n_layer: 2}."""
+    flat = dict[str, Any]()
+    for key, value in content.items():
+        part = flatten({key: value})
+        for name in flat.keys() & part.keys():
+            raise yaml.YAMLError(f"{name!r} is repeated, in two forms")
+        flat |= part
+    return flat
+
+
 def build(flat: dict[str, Any]) -> Config:
-    """Return a checked Config from {dotted key: value}; a setting that is not given has its default.
+    """Return a checked Config from {dotted key: text or value}; a setting that is not given has its default.
 
     Raises UserError for an unknown key, a wrong type or range, or settings that contradict each other.
     """
@@ -160,36 +188,29 @@ def build(flat: dict[str, Any]) -> Config:
     return config
 
 
-def convert(value: Any, setting: Setting) -> Any:
-    """Convert a value from YAML, or a Text from a command line, to what pydantic is to check.
+def convert(text: Any, setting: Setting) -> Any:
+    """Return the value that a text means for a setting, by the type of the setting alone.
 
-    A setting that is text or may be null gets text, or None for "null" if it may be null. Raises UserError
-    for true or false as a number, or one of several words, that may not be null.
+    What is no text is returned as it is. Raises UserError for a text that does not have the form of that
+    type, or that cannot be meant as a path.
     """
-    is_optional = type(None) in typing.get_args(setting.type)
-    if setting.type is str or is_optional:  # pydantic reads an optional number from text
-        if is_optional and value == "null":
-            return None
-        return value if isinstance(value, (dict, list, type(None))) else str(value)
-    if isinstance(value, Text):
-        try:
-            scalar = yaml.safe_load(value)
-        except yaml.YAMLError:
-            scalar = None
-        value = scalar if isinstance(scalar, (bool, int, float)) else str(value)
-    takes_bool = setting.type is bool or bool in typing.get_args(setting.type)
-    if isinstance(value, bool) and not takes_bool:  # pydantic would take true for 1
-        raise wrong_value(setting, value)
-    return value
+    kinds = setting.kinds
+    is_optional = type(None) in kinds
+    if not isinstance(text, str) or text in kinds:
+        return text
+    if is_optional and text == "null":
+        return None
+    for kind, (form, read) in FORMS.items():
+        if kind in kinds and form.fullmatch(text):
+            return read(text)
+    # ~ alone is null in YAML and the home folder in a shell.
+    is_nothing = is_optional and (text == "~" or text.lower() in ("", "none", "null"))
+    if str not in kinds or is_nothing:
+        raise wrong_value(setting, text)
+    return typed_path(text, setting.key) if setting.key in PATHS else text
 
 
 def wrong_value(setting: Setting, value: Any) -> UserError:
-    if setting.type is not bool and not isinstance(value, bool):
-        try:
-            value = float(value) if setting.type is float else int(value)
-        except (TypeError, ValueError):
-            pass  # not a number: the message shows it as given
-    value = None if value == "null" else value
     return UserError(f"{setting.key} must be {setting.allowed()}, not {value!r}")
 
 

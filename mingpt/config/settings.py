@@ -22,9 +22,20 @@ from mingpt.base.errors import UserError
 from mingpt.base.urls import redact_all
 
 RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
-OptionalCount = Optional[typing.Annotated[int, pydantic.Field(ge=1)]]
-# The allowed values of the settings that may be auto or something else.
-AUTO_OR = {"trainer.workers": "auto or a whole number at least 1", "trainer.compile": "auto, true or false"}
+# The allowed values of settings whose type does not tell them.
+ALLOWED = {
+    "trainer.workers": "auto or a whole number at least 1",
+    "trainer.compile": "auto, true or false",
+    "data.sha256": "64 hexadecimal digits or null",
+}
+PATHS = (
+    "run_dir",
+    "data.path",
+    "data.tokenizer",
+    "snapshot.path",
+    "snapshot.memory_path",
+    "snapshot.init_from",
+)
 PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
@@ -61,9 +72,10 @@ class DataConfig:
         "char, gpt2, or a tokenizer.json by path or URL; auto: the one beside the data, else init_from's, "
         "else char for a text",
     )
-    vocab_size: OptionalCount = Field(
+    vocab_size: Optional[int] = Field(
         None,
         "rows of the embedding; null: the tokenizer's size, or 50257 for shards without one",
+        ge=1,
         affects_result=True,
     )
 
@@ -138,8 +150,8 @@ class TrainerConfig:
         2, "windows in one forward and backward pass; divides batch_size", ge=1, affects_result=True
     )
     eval_every: int = Field(85, "steps between evaluations of the validation split", ge=1)
-    eval_windows: OptionalCount = Field(
-        None, "windows of the validation split to evaluate, evenly spaced; null: all of it"
+    eval_windows: Optional[int] = Field(
+        None, "windows of the validation split to evaluate, evenly spaced; null: all of it", ge=1
     )
     eval_at_start: bool = Field(True, "also evaluate before the first step")
     log_every: int = Field(10, "steps between records of the training loss", ge=1)
@@ -210,8 +222,10 @@ class SnapshotConfig:
         5, "steps between snapshots in the node's memory, for killed workers; 0 for none", ge=0
     )
     memory_path: str = Field("/dev/shm", "folder in memory; where it is absent or too small, there are none")
-    local_every: Optional[typing.Annotated[int, pydantic.Field(ge=0)]] = Field(
-        None, "like `every`, on each node's own disk where nodes share none; null: as `every`; 0: the last"
+    local_every: Optional[int] = Field(
+        None,
+        "like `every`, on each node's own disk where nodes share none; null: as `every`; 0: the last",
+        ge=0,
     )
     keep_last: int = Field(3, "number of newest snapshots kept", ge=1)
     keep_best: bool = Field(
@@ -260,10 +274,11 @@ class Config:
 def check(config: Config) -> None:
     """Raise UserError if two settings contradict each other or a setting has the wrong form."""
     model, trainer = config.model, config.trainer
-    if not config.run_dir or "://" in config.run_dir or "\0" in config.run_dir:
-        raise UserError(f"run_dir must be a local folder, not {config.run_dir!r}; snapshot.path may be a URL")
-    if config.snapshot.path == "":
-        raise UserError("snapshot.path must be a folder, a URL or null, not an empty text")
+    for key, path in (("run_dir", config.run_dir), ("snapshot.memory_path", config.snapshot.memory_path)):
+        if "://" in path or not path.strip("/"):
+            raise UserError(
+                f"{key} must be a local folder below /, not {path!r}; snapshot.path may also be a URL"
+            )
     if model.n_embd % model.n_head:
         raise UserError(f"model.n_embd ({model.n_embd}) must be divisible by model.n_head ({model.n_head})")
     head_size = model.n_embd // model.n_head
@@ -288,7 +303,7 @@ def check(config: Config) -> None:
             "drop either"
         )
     if config.data.sha256 and not re.fullmatch("[0-9a-fA-F]{64}", config.data.sha256):
-        raise UserError(f"data.sha256 must be 64 hexadecimal digits, not {config.data.sha256!r}")
+        raise UserError(f"data.sha256 must be 64 hexadecimal digits or null, not {config.data.sha256!r}")
     if config.snapshot.init_from and config.snapshot.resume == "must":
         raise UserError(
             "snapshot.init_from starts a fresh run and snapshot.resume=must forbids one; drop either"
@@ -322,27 +337,26 @@ class Setting:
     affects_result: bool
     limits: dict[str, float]  # {"at least": 1}
 
+    @property
+    def kinds(self) -> list[Any]:
+        """The types and words that the setting may be; NoneType stands for null."""
+        return find_kinds(self.type)
+
     def allowed(self) -> str:
         """Return, in words, the values that the setting may take, such as "a whole number at least 1"."""
-        if self.key in AUTO_OR:
-            return AUTO_OR[self.key]
-        options = [kind for kind in typing.get_args(self.type) if kind is not type(None)]
-        is_optional = type(None) in typing.get_args(self.type)
-        kind, limits = (options[0], {}) if is_optional else (self.type, self.limits)
-        if typing.get_origin(kind) is typing.Annotated:
-            kind, *rules = typing.get_args(kind)
-            limits = find_limits([limit for rule in rules for limit in rule.metadata])
-        return describe_kind(kind, limits) + (" or null" if is_optional else "")
+        if self.key in ALLOWED:
+            return ALLOWED[self.key]
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a path"}
+        kinds = [kind for kind in self.kinds if kind is not type(None)]
+        text = names.get(kinds[0]) or f"one of {', '.join(kinds)}"
+        limits = " and ".join(f"{words} {limit:g}" for words, limit in self.limits.items())
+        return f"{text} {limits}".rstrip() + (" or null" if len(kinds) < len(self.kinds) else "")
 
 
-def describe_kind(kind: Any, limits: dict[str, float]) -> str:
-    """Return in words the values of int, float, bool, str or a Literal of texts; `limits` bound a number."""
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(typing.get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return " ".join(
-        [names[kind], " and ".join(f"{words} {limit:g}" for words, limit in limits.items())]
-    ).rstrip()
+def find_kinds(kind: Any) -> list[Any]:
+    """Return the types and words that the parts of an annotation name."""
+    parts = typing.get_args(kind)
+    return [one for part in parts for one in find_kinds(part)] if parts else [kind]
 
 
 def find_limits(rules: Iterable[Any]) -> dict[str, float]:

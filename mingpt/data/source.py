@@ -16,6 +16,7 @@ import fsspec
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import DriverError, parse_json, reason_of, write_atomic
+from mingpt.base.paths import refuse_pipe
 from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
 from mingpt.data.json_tokenizer import END_OF_TEXT, parse_tokenizer_json
@@ -96,6 +97,7 @@ def has_checksum(content: bytes, sha256: str | None) -> bool:
 
 def download(path: str, setting: str) -> bytes:
     """Return the bytes at a path or URL, not cached. Raises UserError (AbsentFile if there is no file)."""
+    refuse_pipe(path, setting)
     with readable(path, f"{setting} "), fsspec.open(path, "rb") as file:
         return bytes(file.read())
 

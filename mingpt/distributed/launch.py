@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # importing pydantic would delay the moment from which signal
 # Set by mingpt.launch.agent for its workers.
 AGENT_PID = "MINGPT_AGENT_PID"  # getppid() is another process if the agent dies before the worker calls it
 STATUS_FILE = "MINGPT_STATUS_FILE"
+MAX_THREADS = 1024  # the limit of trainer.threads
+UNSET = "if no launcher has set these, start by `env -u RANK -u WORLD_SIZE python ...`"
+# Launchers that number their processes by these variables, and whose users may set RANK from them.
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID")
 AGENT_FOLDER = "mingpt-"  # prefix of the folder that the agent makes for the status file
 # Set by launch/elastic/handler.py for its workers; the same on all nodes, also after nodes were lost.
 JOB, ROUND = "MINGPT_JOB", "MINGPT_ROUND"
@@ -39,6 +43,7 @@ class Launch:
     omp_threads: int | None = None
     job: str | None = None  # a random token, if the launcher gives one
     round: int | None = None  # number of the job's rendezvous, from 1, if known
+    has_known_launcher: bool = False
     slurm_tasks: int = 1  # tasks of the job step that srun started
     status_file: Path | None = None  # rank 0 writes the job's exit code there; see mingpt.launch.agent
 
@@ -46,8 +51,8 @@ class Launch:
     def from_environment(cls) -> "Launch":
         """Return this process's Launch.
 
-        Raises UserError if RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not; or for a text
-        in place of a number.
+        Raises UserError if RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not; for a text in
+        place of a number; or if OMP_NUM_THREADS asks for more than MAX_THREADS.
         """
         env = os.environ
 
@@ -57,15 +62,22 @@ class Launch:
             except ValueError:
                 raise UserError(f"{name} must be a whole number, not {env[name]!r}") from None
 
+        # OpenMP takes spaces and a list, whose first number is for the outermost loops, and ignores the rest.
+        threads = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        if threads.isdecimal() and int(threads) > MAX_THREADS:
+            raise UserError(
+                f"OMP_NUM_THREADS must be at most {MAX_THREADS}, not {threads}: lower or unset it"
+            )
         found = cls(
-            omp_threads=number("OMP_NUM_THREADS") if env.get("OMP_NUM_THREADS", "").isdecimal() else None,
+            omp_threads=int(threads) if threads.isdecimal() else None,
             slurm_tasks=number("SLURM_STEP_NUM_TASKS", 1),
         )
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return found
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
-            raise UserError(f"the launcher sets RANK and WORLD_SIZE but not {' and '.join(missing)}")
+            names = " and ".join(missing)
+            raise UserError(f"the launcher sets RANK and WORLD_SIZE but not {names}: {UNSET}")
         return replace(
             found,
             rank=number("RANK"),
@@ -82,6 +94,7 @@ class Launch:
             job=env.get(JOB),
             round=number(ROUND) if ROUND in env else None,
             status_file=Path(env[STATUS_FILE]) if STATUS_FILE in env else None,
+            has_known_launcher=any(name in env for name in LAUNCHERS),
         )
 
     @property

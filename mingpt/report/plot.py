@@ -17,6 +17,7 @@ from typing import Any
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
 from mingpt.base.files import BadJson, check_json, read_json, reason_of, write_atomic
+from mingpt.base.paths import typed_path
 from mingpt.report.files import SmallFile
 from mingpt.report.history import PHASES, Generation, History, plural
 from mingpt.report.metrics import RunInfo, Sink, Values
@@ -259,7 +260,7 @@ def main(arguments: Sequence[str]) -> int:
     A training job does it by itself, at each evaluation and at the end.
     """
     parser = CommandParser("python -m mingpt timeline", main.__doc__)
-    parser.add_argument("run", metavar="RUN", help="run folder on a disk of this machine")
+    parser.add_argument("run", type=typed_path, metavar="RUN", help="run folder on a disk of this machine")
     run_dir = Path(parser.parse_args(arguments).run)
     path = run_dir / "timeline.png"
     try:

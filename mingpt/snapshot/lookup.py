@@ -97,5 +97,5 @@ def possible_places(where: str) -> list[str]:
     config = f"{where}/config.yaml"
     if "://" in where or not os.path.isfile(config):
         return places
-    configured = read_file(config).get("snapshot.path")
-    return [configured, *places] if configured and isinstance(configured, str) else places
+    configured = read_file(config).get("snapshot.path", "null")
+    return [configured, *places] if configured != "null" and isinstance(configured, str) else places

@@ -20,6 +20,7 @@ import torch
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import reason_of
+from mingpt.base.paths import typed_path
 from mingpt.config import flatten, settings, to_dict
 from mingpt.config.cli import read_file
 from mingpt.report import load_history, read_records
@@ -254,7 +255,9 @@ def render_differences(found: Comparison) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt compare", __doc__)
-    parser.add_argument("runs", nargs=2, metavar="RUN", help="a run folder or a metrics.jsonl")
+    parser.add_argument(
+        "runs", nargs=2, type=typed_path, metavar="RUN", help="a run folder or a metrics.jsonl"
+    )
     found = compare(*parser.parse_args(arguments).runs)
     write_lines(render(found))
     return 0 if found.is_same else 1

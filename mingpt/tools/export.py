@@ -20,6 +20,7 @@ from torch import Tensor
 from mingpt.base.command import CommandParser
 from mingpt.base.errors import UserError
 from mingpt.base.files import fsync_path, reason_of
+from mingpt.base.paths import typed_path
 from mingpt.base.urls import redact, redact_all
 from mingpt.config import Config, flatten, result_settings
 from mingpt.data import Tokenizer
@@ -142,8 +143,8 @@ def quoted(text: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt export", __doc__)
     where = "run folder, snapshot folder, or step_*.safetensors; a path or URL"
-    parser.add_argument("run", metavar="RUN", help=where)
-    parser.add_argument("out", metavar="OUT_DIR", help="folder to write")
+    parser.add_argument("run", type=typed_path, metavar="RUN", help=where)
+    parser.add_argument("out", type=typed_path, metavar="OUT_DIR", help="folder to write")
     options = parser.parse_args(arguments)
     sys.stderr.write(redact(export(options.run, options.out)) + "\n")
     return 0

@@ -28,7 +28,8 @@ from typing import Annotated
 import pydantic
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
-from mingpt.base.files import BadJson, DriverError, check_json, parse_json, reason_of
+from mingpt.base.files import BadJson, DriverError, check_json, parse_json
+from mingpt.base.paths import describe_obstacle
 from mingpt.config import Config
 from mingpt.distributed import DistributedContext, write_stderr
 from mingpt.snapshot import Process, SnapshotStore, this_process
@@ -382,7 +383,9 @@ def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
         except UserError:
             raise
         except DriverError as error:
-            raise UserError(f"{claim.what} cannot be written to: {reason_of(error)}") from None
+            raise UserError(
+                f"{claim.what} cannot be written to: {describe_obstacle(claim.store.url, error)}"
+            ) from None
 
 
 def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:

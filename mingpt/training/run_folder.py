@@ -19,6 +19,7 @@ from typing import NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
+from mingpt.base.paths import describe_obstacle
 from mingpt.base.system import OutOfTime, run_within
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
@@ -81,7 +82,7 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
     refuse_where_it_fails(context, lambda: try_disks(config))
-    made = [part for part in (path / "log.txt", path / "snapshots", path) if not part.exists()]
+    made = [part for part in (path / "log.txt", path / "snapshots", path) if not os.path.exists(part)]
     refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
     snapshots_keeper = keeper
@@ -163,7 +164,7 @@ def make_run_dir(path: Path) -> None:
         may_pass = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         if may_pass and path.is_dir():
             return  # each file that cannot be written will be reported, and tried again
-        raise UserError(f"run_dir {path} cannot be written to: {error.strerror}") from None
+        raise UserError(f"run_dir {path} cannot be written to: {describe_obstacle(path, error)}") from None
 
 
 def lowest_rank_there(path: Path, context: DistributedContext) -> int:

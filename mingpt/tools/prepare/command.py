@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
+from mingpt.base.paths import typed_path
 from mingpt.tools.prepare.job import Options, prepare
 
 
@@ -29,10 +30,13 @@ def make_parser() -> CommandParser:
     default = Options()
     usage = "%(prog)s TEXT_OR_URL... --out DIR [options]"
     parser = CommandParser("python -m mingpt prepare", __doc__, usage)
-    parser.add_argument("texts", nargs="*", metavar="TEXT_OR_URL", help="a file, pattern or URL")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="a new or empty folder")
+    parser.add_argument(
+        "texts", nargs="*", type=typed_path, metavar="TEXT_OR_URL", help="a file, pattern or URL"
+    )
+    parser.add_argument("--out", type=typed_path, metavar="DIR", help="a new or empty folder")
     parser.add_argument(
         "--tokenizer",
+        type=typed_path,
         metavar="NAME",
         default=default.tokenizer,
         help="char, bpe, gpt2, or a tokenizer.json by path or URL (default %(default)s)",
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("name at least one text, and --out DIR")
     options = Options(given.tokenizer, given.vocab_size, given.val_fraction, given.shard_tokens)
     try:
-        write_lines([prepare(given.texts, given.out, options)])
+        write_lines([prepare(given.texts, Path(given.out), options)])
     except KeyboardInterrupt:
         sys.stderr.write(f"interrupted: remove the folder {given.out} and run the same command again\n")
         sys.stderr.flush()

@@ -20,6 +20,7 @@ import pydantic
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import check_json, parse_json
+from mingpt.base.paths import refuse_pipe
 from mingpt.base.urls import redact
 from mingpt.data.source import COMPRESSED, KINDS, readable
 from mingpt.data.tokenizers import Tokenizer
@@ -76,6 +77,7 @@ def expand(name: str) -> list[str]:
 
 def make_input(path: str) -> InputFile:
     """Return the input file of a path or URL. Raises UserError if it is missing, unreadable or a folder."""
+    refuse_pipe(path, "the text")
     with readable(path):
         files, inner = fsspec.core.url_to_fs(path)
         is_folder = files.info(inner)["type"] == "directory"

@@ -1,0 +1,51 @@
+"""Paths and URLs as people type them, on a command line or in a configuration file."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+from mingpt.base.errors import UserError
+from mingpt.base.files import reason_of
+from mingpt.base.urls import redact
+
+# What cannot be meant as a path, in the order in which it is looked for, and what to write instead.
+REFUSED = {
+    r"(?i)\A(none|null|)\Z": "is no path: leave it out, or write ./NAME for a file of that name",
+    r"[\x00-\x1f\x7f-\x9f]": "has a line end or another control character in it: leave that out",
+    r"\$[A-Za-z_{]": "has a variable in it, which is not replaced here: write its value",
+    r"\A~": "begins with a home folder that is not known: write its path, or ./~NAME for a file of that name",
+    r"\A(?!.*://).*::": "has :: in it, which joins URLs and may not be in a local path: rename the file",
+    r"\A(?!.*://).*[^/]{256}": "has a name of more than 255 characters in it: shorten it",
+}
+
+
+class WrongPath(UserError, argparse.ArgumentTypeError):
+    """A text that is no path; `argparse` shows its sentence if `typed_path` is the type of an argument."""
+
+
+def typed_path(text: str, what: str = "the path") -> str:
+    """Return a path or URL with the home folder in place of ~ or ~user at its beginning.
+
+    Raises WrongPath, which begins with `what`, for a text that cannot be meant as a path.
+    """
+    path = os.path.expanduser(text)
+    shown = redact(path)  # a password or a query may have a $ in it
+    for pattern, why in REFUSED.items():
+        if re.search(pattern, shown):
+            raise WrongPath(f"{what} {text!r} {why}")
+    return path
+
+
+def refuse_pipe(path: str, what: str) -> None:
+    """Raise UserError for a named pipe, since reading it could wait forever for a writer."""
+    if Path(os.path.realpath(path)).is_fifo():  # a shell's <(command) has no such name
+        raise UserError(f"{what} {path} is a named pipe: write its content to a file")
+
+
+def describe_obstacle(path: str | Path, error: BaseException) -> str:
+    """Return why a folder could not be made at `path`: what else is there, or what the error says."""
+    for place in (Path(path), *Path(path).parents):
+        if os.path.lexists(place) and not os.path.isdir(place):
+            return f"{place} is no folder, but a file, or a link to what does not exist"
+    return reason_of(error)

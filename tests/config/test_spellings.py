@@ -1,0 +1,181 @@
+"""The same spelling of a value is read alike on a command line and in a file, plain or quoted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mingpt.base.errors import UserError
+from mingpt.config import flatten, to_dict, to_yaml
+from mingpt.config.cli import build, parse
+
+WHOLE, NUMBER = "must be a whole number", "must be a number"
+LONG = "x" * 256
+
+
+class Sentence(str):
+    """A part of the sentence that refuses a spelling."""
+
+
+def answers(key: str, text: str, folder: Path) -> list[Any]:
+    """What a command line and a file, with the text quoted and if possible plain, make of a setting."""
+    file, empty = folder / "run.yaml", folder / "empty.yaml"
+    empty.touch()
+    contents = [yaml.safe_dump({key: text}, default_style='"'), f"{key}: '{text}'\n", f"{key}: {text}\n"]
+    found: list[Any] = []
+    for content in [None, *contents]:
+        if content is not None and not means(content, {key: text}):
+            continue
+        file.write_text(content or "", encoding="utf-8")
+        try:
+            config = parse([str(empty), f"{key}={text}"] if content is None else [str(file)])
+            found.append(flatten(to_dict(config))[key])
+        except UserError as error:
+            found.append(Sentence(error))
+    return found
+
+
+def means(content: str, expected: dict[str, str]) -> bool:
+    try:
+        return bool(yaml.load(content, Loader=yaml.BaseLoader) == expected)
+    except yaml.YAMLError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("seed", "008", 8),
+        ("seed", "010", 10),
+        ("seed", "+5", 5),
+        ("seed", "-1", Sentence("must be a whole number at least 0")),
+        ("seed", "1:30", Sentence(WHOLE)),
+        ("seed", "0x10", Sentence(WHOLE)),
+        ("seed", "0o17", Sentence(WHOLE)),
+        ("seed", "1_000", Sentence(WHOLE)),
+        ("seed", "1,000", Sentence(WHOLE)),
+        ("seed", "1e3", Sentence(WHOLE)),
+        ("seed", "8.0", Sentence(WHOLE)),
+        ("seed", " 8 ", Sentence("not ' 8 '")),
+        ("seed", "10\r", Sentence(r"not '10\r'")),
+        ("seed", "٣", Sentence(WHOLE)),
+        ("seed", "9" * 5000, Sentence(WHOLE)),
+        ("seed", "true", Sentence("not 'true'")),
+        ("seed", "null", Sentence("not 'null'")),
+        ("seed", "", Sentence("not ''")),
+        ("seed", "2024-03-01", Sentence("not '2024-03-01'")),
+        ("optimizer.learning_rate", "1e-3", 0.001),
+        ("optimizer.learning_rate", "1E3", 1000.0),
+        ("optimizer.learning_rate", "1.", 1.0),
+        ("optimizer.learning_rate", ".5", 0.5),
+        ("optimizer.learning_rate", "007", 7.0),
+        ("optimizer.learning_rate", "1_0.5", Sentence(NUMBER)),
+        ("optimizer.learning_rate", "1:30.5", Sentence(NUMBER)),
+        ("optimizer.learning_rate", "1e999", Sentence(NUMBER)),
+        ("optimizer.learning_rate", ".inf", Sentence(NUMBER)),
+        ("optimizer.learning_rate", "NaN", Sentence(NUMBER)),
+        ("model.dropout", "50%", Sentence(NUMBER)),
+        ("model.dropout", "yes", Sentence(NUMBER)),
+        ("snapshot.keep_best", "true", True),
+        ("snapshot.keep_best", "False", False),
+        ("snapshot.keep_best", "TRUE", True),
+        ("snapshot.keep_best", "yes", Sentence("must be true or false, not 'yes'")),
+        ("snapshot.keep_best", "off", Sentence("must be true or false, not 'off'")),
+        ("snapshot.keep_best", "1", Sentence("must be true or false, not '1'")),
+        ("snapshot.keep_best", "t", Sentence("must be true or false, not 't'")),
+        ("trainer.compile", "True", True),
+        ("trainer.compile", "auto", "auto"),
+        ("trainer.compile", "on", Sentence("must be auto, true or false, not 'on'")),
+        ("trainer.workers", "02", 2),
+        ("trainer.workers", "Auto", Sentence("must be auto or a whole number at least 1, not 'Auto'")),
+        ("trainer.eval_windows", "null", None),
+        ("trainer.eval_windows", "None", Sentence("must be a whole number at least 1 or null, not 'None'")),
+        ("trainer.eval_windows", "~", Sentence("or null, not '~'")),
+        ("trainer.eval_windows", "", Sentence("or null, not ''")),
+        ("trainer.device", "cpu\r", Sentence(r"must be one of auto, cpu, cuda, mps, not 'cpu\r'")),
+        ("report.tracker", "null", None),
+        ("report.tracker", "no", Sentence("must be one of wandb, trackio or null, not 'no'")),
+        ("data.sha256", "null", None),
+        ("data.sha256", "0" * 64, "0" * 64),
+        ("data.sha256", "1e10", Sentence("must be 64 hexadecimal digits or null, not '1e10'")),
+        *[
+            ("run_dir", text, text)
+            for text in ("no", "008", "1.10", "1e3", "0x10", "true", "12:30:00", "2024_03_01", "2024-03-01")
+        ],
+        ("run_dir", "a: b #c", "a: b #c"),
+        ("run_dir", "läuft/文 x/", "läuft/文 x/"),
+        ("run_dir", "./null", "./null"),
+        ("run_dir", "cost$5", "cost$5"),
+        ("run_dir", "a~", "a~"),
+        ("run_dir", "~/x", "/home/me/x"),
+        ("run_dir", "~", "/home/me"),
+        ("run_dir", "~no-such-user/x", Sentence("begins with a home folder that is not known")),
+        ("run_dir", "$HOME/x", Sentence("has a variable in it, which is not replaced here: write its value")),
+        ("run_dir", "out/${SLURM_JOB_ID}", Sentence("has a variable in it")),
+        ("run_dir", "null", Sentence("run_dir 'null' is no path: leave it out, or write ./NAME")),
+        ("run_dir", "None", Sentence("run_dir 'None' is no path")),
+        ("run_dir", "", Sentence("run_dir '' is no path")),
+        ("run_dir", "out/x\r", Sentence("has a line end or another control character in it")),
+        ("run_dir", "a\nb", Sentence("has a line end or another control character in it")),
+        ("run_dir", "a::b", Sentence("has :: in it")),
+        ("run_dir", LONG, Sentence("has a name of more than 255 characters in it")),
+        ("run_dir", "//", Sentence("run_dir must be a local folder below /, not '//'")),
+        ("run_dir", "file:///tmp/x", Sentence("run_dir must be a local folder below /")),
+        ("data.path", "~/text", "/home/me/text"),
+        ("data.path", "https://host/x.csv?$limit=5", "https://host/x.csv?***"),
+        ("data.path", "s3://$BUCKET/text", Sentence("has a variable in it")),
+        ("data.path", "zip://a.txt::b.zip", "zip://a.txt::b.zip"),
+        ("data.path", "none", Sentence("data.path 'none' is no path")),
+        ("data.tokenizer", "char", "char"),
+        ("data.tokenizer", "${TOKENIZER}", Sentence("has a variable in it")),
+        ("snapshot.path", "null", None),
+        ("snapshot.path", "~/s", "/home/me/s"),
+        ("snapshot.path", "~", Sentence("snapshot.path must be a path or null, not '~'")),
+        ("snapshot.path", "NULL", Sentence("snapshot.path must be a path or null, not 'NULL'")),
+        ("snapshot.path", "", Sentence("snapshot.path must be a path or null, not ''")),
+        ("snapshot.memory_path", "memory://x", Sentence("snapshot.memory_path must be a local folder")),
+        ("snapshot.memory_path", "null", Sentence("snapshot.memory_path 'null' is no path")),
+        ("snapshot.init_from", "None", Sentence("snapshot.init_from must be a path or null, not 'None'")),
+        ("snapshot.init_from", "~/gpt2", "/home/me/gpt2"),
+    ],
+)
+def test_a_value_is_read_alike_on_a_command_line_and_in_a_file(
+    key: str, text: str, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    first, *others = answers(key, text, tmp_path)
+    assert others and all(other == first for other in others), (first, others)
+    if isinstance(expected, Sentence):
+        assert isinstance(first, Sentence) and first.startswith(key) and expected in first
+        assert len(first.splitlines()) == 1
+    else:
+        assert (type(first), first) == (type(expected), expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "no",
+            "008",
+            "1.10",
+            "2024-03-01",
+            "12:30",
+            "./null",
+            "=",
+            "<<",
+            "- a",
+            "? a",
+            "*a",
+            "&a",
+            "!a",
+            "%a",
+        ),
+        *("a: b", "a #b", "'", '"', '\\"', " a ", "{a}", "[a]", "|", ">", "文 é", "\u2028", "ab " * 80 + "c"),
+    ],
+)
+def test_the_configuration_that_a_run_keeps_reads_back(text: str, tmp_path: Path) -> None:
+    config = build({"run_dir": text, "data.path": text, "snapshot.path": text})
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert parse([str(tmp_path / "config.yaml")]) == config
