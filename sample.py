@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mingpt.base.command import CommandParser, run_command
 from mingpt.base.errors import UserError
-from mingpt.base.files import reason_of
+from mingpt.base.files import decode_text, reason_of
 from mingpt.base.paths import refuse_pipe, typed_path
 
 if TYPE_CHECKING:
@@ -226,13 +226,14 @@ def read_prompt(arguments: argparse.Namespace, tokenizer: "Tokenizer") -> tuple[
     """
     text = arguments.prompt
     if arguments.prompt_file is not None:
+        path = arguments.prompt_file
+        refuse_pipe(path, "--prompt_file")
         try:
-            path = arguments.prompt_file
-            refuse_pipe(path, "--prompt_file")
             content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-            text = content.decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt_file {path} cannot be read: {reason_of(error)}") from None
+            text = decode_text(content)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", error)
+            raise UserError(f"--prompt_file {path} cannot be read: {reason}") from None
     return encode_prompt(text, tokenizer)
 
 

@@ -4,6 +4,7 @@ A worker must not import pydantic before it listens for signals. Code that runs 
 import this file.
 """
 
+import codecs
 import contextlib
 import functools
 import io
@@ -23,6 +24,7 @@ RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of obj
 PIECE_BYTES = 16 << 20  # of a large file per request; drivers end a request to a URL after a few minutes
 MAX_JSON_BYTES = 64 << 20  # per file; a JSON file of a run or a data set has a few thousand
 MAX_JSON_VALUES = 200_000  # each may cost 70 bytes once it is parsed; a real file has thousands
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's contain them, and NULs
 # Types of values in JSON, for several packages.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
 Sha256 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]
@@ -127,6 +129,21 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
 
 
+def decode_text(content: bytes, offset: int = 0) -> str:
+    """Return UTF-8 as text, without a byte order mark at its start. `offset` is its place in a file.
+
+    Raises ValueError, which begins with "not UTF-8".
+    """
+    # UTF-16 without a mark may be valid UTF-8, with a NUL beside each letter.
+    if content.startswith(UTF16_MARKS) or 3 * content.count(0) > len(content):
+        raise ValueError("not UTF-8, but probably UTF-16 (or 32): convert it by `iconv -f UTF-16 -t UTF-8`")
+    try:
+        return content.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        byte, place = error.object[error.start], offset + error.start
+        raise ValueError(f"not UTF-8: byte 0x{byte:02x} at offset {place:,}") from None
+
+
 class BadJson(ValueError):
     """Content that is no JSON, or not of the expected form. `place` has the keys to the wrong value."""
 
@@ -151,14 +168,14 @@ def read_json(path: Path, form: Any = Any) -> Any:
 
 
 def parse_json(content: bytes | str, strict: bool = False) -> Any:
-    """Return what `json.loads` makes of text or UTF-8. Raises BadJson, also for deep nesting.
+    """Return what `json.loads` makes of text, or of UTF-8 by `decode_text`. BadJson also for deep nesting.
 
     With `strict`, for content that anybody may have written, it also raises BadJson for duplicate keys, NaN,
     Infinity, and more than MAX_JSON_VALUES commas and opening brackets.
     """
     hooks: dict[str, Any] = {}
     try:
-        text = content.decode() if isinstance(content, bytes) else content
+        text = decode_text(content) if isinstance(content, bytes) else content
         if strict:
             if sum(map(text.count, ",[{")) > MAX_JSON_VALUES:  # marks inside strings count, too
                 raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")

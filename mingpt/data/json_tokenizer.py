@@ -5,6 +5,7 @@ it is of GPT-2's kind, so that a text can be cut in pieces and still have the sa
 read a `spec`, a parsed tokenizer.json, raise KeyError, TypeError or AttributeError for an unknown form.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -299,6 +300,7 @@ def parse_tokenizer_json(content: bytes) -> Tokenizer:
 
     Raises ValueError for content that cannot be used, UserError if the package `tokenizers` is missing.
     """
+    content = content.removeprefix(codecs.BOM_UTF8)
     return CharTokenizer.from_tokenizer_json(content) or JsonTokenizer(content)
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
@@ -28,6 +28,8 @@ UINT32: np.dtype[Any] = np.dtype("<u4")
 FORMATS = {(20240520, 1): UINT16, (20240801, 7): UINT32}  # magic and version: type of a token
 HEADERLESS = ("train.bin", "val.bin")
 BLOCK_BYTES = 4096  # a fingerprint (a hash) covers the first block, the last and two between
+SAMPLE_BYTES = 16384  # of a file's middle; they tell the type of its tokens
+MIN_NONZERO = 256  # by chance, all tokens but 0 are at even places in less than one of 2^128 uint16 files
 VALIDATION = re.compile(r"(?<![^\W\d_])val(id|idation)?(?![^\W\d_])")  # not in medieval or eval
 NUMBERED = re.compile(r"(.*?)([0-9]+)\.bin", re.DOTALL)
 Positive = Annotated[int, pydantic.Field(strict=True, gt=0)]
@@ -141,21 +143,33 @@ def in_order(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
-    """Check a file's header and size; return the file's layout and fingerprint as a ShardFile.
+    """Check a file's header, type and size; return its layout and fingerprint as a ShardFile.
 
     `entry` is the file's entry in meta.json, if any: its size must agree, its SHA-256 is not checked, but is
     part of the fingerprint. Raises UserError, naming the file, if the file cannot be read or used.
     """
+    if not os.path.isfile(path):  # to open a pipe might wait forever
+        raise UserError(f"{path} does not exist, or is no regular file{relative_to(path)}")
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            header = file.read(HEADER_BYTES)
-            fingerprint = sampled_fingerprint(os.path.basename(path), size, file)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist{relative_to(path)}") from None
+            last, middle = size - BLOCK_BYTES, size // 16 * 8
+            # In a small file the blocks overlap.
+            places = [last * part // 3 for part in range(4 if last > 0 else 1)]
+            content = b"".join(os.pread(file.fileno(), BLOCK_BYTES, place) for place in places)
+            sample = os.pread(file.fileno(), min(SAMPLE_BYTES, middle), middle)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise UserError(f"{path} cannot be read: {reason_of(error)}") from None
-    tokens, offset, dtype = layout(path, header, size)
+    tokens, offset, dtype = layout(path, content[:HEADER_BYTES], size)
+    check_type(path, offset, dtype, sample)
+    expected = offset + tokens * dtype.itemsize
+    if size != expected:
+        raise UserError(
+            f"{path} has {size:,} bytes, and a header of {offset:,} and {tokens:,} tokens take {expected:,}: "
+            "copy it again"
+        )
+    name = os.fsencode(os.path.basename(path))
+    fingerprint = hashlib.sha256(b"%b\0%d\0" % (name, size) + content).hexdigest()
     if entry is not None:
         fingerprint = hashlib.sha256((entry["sha256"] + fingerprint).encode()).hexdigest()
         if (entry["tokens"], entry["bytes"]) != (tokens, size):
@@ -169,43 +183,46 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
 def layout(path: str, header: bytes, size: int) -> tuple[int, int, np.dtype[Any]]:
     """Return a file's number of tokens, the byte offset of the first token, and the tokens' type.
 
-    `header` is the file's first HEADER_BYTES, `size` its length in bytes. Without a known magic number, a
-    file named as in HEADERLESS is all uint16 tokens. Raises UserError, naming the file, for another unknown
-    header, or a size that does not fit.
+    `header` is the file's first HEADER_BYTES, `size` its length in bytes, which may not fit the header.
+    Without a known magic number, a file named as in HEADERLESS is all uint16 tokens. Raises UserError, naming
+    the file, for another unknown header.
     """
     magic, version, count = (int.from_bytes(header[at : at + 4], "little", signed=True) for at in (0, 4, 8))
     known = [magic for magic, _ in FORMATS]
     if os.path.basename(path) in HEADERLESS and magic not in known:
-        if size % UINT16.itemsize:
-            raise UserError(
-                f"{path} has {size:,} bytes, and without a header tokens take two bytes each: copy it again"
-            )
         return size // UINT16.itemsize, 0, UINT16
-    if size < HEADER_BYTES:
-        raise UserError(f"{path} has {size:,} bytes, less than the header of 1,024: copy it again")
     dtype = FORMATS.get((magic, version))
     if dtype is None:
         raise UserError(
-            f"{path} begins with {magic} and version {version}, and token shards begin with "
-            f"{' or '.join(map(str, known))}: if it holds nanoGPT's tokens, name it "
+            f"{path} has {size:,} bytes, begins with {magic} and version {version}, and token shards begin "
+            f"with {' or '.join(map(str, known))}: if it holds nanoGPT's tokens, name it "
             f"{' or '.join(HEADERLESS)}; otherwise leave it out of data.path"
-        )
-    expected = HEADER_BYTES + count * dtype.itemsize
-    if size != expected:
-        raise UserError(
-            f"{path} has {size:,} bytes, and by its header {count:,} tokens take {expected:,}: copy it again"
         )
     return count, HEADER_BYTES, dtype
 
 
-def sampled_fingerprint(name: str, size: int, file: BinaryIO) -> str:
-    """Return the SHA-256 in hex of a file's name, size and 4 evenly spaced blocks, all of it up to 16 KiB."""
-    digest = hashlib.sha256(b"%b\0%d\0" % (os.fsencode(name), size))
-    last = size - BLOCK_BYTES
-    for place in (0, last // 3, last * 2 // 3, last) if last > 0 else (0,):
-        file.seek(place)
-        digest.update(file.read(BLOCK_BYTES))  # in a small file the blocks overlap
-    return digest.hexdigest()
+def check_type(path: str, offset: int, dtype: np.dtype[Any], sample: bytes) -> None:
+    """Raise UserError if a file, to be read as `dtype` from byte `offset` on, has tokens of another type.
+
+    `sample`, from the file's middle, is judged if it has MIN_NONZERO bytes that are not 0, in groups of 8.
+    """
+    if len(sample) - sample.count(0) < MIN_NONZERO:
+        return
+    # Low bytes have more values than high ones, of which GPT-2's vocabulary has 197.
+    is_swapped = len(set(sample[1::2])) > len(set(sample[::2])) + 40
+    found = ">u2" if is_swapped else "<u2"
+    for order, content in (("<", sample), (">", sample[::-1])):
+        sums = np.frombuffer(content, UINT16).reshape(-1, 4).sum(axis=0)
+        # All places of uint16 tokens are alike, and the high halves of wider tokens are close to 0.
+        if (sums[1] + sums[3]) * 4096 <= sums[0] + sums[2]:
+            found = order + ("u4" if sums[2] else "i8")
+    if found != dtype.str:
+        raise UserError(
+            f"{path} seems to hold tokens of type {np.dtype(found)} (> is big-endian) and would be read as "
+            f"{dtype}: write it anew by `python -c \"import numpy as n; t = n.fromfile('{path}', '{found}', "
+            f"offset={offset}); n.r_[20240801, 7, len(t), [0] * 253, t].astype('<u4').tofile('new.bin')\"`, "
+            "and put new.bin there"
+        )
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:

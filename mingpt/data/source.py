@@ -15,7 +15,7 @@ from pathlib import Path
 import fsspec
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import DriverError, parse_json, reason_of, write_atomic
+from mingpt.base.files import DriverError, decode_text, parse_json, reason_of, write_atomic
 from mingpt.base.paths import refuse_pipe
 from mingpt.base.urls import missing_driver
 from mingpt.config import DataConfig
@@ -201,7 +201,7 @@ def join_vocabulary(vocab: bytes, merges: bytes, source: str) -> bytes:
     try:
         tokens = parse_json(vocab)
         ids = sorted(tokens.items(), key=lambda item: item[1])
-        lines = merges.decode().split("\n")
+        lines = decode_text(merges).split("\n")
     except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{source} has no vocabulary of GPT-2's form: {error}") from None
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

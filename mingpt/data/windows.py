@@ -5,6 +5,7 @@ all of a text. A window is `block_size + 1` neighbouring tokens: an input, and i
 right. The order of windows is a seeded permutation per epoch, cut into micro-batches.
 """
 
+import codecs
 import hashlib
 import itertools
 import math
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import read_json
+from mingpt.base.files import decode_text, read_json
 from mingpt.config import DataConfig
 from mingpt.data.shards import ShardData, TokenShards, is_shards, open_shards
 from mingpt.data.source import hint_to_prepare, read_bytes
@@ -280,15 +281,12 @@ class TextData:
         if config.path.endswith((".jsonl", ".ndjson")):
             raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
         try:
-            self.text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            byte, offset = content[error.start], error.start
-            raise UserError(
-                f"data.path {config.path} is not UTF-8, byte 0x{byte:02x} at offset {offset:,}"
-                f"{hint_to_prepare(config.path)}"
-            ) from None
+            self.text = decode_text(content)
+        except ValueError as error:
+            raise UserError(f"data.path {config.path} is {error}{hint_to_prepare(config.path)}") from None
         self.files: Mapping[str, str] = {}
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        # Without a byte order mark, so that a run that has trained on one does not go on with other windows.
+        self.fingerprint = hashlib.sha256(content.removeprefix(codecs.BOM_UTF8)).hexdigest()
 
 
 Data = TextData | ShardData

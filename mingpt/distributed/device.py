@@ -1,6 +1,7 @@
 """A worker's device, the dtype it computes in, and the environment that the weights' bits depend on."""
 
 import ctypes
+import hashlib
 import os
 import platform
 import socket
@@ -150,6 +151,16 @@ def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype")
         dtype=str(dtype).removeprefix("torch."),
         compiled=False,
     )
+
+
+def find_program() -> str:
+    """Return a digest of this program's code, and torch's version, in words."""
+    import torch
+
+    root = Path(__file__).parents[2]
+    paths = [*root.glob("train.py"), *sorted(root.glob("mingpt/**/*.py"))]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    return f"code {digest[:12]} and torch {torch.__version__}"
 
 
 def enable_determinism() -> None:

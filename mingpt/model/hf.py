@@ -20,7 +20,6 @@ from mingpt.model.layers import ROTARY_BASE
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks, which old files of GPT-2 hold
-TIED = ("lm_head.weight", "wte.weight", "transformer.wte.weight")  # one matrix in a file of GPT-2
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")  # of GPT-2; here one number serves all
 CONFIGS = {"gpt2": "GPT2Config", "modern": "NanoChatConfig"}
 CLASSES = {"gpt2": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM"}
@@ -169,13 +168,3 @@ def from_hf(theirs: dict[str, Tensor], config: ModelConfig, names: Iterable[str]
 def swap_halves(weight: Tensor, n_head: int) -> Tensor:
     """Swap the first and the second half of every head's D rows in a (H D, C) matrix; its own inverse."""
     return weight.view(n_head, 2, -1, weight.shape[1]).flip(1).view_as(weight)
-
-
-def check_tied(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError if a GPT-2 file has a head that differs from its embedding."""
-    head, *embeddings = (tensors.get(name) for name in TIED)
-    for embedding in embeddings:
-        if head is not None and embedding is not None and not torch.equal(head, embedding):
-            raise UserError(
-                "the tensor lm_head.weight differs from wte.weight, and GPT-2 has one matrix for both"
-            )

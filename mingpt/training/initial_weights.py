@@ -1,8 +1,8 @@
 """Weights to start a run with: of another run, or of a model in Hugging Face's format.
 
-In a folder of Hugging Face's format, transformers reads the config and the safetensors, and never a pickle.
-Only models of the architectures that model.arch calls `gpt2` and `modern` are read (model/hf.py), and no
-tensor may be missing, left over or of another shape.
+In a folder of Hugging Face's format, transformers reads the config; the safetensors are read here, and never
+a pickle. Only models of the architectures that model.arch calls `gpt2` and `modern` are read (model/hf.py),
+and no tensor may be missing, left over or of another shape.
 """
 
 import logging
@@ -10,32 +10,25 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mingpt.base.errors import UserError
+from mingpt.base.files import read_json
 from mingpt.config import ModelConfig
 from mingpt.data import Tokenizer, load_named_tokenizer, parse_tokenizer_json
 from mingpt.model import parameter_shapes
-from mingpt.model.hf import (
-    BUFFERS,
-    CLASSES,
-    DROPOUTS,
-    TIED,
-    check_tied,
-    config_from_hf,
-    from_hf,
-    import_transformers,
-)
+from mingpt.model.hf import BUFFERS, config_from_hf, from_hf, import_transformers
 from mingpt.snapshot import open_snapshot
 from mingpt.snapshot.reading import check_finite
 from mingpt.training.state import check_model, fit_weights, snapshot_tokenizer
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CONFIG, WEIGHTS, TOKENIZER, PICKLE = "config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"
+INDEX = f"{WEIGHTS}.index.json"
+FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 CONVERT = (  # a command that adds safetensors to the folder
     'python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{0}').save_pretrained('{0}')\""
@@ -91,26 +84,28 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
     folder = Path(download(where) if is_on_hub else where)
     theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config = config_from_hf(theirs)
-    rates = {name: getattr(theirs, name, 0) for name in DROPOUTS}
-    if len(set(rates.values())) > 1:
-        log.info(f"the dropout rates of {where} differ ({rates}): none is used, model.dropout is")
-    check_files(folder)
-    model, found = getattr(transformers, CLASSES[config.arch]).from_pretrained(
-        folder,
-        config=theirs,
-        dtype=torch.float32,
-        use_safetensors=True,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,  # check_found reports them
-        output_loading_info=True,
-    )
-    check_found(found)
-    weights = model.state_dict()
-    del model  # so that from_hf can free each weight that it has taken
+    found = read_tensors(folder)
+    if config.n_layer > len(found):  # parameter_shapes takes time in proportion
+        raise UserError(f"{CONFIG} asks for {config.n_layer:,} layers, and there are {len(found):,} tensors")
     sizes = {"vocab_size": theirs.vocab_size, "block_size": theirs.max_position_embeddings}
-    tensors = from_hf(weights, config, parameter_shapes(config, **sizes))
+    shapes = parameter_shapes(config, **sizes)
+    try:
+        tensors = from_hf(found, config, shapes)
+    except KeyError as error:
+        raise UserError(f"the tensor {error} is missing") from None
     for name, tensor in tensors.items():
-        check_finite(name, tensor)
+        if tensor.shape != shapes[name]:
+            there, expected = list(tensor.shape), list(shapes[name])
+            raise UserError(f"the tensor {name} has shape {there}, and {CONFIG} asks for {expected}")
+        tensors[name] = tensor.float()
+        check_finite(name, tensors[name])
+    head = found.pop("lm_head.weight", tensors["wte.weight"]).float()
+    if not torch.equal(head, tensors["wte.weight"]):
+        raise UserError(
+            "the tensor lm_head.weight differs from wte.weight, and GPT-2 has one matrix for both"
+        )
+    if found:
+        raise UserError(f"it holds {min(found)!r:.100}, which such a model lacks")
     return InitialWeights(tensors, folder_tokenizer(folder), config, where, sizes["block_size"])
 
 
@@ -125,38 +120,34 @@ def download(name: str) -> str:
     return snapshot_download(f"openai-community/{name}", allow_patterns=[CONFIG, WEIGHTS, TOKENIZER])
 
 
-def check_files(folder: Path) -> None:
-    """Raise UserError if a folder has only a pickle, or if a head tied to the embedding differs from it.
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder's safetensors, but not BUFFERS, by the names that transformers uses.
 
-    transformers silently keeps one of the two, or both, so the files themselves are compared.
+    Raises UserError for a file outside of the folder, for numbers that are no FLOATS, or for a pickle alone.
     """
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files and any(folder.glob(f"{PICKLE}*")):
-        raise UserError(
-            f"it has {PICKLE} alone, a pickle, which can run any code when it is loaded; if you trust it, "
-            f"convert it by {CONVERT.format(folder)}"
-        )
-    tied: dict[str, Tensor] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            tied |= {name: file.get_tensor(name) for name in {*file.keys()} & {*TIED}}
-    check_tied(tied)
-
-
-def check_found(found: Mapping[str, Any]) -> None:
-    """Raise UserError unless `found`, transformers' loading info, has exactly the expected tensors."""
-    problems = [
-        f"the tensor {name} has shape {list(there)}, and {CONFIG} asks for {list(expected)}"
-        for name, there, expected in sorted(found["mismatched_keys"])
-    ]
-    problems += [f"the tensor {name} is missing" for name in sorted(found["missing_keys"])]
-    problems += [
-        f"it holds {name!r:.100}, which such a model lacks"
-        for name in sorted(found["unexpected_keys"])
-        if not name.endswith(BUFFERS)
-    ]
-    if problems:
-        raise UserError("; ".join(problems[:3]))
+    files = {WEIGHTS}
+    if not (folder / WEIGHTS).exists():
+        if (folder / INDEX).exists():
+            files = set(read_json(folder / INDEX)["weight_map"].values())
+        elif any(folder.glob(f"{PICKLE}*")):
+            raise UserError(
+                f"it has {PICKLE} alone, a pickle, which can run any code when it is loaded; if you trust "
+                f"it, convert it by {CONVERT.format(folder)}"
+            )
+    tensors = {}
+    for name in files:
+        if os.path.basename(name) != name:
+            raise UserError(f"{INDEX} names {name!r:.100}, and only files beside it are read")
+        for key, tensor in load_file(folder / name).items():
+            has_prefix = key.startswith(("transformer.", "model.", "lm_head."))
+            tensors[key if has_prefix else f"transformer.{key}"] = tensor
+    found = {key: tensor for key, tensor in tensors.items() if not key.endswith(BUFFERS)}
+    types = {tensor.dtype for tensor in found.values()}
+    for other in types - FLOATS:
+        raise UserError(f"it holds {other}, as quantized models do, and weights are floats of 16 to 64 bits")
+    if torch.float64 in types:
+        log.info(f"{folder} holds float64, which is rounded to float32")
+    return found
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:

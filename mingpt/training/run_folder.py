@@ -23,6 +23,7 @@ from mingpt.base.paths import describe_obstacle
 from mingpt.base.system import OutOfTime, run_within
 from mingpt.config import Config, differences, flatten, to_dict
 from mingpt.distributed import DistributedContext
+from mingpt.distributed.device import find_program
 from mingpt.report import load_history, read_records
 
 # Settings that change no result and must be the same on all workers.
@@ -56,13 +57,18 @@ class RunFolder:
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
-    """Raise UserError on all ranks if a setting that must be the same on all of them is not. Collective."""
+    """Raise UserError on all ranks if a setting that must be the same on all of them is not. Collective.
+
+    Different code, or another torch, on several nodes is only logged.
+    """
     settings, path = to_dict(config), config.snapshot.path
     same = {name: flatten(settings)[name] for name in SAME_EVERYWHERE}
     same["snapshot.path"] = "null" if path is None else ("a URL" if "://" in path else "a folder")
-    told = context.all_gather_object((settings, same, platform.node()))
-    first_settings, first, first_host = told[0]
-    for settings, other, host in told:
+    program = find_program() if context.launch.has_several_nodes else ""
+    told = context.all_gather_object((settings, same, program, platform.node()))
+    programs = {host: program for *_, program, host in told}
+    first_settings, first, _, first_host = told[0]
+    for settings, other, _, host in told:
         changed = differences(first_settings, settings)
         changed += [f"{name}: {first[name]} -> {other[name]}" for name in same if first[name] != other[name]]
         if changed:
@@ -70,6 +76,8 @@ def check_same_settings(config: Config, context: DistributedContext) -> None:
                 f"the workers were started with different settings: those on {host} differ from those on "
                 f"{first_host} ({'; '.join(changed)})"
             )
+    if context.rank == 0 and len(set(programs.values())) > 1:
+        log.warning(f"the nodes run different programs, which may compute different bits: {programs}")
 
 
 def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:

@@ -209,15 +209,17 @@ def open_store(config: Config, context: DistributedContext, claims: Claims) -> S
 def make_check(config: Config, data: Data, job_start: int | None, discarded_after: list[int]) -> Check:
     """Return a check that raises CorruptSnapshot or UnreadableSnapshot for a snapshot that must not be used.
 
-    Corrupt are snapshots with wrong tensors (`check_shard`), and suspect ones, which workers that computed
-    wrongly may have written: `is_suspect` tells by `discarded_after`. Snapshots past `job_start`, the step
-    from which this job began, are unreadable if their settings or data are not this job's: a node that joins
-    may bring them, and their files must not be touched. If `job_start` is None (in a job's first generation,
-    or not known), settings and data are not compared.
+    Corrupt are snapshots with wrong tensors (`check_shard`) or past their own max_steps, and suspect ones,
+    which workers that computed wrongly may have written: `is_suspect` tells by `discarded_after`. Snapshots
+    past `job_start`, the step from which this job began, are unreadable if their settings or data are not
+    this job's: a node that joins may bring them, and their files must not be touched. If `job_start` is None
+    (in a job's first generation, or not known), settings and data are not compared.
     """
 
     def check(manifest: dict[str, Any], entries: Entries) -> None:
         check_shard(manifest, entries)
+        if manifest["step"] > read_config(manifest).trainer.max_steps:
+            raise CorruptSnapshot("its step is past its own trainer.max_steps")
         if is_suspect(manifest, discarded_after):
             raise CorruptSnapshot(SUSPECT)
         if job_start is None or manifest["step"] <= job_start:

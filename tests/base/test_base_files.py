@@ -7,7 +7,16 @@ import pytest
 from support.faults import FaultyDisk
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import BadJson, atomic_file, check_json, parse_json, read_json, retry, write_atomic
+from mingpt.base.files import (
+    BadJson,
+    atomic_file,
+    check_json,
+    decode_text,
+    parse_json,
+    read_json,
+    retry,
+    write_atomic,
+)
 from mingpt.base.urls import open_url
 
 
@@ -134,3 +143,22 @@ def test_strict_json_refuses_what_readers_understand_differently(content: str) -
     parse_json(content)
     with pytest.raises(BadJson):
         parse_json(content, strict=True)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text_or_of_json() -> None:
+    assert decode_text("\ufeffmer \ufeff".encode()) == "mer \ufeff"
+    assert parse_json(b"\xef\xbb\xbf[1]") == [1]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_other_encodings_of_unicode_are_named(encoding: str) -> None:
+    with pytest.raises(ValueError, match="not UTF-8, but probably UTF-16"):
+        decode_text("The king\n".encode(encoding))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        decode_text("海と空".encode("utf-16"))
+
+
+def test_a_byte_that_is_no_utf_8_is_named_with_its_place() -> None:
+    assert decode_text(b"a\0b") == "a\0b"
+    with pytest.raises(ValueError, match=r"^not UTF-8: byte 0xe9 at offset 1,001$"):
+        decode_text(b"a\xe9", 1000)

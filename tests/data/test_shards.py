@@ -246,20 +246,20 @@ def overwrite(path: Path, place: int, content: bytes) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong magic": (
         lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(1234).tobytes()),
-        r"/train_3\.bin begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, name it "
+        r"/train_3\.bin has .* begins with 1234.*20240520 or 20240801: if it holds nanoGPT's tokens, name it "
         r"train\.bin or val\.bin; otherwise leave it out of data\.path$",
     ),
     "headerless under another name": (
         lambda folder: (folder / "tokens.bin").write_bytes(bytes(4000)),
-        r"/tokens\.bin begins with 0",
+        r"/tokens\.bin has 4,000 bytes, begins with 0 and",
     ),
     "version": (
         lambda folder: overwrite(folder / "train_3.bin", 4, np.int32(2).tobytes()),
-        r"/train_3\.bin begins with .* version 2",
+        r"/train_3\.bin has .* version 2,",
     ),
     "version of the wide type": (
         lambda folder: overwrite(folder / "train_3.bin", 0, np.int32(20240801).tobytes()),
-        r"/train_3\.bin begins with 20240801 and version 1",
+        r"/train_3\.bin has .* begins with 20240801 and version 1,",
     ),
     "longer than it says": (
         lambda folder: overwrite(folder / "train_3.bin", 1224, b"xx"),
@@ -267,11 +267,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "cut in its header": (
         lambda folder: os.truncate(folder / "train_3.bin", 600),
-        r"/train_3\.bin has 600 bytes.* header of 1,024",
+        r"/train_3\.bin has 600 bytes, and a header of 1,024 and 100 tokens take 1,224: copy it again",
     ),
     "empty": (
         lambda folder: os.truncate(folder / "train_3.bin", 0),
-        r"/train_3\.bin has 0 bytes.* header of 1,024",
+        r"/train_3\.bin has 0 bytes, begins with 0 and",
     ),
     "negative count": (
         lambda folder: overwrite(folder / "train_3.bin", 8, np.int32(-5).tobytes()),
@@ -279,9 +279,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "odd size": (
         lambda folder: (folder / "train.bin").write_bytes(bytes(4001)),
-        r"/train\.bin has 4,001 bytes.* two bytes each",
+        r"/train\.bin has 4,001 bytes, and a header of 0 and 2,000 tokens take 4,000",
     ),
-    "a folder": (lambda folder: (folder / "a.bin").mkdir(), r"/a\.bin cannot be read: Is a directory"),
+    "a folder": (lambda folder: (folder / "a.bin").mkdir(), r"/a\.bin .*is no regular file"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "a.bin"), r"/a\.bin .*is no regular file"),
+    "a device": (lambda folder: (folder / "a.bin").symlink_to("/dev/zero"), r"/a\.bin .*is no regular file"),
     "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
     "a gap": (
         lambda folder: (folder / "train_3.bin").unlink(),
@@ -309,6 +311,58 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=sentence) as caught:
         open_shards(str(tmp_path), 0.1)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+OTHER_TYPES = [
+    (b"", "<u4", 65, "uint32"),
+    (b"", "<u4", 128_256, "uint32"),
+    (b"", "<i8", 50257, "int64"),
+    (b"", ">u2", 65, ">u2"),
+    (b"", ">u2", 50257, ">u2"),
+    (b"", ">u4", 50257, ">u4"),
+    (b"", ">i8", 65, ">i8"),
+    (llmc_header(8000), "<u4", 128_256, "uint32"),  # the header's size fits
+    (llmc_header(4000), "<i8", 50257, "int64"),  # it does not fit
+    (llmc_header(2000, wide=True), "<u2", 50257, "uint16"),
+    (llmc_header(8000, wide=True), "<i8", 50257, "int64"),
+]
+
+
+@pytest.mark.parametrize(("header", "dtype", "below", "name"), OTHER_TYPES)
+def test_tokens_of_another_type_are_named_with_a_program_that_converts_them(
+    header: bytes, dtype: str, below: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = some_tokens(4000, below)
+    (tmp_path / "train.bin").write_bytes(header + tokens.astype(dtype).tobytes())
+    with pytest.raises(UserError, match=rf"train\.bin seems to hold tokens of type {name} ") as caught:
+        open_shards(str(tmp_path), 0.1)
+    monkeypatch.chdir(tmp_path)
+    exec(str(caught.value).split('"')[1], {})
+    assert everything(open_shards("new.bin", 0.1).train) == tokens[:3600].tolist()
+
+
+def rare(often: int, seldom: int) -> np.ndarray:
+    """`often`, and `seldom` at a few even places."""
+    tokens = np.full(9000, often)
+    tokens[4000:9000:600] = seldom
+    return tokens
+
+
+HONEST = {
+    "characters": some_tokens(9000, 65),
+    "four letters, and an end-of-text at even places": rare(0, 50256) + np.tile([1, 2, 3, 0], 2250),
+    "any number": some_tokens(9000, 65536),
+    "mostly 0": rare(0, 50256),
+    "one": rare(5, 5),
+    "pairs of a note and a flag": np.stack([some_tokens(4500, 128), some_tokens(4500, 4)], axis=1).ravel(),
+    "few": np.array([1, 0] * 100),
+}
+
+
+@pytest.mark.parametrize("kind", HONEST)
+def test_uint16_tokens_are_not_taken_for_another_type(kind: str, tmp_path: Path) -> None:
+    write_nanogpt(tmp_path / "train.bin", HONEST[kind])
+    assert len(open_shards(str(tmp_path), 0.5).train) == len(HONEST[kind]) // 2
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,19 @@ def test_no_character_of_validation_is_trained_on() -> None:
     [
         (b"", "is empty"),
         (b"abc" * 10, "the validation part .* has 3 tokens"),
-        (b"a" * 50 + b"\xff" + b"a" * 50, "is not UTF-8, byte 0xff at offset 50"),
+        (b"a" * 50 + b"\xff" + b"a" * 50, "is not UTF-8: byte 0xff at offset 50"),
+        (TEXT.encode("utf-16"), "is not UTF-8, but probably UTF-16.*`iconv -f UTF-16 -t UTF-8`"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused(content: bytes, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         make_corpus(content, DataConfig(block_size=8))
+
+
+def test_a_byte_order_mark_changes_nothing() -> None:
+    config = DataConfig(block_size=8)
+    plain, marked = make_corpus(TEXT.encode(), config), make_corpus(TEXT.encode("utf-8-sig"), config)
+    assert marked.fingerprint == plain.fingerprint and marked.vocab_size == plain.vocab_size
 
 
 class OtherTokenizer(CharTokenizer):

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from mingpt.base.errors import NodeRefused, UserError
-from mingpt.distributed import Launch
+from mingpt.distributed import Launch, device
 from mingpt.distributed.device import (
     autocast,
     cgroup_quota,
     check_device_types,
     check_gloo,
     find_device,
+    find_program,
     resolve_dtype,
     usable_cores,
 )
@@ -127,6 +128,16 @@ def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) ->
     with autocast(CPU, dtype):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
         assert not torch.is_autocast_cache_enabled()  # casts would take two bytes for each parameter
+
+
+def test_an_edited_file_makes_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mingpt/base").mkdir(parents=True)
+    monkeypatch.setattr(device, "__file__", str(tmp_path / "mingpt/distributed/device.py"))
+    found = {find_program()}
+    for name in ("train.py", "mingpt/base/files.py"):
+        (tmp_path / name).write_text(name)
+        found.add(find_program())
+    assert len(found) == 3 and all(program.endswith(f"and torch {torch.__version__}") for program in found)
 
 
 def test_workers_with_different_kinds_of_devices_are_refused() -> None:

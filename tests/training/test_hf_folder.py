@@ -1,3 +1,5 @@
+import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -68,13 +70,18 @@ def test_an_old_file_of_gpt2_may_lack_the_prefix_and_hold_masks_and_the_tied_hea
     check_same(open_weights(str(tmp_path)).tensors, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_weights_of_half_precision_become_float32(arch: Arch, tmp_path: Path) -> None:
+def test_weights_of_other_precisions_become_float32(
+    arch: Arch, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     expected = save(arch, tmp_path)
-    change_tensors(tmp_path, lambda tensors: {name: one.bfloat16() for name, one in tensors.items()})
+    change_type(tmp_path, dtype)
     check_same(
-        open_weights(str(tmp_path)).tensors, {name: one.bfloat16().float() for name, one in expected.items()}
+        open_weights(str(tmp_path)).tensors, {name: one.to(dtype).float() for name, one in expected.items()}
     )
+    assert ("holds float64, which is rounded to float32" in caplog.text) == (dtype == torch.float64)
 
 
 def test_the_documented_command_turns_nanogpts_file_into_such_a_folder(tmp_path: Path) -> None:
@@ -97,16 +104,52 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused_by_name
         open_weights(str(tmp_path))
 
 
+def change_config(folder: Path, **changes: int) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def change_type(folder: Path, dtype: torch.dtype) -> None:
+    change_tensors(folder, lambda tensors: {name: one.to(dtype) for name, one in tensors.items()})
+
+
+def move_weights(folder: Path, name: str) -> None:
+    """Move the tensor file to `name`, from where an index takes all tensors."""
+    names = dict.fromkeys(load_file(folder / WEIGHTS), name)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / WEIGHTS).rename(folder / name)
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: (at / "config.json").write_text("{" * 9), "config.json' is not a valid JSON file"),
     (lambda at: (at / "config.json").write_text('{"model_type": "llama"}'), "model_type is 'llama'"),
-    (lambda at: (at / WEIGHTS).unlink(), f"no file named {WEIGHTS}"),
+    (lambda at: change_config(at, n_layer=10**9), "asks for 1,000,000,000 layers, and there are 28 tensors"),
+    (
+        lambda at: change_config(at, vocab_size=10**12),
+        r"shape \[31, 24\], and config.json asks for \[10{12}, 24\]",
+    ),
+    (lambda at: change_config(at, n_positions=10**9), r"\[24, 24\], and config.json asks for \[10{9}, 24\]"),
+    (lambda at: change_config(at, n_embd=3 * 10**8), r"asks for \[31, 300000000\]"),
+    (lambda at: (at / WEIGHTS).unlink(), f"No such file or directory: .*{WEIGHTS}"),
     (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "bin alone, a pickle"),
     (lambda at: (at / WEIGHTS).write_bytes(b"\x80\x04" + bytes(50)), "invalid header"),
-    (lambda at: change_tensors(at, lambda one: one.pop(WTE)), f"the tensor {WTE} is missing"),
+    (lambda at: change_tensors(at, lambda one: one.pop(WTE)), f"the tensor '{WTE}' is missing"),
+    (lambda at: change_type(at, torch.int8), "it holds torch.int8, as quantized models do"),
+    (lambda at: change_type(at, torch.float8_e4m3fn), "it holds torch.float8_e4m3fn, as quantized"),
+    (lambda at: change_type(at, torch.complex64), "it holds torch.complex64"),
+    (
+        lambda at: move_weights(at, "../model-1.safetensors"),
+        r"names '\.\./model-1.safetensors', and only files beside",
+    ),
+    (lambda at: move_weights(at, str(at.parent / "1.safetensors")), "1.safetensors', and only files beside"),
+    (lambda at: move_weights(at, "sub/1.safetensors"), "names 'sub/1.safetensors', and only files beside"),
     (lambda at: change_tensors(at, lambda one: one.update({WTE: torch.ones(9, 24)})), r"has shape \[9, 24\]"),
     (lambda at: change_tensors(at, lambda one: one.update({WTE: one[WTE] * torch.nan})), "not finite"),
-    (lambda at: change_tensors(at, lambda one: one.update(score=torch.ones(1))), "it holds 'score'"),
+    (
+        lambda at: change_tensors(at, lambda one: one.update(score=torch.ones(1))),
+        "it holds 'transformer.score'",
+    ),
     (lambda at: (at / "tokenizer.json").write_text("{}"), "tokenizer"),
 ]
 

@@ -108,6 +108,22 @@ def test_workers_that_were_started_with_different_settings_are_refused(
     assert run_ranks(2, lambda context: check_same_settings(build({}), context)) == [None, None]
 
 
+def test_nodes_with_different_code_are_told_apart_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    programs = threading.local()
+    monkeypatch.setattr("mingpt.training.run_folder.find_program", lambda: programs.own)
+    monkeypatch.setattr("platform.node", lambda: programs.host)
+
+    def work(context: DistributedContext) -> None:
+        programs.host, programs.own = f"node-{context.rank}", "code b" if context.rank == 1 else "code a"
+        check_same_settings(build({}), context)
+
+    assert run_ranks(3, work) == [None, None, None]
+    (line,) = caplog.messages
+    assert "may compute different bits: {'node-0': 'code a', 'node-1': 'code b', 'node-2': 'code a'}" in line
+
+
 @pytest.mark.parametrize(
     ("bad_ranks", "round", "expected"),
     [

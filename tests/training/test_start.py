@@ -152,7 +152,7 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
 ) -> None:
     """A node that joins may have one. Step 100, from which the job began, may have other settings."""
     monkeypatch.setattr("mingpt.training.start.check_shard", lambda manifest, entries: None)
-    config = build(SMALL)
+    config = build(SMALL | {"trainer.max_steps": 500})
     data = TextData(b"To be, or not to be, that is the question.\n" * 40, config.data)
     manifest = make_manifest(step) | {"config": to_dict(config)}
     manifest["data"]["sha256"] = "0" * 64 if changed == "data" else data.fingerprint
@@ -167,6 +167,18 @@ def test_a_restart_does_not_go_on_from_a_newer_snapshot_of_another_run(
     make_check(config, data, job_start=None, discarded_after=[])(manifest, {})
     with pytest.raises(CorruptSnapshot, match="computed differently"):
         make_check(config, data, job_start=None, discarded_after=[step - 1])(manifest, {})
+
+
+@pytest.mark.parametrize("step", [31, 2**63 - 1])
+def test_a_step_that_the_run_of_a_snapshot_cannot_have_made_is_damage(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mingpt.training.start.check_shard", lambda manifest, entries: None)
+    config = build(SMALL | {"trainer.max_steps": 30})
+    check = make_check(config, TextData(b"To be", config.data), job_start=None, discarded_after=[])
+    check(make_manifest(30) | {"config": to_dict(config)}, {})
+    with pytest.raises(CorruptSnapshot, match=r"past its own trainer\.max_steps"):
+        check(make_manifest(step) | {"config": to_dict(config)}, {})
 
 
 def check_changed(changes: dict[str, Any], arch: str, resume: str) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 import pydantic
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import check_json, parse_json
+from mingpt.base.files import check_json, decode_text, parse_json
 from mingpt.base.paths import refuse_pipe
 from mingpt.base.urls import redact
 from mingpt.data.source import COMPRESSED, KINDS, readable
@@ -133,10 +133,9 @@ def read_text(file: InputFile) -> Iterator[Piece]:
                 text = text[len(piece) :]
             content = b"".join(lines)
             try:
-                text += content.decode()
-            except UnicodeDecodeError as error:
-                byte, place = content[error.start], offset + error.start
-                raise UserError(f"{file.shown} is not UTF-8: byte 0x{byte:02x} at offset {place:,}") from None
+                text += decode_text(content, offset)
+            except ValueError as error:
+                raise UserError(f"{file.shown} is {error}") from None
             offset += len(content)
     yield Piece(text, True)
 

@@ -34,7 +34,7 @@ HOSTILE: list[tuple[str, str, Make]] = [
     ("c.jsonl", 'line 1 of {} is no document with a text', lambda path: path.write_text('{"body": "a"}')),
     ("d.jsonl", 'line 1 of {} is no document with a text', lambda path: path.write_text('["text"]')),
     ("e.jsonl", 'line 1 of {} is no document with a text', lambda path: path.write_text('{"text": 3}')),
-    ("f.jsonl", "can't decode byte 0x80 in position 2", lambda path: path.write_bytes(BAD_LINE)),
+    ("f.jsonl", "not UTF-8: byte 0x80 at offset 2", lambda path: path.write_bytes(BAD_LINE)),
     ("g.jsonl", "line 1 of {} is no document with a text", lambda path: path.write_text(SURROGATE)),
     ("h.jsonl", "line 1 of {} is no document with a text", lambda path: path.write_text("[" * 200_000)),
     ("i.jsonl", "line 1 of {} is longer than 64 MiB", lambda path: path.write_bytes(b"x" * (65 << 20))),
