@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt.config import Config, check_workers
-from mingpt.distributed.device import usable_cores
+from mingpt.distributed.device import allow_open_files, usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd
@@ -100,6 +100,7 @@ class StopRequest:
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
     """Run `python *command` in `workers` processes, restart up to `max_restarts` times, exit as they did."""
+    allow_open_files(workers)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
