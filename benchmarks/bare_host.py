@@ -4,13 +4,9 @@
     python benchmarks/bare_host.py --default      # the default run there, too
     python benchmarks/bare_host.py --suite        # instead: which of pytest's fast tests fail or are skipped?
 
-Each command runs in a mount namespace of its own in which /proc is empty and /dev has six devices, so that
-there is no /dev/shm. Functions and constants that a Mac's Python lacks are deleted in each process: pidfds,
-sched_getaffinity, memfd_create, posix_fallocate and others (see MISSING). So these commands also show what a
-Mac meets, except for its kernel. The watching program itself sees /proc.
-
-Prints a row per trial, as JSON. Exit code 1 unless each job ends with exit code 0 and, after a stop or a
-kill, with the hash of the undisturbed run; with --suite, if a test fails.
+In each command's mount namespace /proc is empty and there is no /dev/shm; what a Mac's Python lacks is
+deleted (MISSING). Prints a row per trial, as JSON. Exit code 1 unless each job ends with exit code 0 and,
+after a stop or a kill, with the hash of the undisturbed run; with --suite, if a test fails.
 """
 
 import os
@@ -20,15 +16,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common import SMALL, Tally, argument_parser, row, short_hash, start_plain, work_folder
 from support.jobs import Job, last_step, read_history
 
 from mingpt.tools.jobs import ROOT
 
-STEPS, MOMENT = 60, 25
-SETTINGS = SMALL | {"trainer.max_steps": STEPS, "trainer.eval_every": 20, "snapshot.every": 10}
-NO_MEMORY = "no snapshots in memory: "
+MOMENT = 25  # the step of a stop or a kill
+SETTINGS = SMALL | {"trainer.max_steps": 60, "trainer.eval_every": 20, "snapshot.every": 10}
 MISSING = """
 import fcntl, mmap, os, signal, socket
 for module, names in (
@@ -37,8 +33,7 @@ for module, names in (
     (socket, "SO_PEERCRED"), (fcntl, "F_SETPIPE_SZ"), (mmap, "MAP_POPULATE"),
 ):
     for name in names.split():
-        if hasattr(module, name):
-            delattr(module, name)
+        vars(module).pop(name, None)
 """
 # $1 is a folder for the devices; the command follows.
 NAMESPACE = """set -e
@@ -50,30 +45,6 @@ mount -t tmpfs -o ro tmpfs /proc
 shift
 exec "$@"
 """
-
-
-def bare_host(folder: Path) -> list[str]:
-    """The words to put before a command that is to run without the facilities."""
-    (folder / "missing").mkdir()
-    (folder / "missing" / "sitecustomize.py").write_text(MISSING)
-    (folder / "devices").mkdir()
-    path = os.pathsep.join([str(folder / "missing"), os.environ.get("PYTHONPATH", "")])
-    environment = ["env", f"PYTHONPATH={path}"]
-    return [*environment, "unshare", "--mount", "bash", "-c", NAMESPACE, "bash", str(folder / "devices")]
-
-
-def disturbed(job: Job, run_dir: Path, send: Callable[[Job], None]) -> float:
-    """Send a signal at step MOMENT; the seconds until the job's end, or until it is past the step again."""
-    job.wait_until(lambda: last_step(run_dir) >= MOMENT, 300)
-    began = time.monotonic()
-    send(job)
-    while job.is_running() and len(read_history(run_dir)["generations"]) < 2:
-        time.sleep(0.01)
-    while job.is_running() and last_step(run_dir) <= MOMENT:
-        time.sleep(0.01)
-    return round(time.monotonic() - began, 1)
-
-
 TRIALS: dict[str, Callable[[Job], None]] = {
     "SIGTERM": lambda job: os.kill(job.pid, signal.SIGTERM),
     "Ctrl-C": lambda job: os.killpg(job.pid, signal.SIGINT),
@@ -81,37 +52,44 @@ TRIALS: dict[str, Callable[[Job], None]] = {
 }
 
 
-def try_all(folder: Path, prefix: list[str], tally: Tally, with_default_run: bool) -> None:
-    def train(run_dir: Path, settings: dict[str, object]) -> Job:
-        return start_plain(run_dir, settings, workers=2, restarts=3, prefix=prefix)
+def bare_host(folder: Path) -> list[str]:
+    """The words to put before a command that is to run without the facilities."""
+    (folder / "devices").mkdir()
+    (folder / "sitecustomize.py").write_text(MISSING)
+    unshare = ["unshare", "--mount", "bash", "-c", NAMESPACE, "bash", str(folder / "devices")]
+    return ["env", f"PYTHONPATH={folder}", *unshare]
 
-    default: dict[str, dict[str, object]] = {"default run": {}} if with_default_run else {}
-    for name, settings in (default | {"undisturbed": SETTINGS}).items():
-        run_dir, began = folder / name, time.monotonic()
-        job = train(run_dir, settings)
+
+def seconds_to_recover(job: Job, run_dir: Path, send: Callable[[Job], None]) -> float:
+    """Send a signal at step MOMENT; the seconds until the job ends, or is past the step that it was at."""
+    job.wait_until(lambda: last_step(run_dir) >= MOMENT, 300)
+    began, at = time.monotonic(), last_step(run_dir) + 1  # this step may be recorded before the signal comes
+    send(job)
+    while job.is_running() and not (read_history(run_dir)["generations"][1:] and last_step(run_dir) > at):
+        time.sleep(0.01)
+    return round(time.monotonic() - began, 1)
+
+
+def try_all(folder: Path, prefix: list[str], tally: Tally, first: dict[str, dict[str, Any]]) -> None:
+    for name, settings in (first | {"undisturbed": SETTINGS}).items():
+        began, run_dir = time.monotonic(), folder / name
+        job = start_plain(run_dir, settings, 2, 3, prefix)
         code, expected = job.wait(3600), short_hash(run_dir)
-        lines = [line for line in job.err().splitlines() if line.startswith(NO_MEMORY)]
-        row(run=name, code=code, seconds=round(time.monotonic() - began, 1), hash=expected, memory=lines)
+        lines = [line for line in job.err().splitlines() if line.startswith("no snapshots in memory: ")]
+        row(run=name, code=code, seconds=round(time.monotonic() - began, 1), hash=expected, said=lines)
         tally.add(code == 0 and len(lines) == 1, job)
     for name, send in TRIALS.items():
         run_dir = folder / name
-        job = train(run_dir, SETTINGS)
-        took, ends = disturbed(job, run_dir, send), [job]
-        job.wait(300)
+        job = start_plain(run_dir, SETTINGS, 2, 3, prefix)
+        seconds, codes = seconds_to_recover(job, run_dir, send), [job.wait(300)]
         if name != "kill":
-            ends.append(train(run_dir, SETTINGS))  # the same command again
-        codes = [end.wait(300) for end in ends]
-        row(run=name, seconds=took, codes=codes, hash=short_hash(run_dir))
+            codes.append(start_plain(run_dir, SETTINGS, 2, 3, prefix).wait(300))  # the same command again
+        row(run=name, seconds=seconds, codes=codes, hash=short_hash(run_dir))
         tally.add(not any(codes) and short_hash(run_dir) == expected, job)
-    run_dir = folder / "undisturbed"
-    commands = {
-        "sample": ["sample.py", run_dir, "--tokens", 20],
-        "export": ["-m", "mingpt", "export", run_dir],
-    }
-    for name, words in commands.items():
-        more = [folder / "exported"] if name == "export" else []
-        job = Job([*prefix, sys.executable, *map(str, [*words, *more])], folder / name)
-        row(command=name, code=job.wait(300))
+    run = str(folder / "undisturbed")
+    for words in (["sample.py", run], ["-m", "mingpt", "export", run, str(folder / "exported")]):
+        job = Job([*prefix, sys.executable, *words], folder / words[0])
+        row(command=words[:-1], code=job.wait(300))
         tally.add(job.process.returncode == 0, job)
 
 
@@ -119,11 +97,9 @@ def run_suite(prefix: list[str], tally: Tally) -> None:
     """Run the fast tests; print a row for each that fails and for each that is skipped, with its reason."""
     command = [*prefix, sys.executable, "-m", "pytest", "-rfEs", "--tb=line"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.splitlines()
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR", "SKIPPED")):
+    for line in done.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR", "SKIPPED")) or " passed in " in line:
             row(test=line)
-    row(pytest=lines[-1], code=done.returncode)
     tally.add(done.returncode == 0)
 
 
@@ -131,17 +107,11 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--default", action="store_true")
     parser.add_argument("--suite", action="store_true")
-    arguments = parser.parse_args()
-    if os.geteuid() != 0:
-        row(skipped="mounting over /proc and /dev needs root")
-        return 0
-    tally = Tally()
+    arguments, tally = parser.parse_args(), Tally()
+    first: dict[str, dict[str, Any]] = {"default run": {}} if arguments.default else {}
     with work_folder() as folder:
         prefix = bare_host(folder)
-        if arguments.suite:
-            run_suite(prefix, tally)
-        else:
-            try_all(folder, prefix, tally, arguments.default)
+        run_suite(prefix, tally) if arguments.suite else try_all(folder, prefix, tally, first)
     return tally.exit_code()
 
 

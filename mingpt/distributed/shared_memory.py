@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -191,7 +190,7 @@ def node() -> str:
 
 def listen() -> socket.socket | None:
     """Return a listening Unix socket without a file; None unless the system allows it and shared memory."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create"):
         return None
     try:
         node()

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mingpt.base.errors import NonRetryableError
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import allow_open_files, usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
@@ -127,6 +128,11 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
             agent(*command)
         except ChildFailedError as error:
             failures = error.failures
+        except BlockingIOError:  # EAGAIN of fork
+            raise NonRetryableError(
+                f"{workers} workers cannot be started: the system allows no more processes (ulimit -u); "
+                "raise that limit, or set trainer.workers=1"
+            ) from None
         except Exception as error:
             stop.first = stop.first or getattr(error, "sigval", None)  # from a handler that torch has set
             if stop.first is None:
