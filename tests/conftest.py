@@ -6,12 +6,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.jobs import Job, last_step, read_metric, tensor_hash
+from support.needs import FacilityMissing, need_proc
 from support.nodes import Cluster, why_no_cluster
 from support.switch import wait_until as wait_until
 
@@ -74,6 +75,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """Skip a test that needs what this host lacks."""
+    try:
+        return (yield)
+    except FacilityMissing as missing:
+        pytest.skip(str(missing))
+
+
 def pytest_sessionfinish() -> None:
     shutil.rmtree(SMALL["snapshot.memory_path"], ignore_errors=True)
 
@@ -103,6 +113,7 @@ def reached(run_dir: Path, step: int) -> Callable[[], bool]:
 
 
 def all_gone(pids: Sequence[int]) -> bool:
+    need_proc()
     return not any(is_alive(pid) for pid in pids)
 
 

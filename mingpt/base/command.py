@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from mingpt.base.errors import UserError
+from mingpt.base.system import check_working_directory
 from mingpt.base.urls import RedactingFormatter, redact
 
 
@@ -36,6 +37,7 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
     try:
+        check_working_directory()
         return command(arguments)
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")

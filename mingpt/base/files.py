@@ -6,6 +6,7 @@ import this file.
 
 import codecs
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -22,6 +23,7 @@ import pydantic
 DriverError = Exception
 RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of object stores
 PIECE_BYTES = 16 << 20  # of a large file per request; drivers end a request to a URL after a few minutes
+LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # which limit an error's number tells of
 MAX_JSON_BYTES = 64 << 20  # per file; a JSON file of a run or a data set has a few thousand
 MAX_JSON_VALUES = 200_000  # each may cost 70 bytes once it is parsed; a real file has thousands
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's contain them, and NULs
@@ -124,9 +126,14 @@ def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says in one line: its `strerror`, if any, else its type and its first line."""
+    """Return what an error says in one line: its `strerror`, if any, else its type and its first line.
+
+    If the process has met a limit that the shell sets, its command is named.
+    """
     lines = str(error).splitlines() or [""]
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {lines[0][:300]}"
+    limit = LIMITS.get(getattr(error, "errno", 0))
+    return f"{reason}, see {limit}" if limit else reason
 
 
 def decode_text(content: bytes, offset: int = 0) -> str:

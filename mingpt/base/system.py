@@ -7,12 +7,15 @@ IPv4 addresses and their interfaces are read from the Linux kernel, without the 
 import ctypes
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
+
+from mingpt.base.errors import UserError
 
 T = TypeVar("T")
 SIOCGIFCONF, SIOCGIFNETMASK = 0x8912, 0x891B
@@ -21,6 +24,15 @@ IFREQ_BYTES, MAX_ADDRESSES = 40, 512
 
 class OutOfTime(Exception):
     """The work did not end within its time limit. Its thread keeps running, and nothing waits for it."""
+
+
+def check_working_directory() -> None:
+    """Raise UserError if the working directory was removed. MKL, which torch loads, ends a process there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        reason = error.strerror
+        raise UserError(f"the working directory cannot be used ({reason}): change to another one") from None
 
 
 def run_within(limit_s: float, work: Callable[[], T]) -> T:

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from mingpt.distributed.launch import Launch
 if TYPE_CHECKING:
     import torch
 
+FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # measured with up to 8 workers, under fsdp, too
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
@@ -196,9 +198,29 @@ def set_malloc_option(option: int, value: int) -> None:
 
 def usable_cores() -> int:
     """Return how many CPU cores affinity and cgroup quota, rounded down, allow this process, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # no Linux, or a sandbox refuses the call
+        cores = os.cpu_count() or 1
     quota = cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return max(1, int(min(cores, quota)))
+
+
+def allow_open_files(workers: int) -> None:
+    """Raise the soft limit of open files to what so many workers on one node need, if it is lower.
+
+    Raises UserError if the hard limit is lower: torch would wait for connections that it cannot open.
+    """
+    least = FILES_OF_AGENT + FILES_PER_WORKER * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        if soft < least:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+    except ValueError:
+        raise UserError(
+            f"{workers} workers need {least} open files and this process may have {hard} (ulimit -n): raise "
+            "that limit, or set trainer.workers=1"
+        ) from None
 
 
 def cgroup_quota(membership: Path, mount: Path) -> float:

@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 CREDENTIALS = struct.Struct("iii")  # process, user and group, by SO_PEERCRED
 GRANULARITY = 1 << 20  # bytes, of which a segment's size is a multiple
+MAX_CAPACITY = 1 << 36  # bytes; more than any segment has
 MEETING_SHARE = 0.25  # share of the time limit, for which the ranks wait for a peer to connect
 
 
@@ -190,17 +190,27 @@ def node() -> str:
 
 def listen() -> socket.socket | None:
     """Return a listening Unix socket without a file; None unless the system allows it and shared memory."""
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create"):
         return None
     try:
         node()
-        os.close(os.memfd_create("mingpt"))
+        check_capacity()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(b"\0mingpt-" + secrets.token_hex(16).encode())
         listener.listen(1024)
-    except OSError:  # a sandbox may refuse any of these calls
+    except OSError:  # a sandbox or a limit may refuse any of these calls
         return None
     return listener
+
+
+def check_capacity() -> None:
+    """Raise OSError if a segment could not grow, as under `ulimit -f` or `ulimit -v`. Takes no memory."""
+    probe = os.memfd_create("mingpt")
+    try:
+        os.ftruncate(probe, MAX_CAPACITY)
+        mmap.mmap(probe, MAX_CAPACITY).close()
+    finally:
+        os.close(probe)
 
 
 def meet(

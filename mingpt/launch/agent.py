@@ -24,9 +24,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mingpt.base.errors import NonRetryableError
 from mingpt.base.system import ipv4_addresses, loopback_address
 from mingpt.config import Config, check_workers
-from mingpt.distributed.device import usable_cores
+from mingpt.distributed.device import allow_open_files, usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
 from mingpt.distributed.launch import AGENT_FOLDER, AGENT_PID, STATUS_FILE, Launch
 from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd, wait_readable
@@ -130,6 +131,7 @@ class StopRequest:
 
 def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_signal: StopSignal) -> NoReturn:
     """Run `python *command` in `workers` processes, restart up to `max_restarts` times, exit as they did."""
+    allow_open_files(workers)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -157,6 +159,11 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
             agent(*command)
         except ChildFailedError as error:
             failures = error.failures
+        except BlockingIOError:  # EAGAIN of fork
+            raise NonRetryableError(
+                f"{workers} workers cannot be started: the system allows no more processes (ulimit -u); "
+                "raise that limit, or set trainer.workers=1"
+            ) from None
         except Exception as error:
             stop.first = stop.first or getattr(error, "sigval", None)  # from a handler that torch has set
             if stop.first is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mingpt.base import events
 from mingpt.base.errors import NonRetryableError, PeersMissing, StopRequested, UserError
+from mingpt.base.system import check_working_directory
 from mingpt.distributed.device import use_one_arena
 from mingpt.distributed.exit import ProcessExit, describe_failure, first_line, is_lost_peer
 from mingpt.distributed.launch import UNSET, Launch
@@ -40,6 +41,7 @@ class Worker:
         use_one_arena()
         gc.disable()  # importing torch takes an eighth less time without the garbage collector
         try:
+            check_working_directory()
             self.launch = Launch.from_environment()
         except UserError as error:
             sys.stderr.write(f"error: {error}\n")

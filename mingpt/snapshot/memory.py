@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from mingpt.base.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
+from mingpt.base.files import reason_of
 from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot.layout import StagingBuffer, TensorSpec, specs_of, step_of
 from mingpt.snapshot.reading import Check, accept_all
@@ -218,7 +219,7 @@ class MemorySaver:
             slots.open(specs, start_step)
         except OSError as error:
             size_mb = sum(spec.nbytes for spec in specs.values()) / 1e6
-            return f"{error.strerror}: {slots.folder.name} takes 2 x {size_mb:.1f} MB"
+            return f"{reason_of(error)}: {slots.folder.name} takes 2 x {size_mb:.1f} MB"
         return None
 
     def open_copies(self, start_step: int | None) -> None:

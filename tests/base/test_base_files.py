@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
-from support.faults import FaultyDisk
+from support.faults import FaultyDisk, path_of
 
 from mingpt.base.errors import UserError
 from mingpt.base.files import (
@@ -61,7 +61,7 @@ def test_a_file_is_durable_before_it_has_its_name_and_its_name_afterwards(
         replace(source, target)
 
     def note_fsync(handle: int) -> None:
-        calls.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+        calls.append(f"fsync {Path(path_of(handle)).name}")
 
     monkeypatch.setattr(os, "replace", note_replace)
     monkeypatch.setattr(os, "fsync", note_fsync)

@@ -1,10 +1,24 @@
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from mingpt.base.system import OutOfTime, loopback_address, run_within, try_within
+from mingpt.base.errors import UserError
+from mingpt.base.system import OutOfTime, check_working_directory, loopback_address, run_within, try_within
+
+
+def test_a_working_directory_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_working_directory()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UserError, match=r"the working directory cannot be used \(No such file"):
+        check_working_directory()
 
 
 def test_work_that_ends_in_time_gives_its_result_or_its_error() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
+from support.needs import need_proc
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
 from mingpt.base.errors import UserError
@@ -442,6 +443,7 @@ def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) ->
 
 def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
     """The files are sparse. The time is CPU time, so that other processes do not count."""
+    need_proc()
     count = (200_000_000 - 1024) // 2
     for number in range(1000):
         path = tmp_path / f"train_{number:05}.bin"

@@ -1,9 +1,11 @@
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from mingpt.base.errors import NodeRefused, UserError
 from mingpt.distributed import Launch, device
 from mingpt.distributed.device import (
+    allow_open_files,
     autocast,
     cgroup_quota,
     check_device_types,
@@ -80,6 +83,34 @@ def test_the_affinity_and_the_quota_both_limit_the_usable_cores(monkeypatch: pyt
     for quota, cores in ((3.9, 3), (1e9, 6), (0.5, 1)):
         monkeypatch.setattr("mingpt.distributed.device.cgroup_quota", lambda *_, quota=quota: quota)
         assert usable_cores() == cores
+
+
+def refuse(*_: object) -> NoReturn:
+    raise PermissionError("Operation not permitted")
+
+
+@pytest.mark.parametrize("affinity", [None, refuse])
+def test_without_an_affinity_all_cores_are_usable(affinity: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Linux, such as a Mac; and a sandbox."""
+    monkeypatch.setattr(os, "sched_getaffinity", affinity, raising=False)
+    if affinity is None:
+        monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr("mingpt.distributed.device.cgroup_quota", lambda *_: math.inf)
+    assert usable_cores() == 3
+
+
+def test_a_low_limit_of_open_files_is_raised_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (35, hard))
+        allow_open_files(workers=2)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (36, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (28, 28))
+    with pytest.raises(UserError, match=r"2 workers need 36 open files.* 28 \(ulimit -n\)"):
+        allow_open_files(workers=2)
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

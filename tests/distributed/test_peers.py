@@ -1,6 +1,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from support.needs import need, need_proc
 
 from mingpt.distributed.rendezvous import find_local_peers, kill_by_pidfd, wait_readable
 
@@ -8,6 +13,8 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 def test_siblings_are_found_by_their_rank_and_killed_by_pidfd() -> None:
+    need_proc()
+    need(os, "pidfd_open")
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     worker = subprocess.Popen(SLEEP, env=environment | {"RANK": "7"})
     other = subprocess.Popen(SLEEP, env=environment)  # a child of the agent, but no worker
@@ -24,3 +31,24 @@ def test_siblings_are_found_by_their_rank_and_killed_by_pidfd() -> None:
         for process in (worker, other):
             process.kill()
             process.wait()
+
+
+def refuse(*_: object) -> NoReturn:
+    raise PermissionError("Operation not permitted")
+
+
+def test_without_proc_or_pidfds_no_sibling_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Then the backend notices the loss of one."""
+    worker = subprocess.Popen(SLEEP, env=os.environ | {"RANK": "7"})
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "glob", lambda *_: iter([]))  # /proc is empty
+            assert find_local_peers(os.getpid()) == {}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", refuse)  # by a sandbox
+            assert find_local_peers(os.getpid()) == {}
+        monkeypatch.delattr(os, "pidfd_open")
+        assert find_local_peers(os.getpid()) == {}
+    finally:
+        worker.kill()
+        worker.wait()

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import resource
 import signal
 import socket
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.forks import fork_ranks, results_of
+from support.needs import need, need_proc
 
 from mingpt.distributed import DistributedContext, shared_memory
 from mingpt.distributed.exit import is_lost_peer, is_timeout
@@ -18,7 +20,13 @@ from mingpt.distributed.shared_memory import SharedMemory, listen, meet
 TIMEOUT_S = 10.0
 
 
+def need_shared_memory() -> None:
+    need_proc()  # it tells ranks of one node
+    need(os, "memfd_create")
+
+
 def connected(context: DistributedContext, timeout_s: float = TIMEOUT_S) -> SharedMemory:
+    need_shared_memory()
     memory = context.connect_memory(timeout_s)
     assert memory is not None
     return memory
@@ -128,7 +136,7 @@ def test_a_killed_peer_is_noticed_at_once_and_a_frozen_one_after_the_time_limit(
 
 def without_memfd_on_rank_1(context: DistributedContext) -> bool:
     if context.rank == 1:
-        del os.memfd_create
+        vars(os).pop("memfd_create", None)
     return context.connect_memory(TIMEOUT_S) is None
 
 
@@ -145,7 +153,23 @@ def refused_on_rank_1(context: DistributedContext) -> bool:
     return context.connect_memory(4.0) is None
 
 
-@pytest.mark.parametrize("work", [without_memfd_on_rank_1, on_another_node, refused_on_rank_1])
+def limited_on_rank_1(context: DistributedContext, limit: int) -> bool:
+    """Rank 1 may make a segment, but not a large one."""
+    if context.rank == 1:
+        resource.setrlimit(limit, (1 << 33, -1))
+    return context.connect_memory(TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        without_memfd_on_rank_1,
+        on_another_node,
+        refused_on_rank_1,
+        functools.partial(limited_on_rank_1, limit=resource.RLIMIT_FSIZE),  # ulimit -f
+        functools.partial(limited_on_rank_1, limit=resource.RLIMIT_AS),  # ulimit -v
+    ],
+)
 def test_where_one_rank_cannot_no_rank_does(work: Callable[[DistributedContext], bool]) -> None:
     assert results_of(3, work) == [True] * 3
 
@@ -168,6 +192,7 @@ def fork(work: Callable[[], None]) -> int:
 
 def test_a_process_that_is_no_peer_is_turned_away() -> None:
     """The process has found the name, and comes first."""
+    need_shared_memory()
     listener = listen()
     assert listener is not None
     name, parent = listener.getsockname(), os.getpid()

@@ -1,5 +1,6 @@
 """The listening thread acts on signals: each test runs a process whose main thread sleeps."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from support.needs import need
 
 # This program prints "ready" when it listens, and `reason` whenever that changes; it ends after 20 s.
 PROGRAM = """
@@ -44,6 +46,8 @@ def listen(
     code: str = "", *arguments: str, workers: int = 2, end: str = "None", agent: str = "None", then: str = ""
 ) -> subprocess.Popen[str]:
     """Start the process; returns when the process listens."""
+    if PEER in code:
+        need(os, "pidfd_open")
     program = PROGRAM.format(code=code, workers=workers, end=end, agent=agent, then=then)
     words = [sys.executable, "-c", program, *arguments]
     pipe = subprocess.PIPE

@@ -14,7 +14,9 @@ from conftest import (
     Start,
     all_gone,
     assert_same_run,
+    changed_program,
     command,
+    error_of,
     final_hash,
     reached,
     snapshot_steps,
@@ -151,3 +153,10 @@ def test_under_nohup_a_hangup_changes_nothing(
     assert job.wait() == 0, job.err()
     assert len(read_history(tmp_path)["generations"]) == 1
     assert final_hash(tmp_path) == final_hash(undisturbed)
+
+
+def test_where_no_process_can_be_started_one_sentence_names_the_limit(start: Start, tmp_path: Path) -> None:
+    refuse = "def refuse(*_, **__): raise BlockingIOError(11, 'Resource temporarily unavailable')"
+    program = changed_program(tmp_path, f"import subprocess\n{refuse}\nsubprocess.Popen.__init__ = refuse\n")
+    job = start(command(program=program, run_dir=tmp_path / "run", trainer__workers=2))
+    assert error_of(job, code=1).startswith("2 workers cannot be started: ") and "Traceback" not in job.err()

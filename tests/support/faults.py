@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 
+from support.needs import need, need_proc
+
+
+def path_of(descriptor: int) -> str:
+    need_proc()
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
 
 class FaultyDisk:
     """Calls of os.<function> on paths that contain `name` raise OSError with `code` while `broken`.
@@ -23,12 +30,13 @@ class FaultyDisk:
         partly: bool = False,
     ) -> None:
         self.function, self.name, self.code, self.partly = function, name, code, partly
+        need(os, function)
         self.real = getattr(os, function)
         self.broken, self.hits, self.is_half_done = True, 0, False
         monkeypatch.setattr(os, function, self.call)
 
     def call(self, target: Any, *more: Any, **named: Any) -> Any:
-        place = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+        place = path_of(target) if isinstance(target, int) else str(target)
         if not self.broken or self.name not in place:
             return self.real(target, *more, **named)
         if self.partly and not self.is_half_done:

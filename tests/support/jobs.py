@@ -13,6 +13,7 @@ from typing import Any
 
 from mingpt.base.files import read_json
 from mingpt.tools.jobs import ROOT, children, clean_environment, is_alive
+from support.needs import need_proc
 
 POLL_S = 0.01
 
@@ -39,6 +40,7 @@ class Job:
 
     def workers(self) -> list[int]:
         """Process ids of living workers, by rank: children with train.py in their command line."""
+        need_proc()
         found = []
         for pid in children(self.pid):
             try:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from support.needs import need_proc
+
 TIMEOUT_S = 10.0
 
 
@@ -94,6 +96,7 @@ def send_to(number: signal.Signals, pids: Sequence[int]) -> None:
 
 def state_of(pid: int) -> str:
     """The process's state in /proc: R, S, D, T or Z; X if it has ended."""
+    need_proc()
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

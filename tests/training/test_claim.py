@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import SMALL
+from support.needs import need_proc
 from support.ranks import run_ranks
 
 from mingpt.base.errors import ClaimLost, LaterGeneration, SupersededError, UserError
@@ -68,12 +69,29 @@ def test_a_second_job_is_refused_with_host_process_and_time_of_the_first(
 
 def test_a_killed_job_is_succeeded_at_once(url: str, agents: list[subprocess.Popen[bytes]]) -> None:
     claim(url, lease_s=60).acquire(holder_of(agents[0]))
+    need_proc()
     agents[0].kill()  # the process stays a zombie, since its parent has not waited for it
     began = time.monotonic()
     while holder_of(agents[0]).is_alive():
         assert time.monotonic() < began + 10
     claim(url, lease_s=60).acquire(holder_of(agents[1]))
     assert time.monotonic() - began < 10
+
+
+def test_without_proc_a_holder_lives_as_long_as_its_process(
+    agents: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Mac: host name and process id are all that is known."""
+
+    def read_nothing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", read_nothing)
+    agent = this_process(agents[0].pid)
+    assert agent.start_time is None and agent.machine == agent.host and agent.is_alive()
+    agents[0].kill()
+    agents[0].wait()
+    assert agent.is_alive() is False
 
 
 def test_a_job_that_has_ended_makes_way_and_none_of_its_generations_takes_the_next_claim_for_its_own(

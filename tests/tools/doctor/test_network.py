@@ -7,6 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 from support.jobs import free_port
+from support.needs import need_proc
 
 from mingpt.tools.doctor.network import find_unreachable, gloo_address, listen, named_address, networks
 from mingpt.tools.jobs import clean_environment
@@ -27,10 +28,10 @@ for line in [line for name in tables for line in open(name).read().splitlines()[
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("interface", [None, "lo"])
 def test_gloo_listens_where_it_is_expected_to(interface: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own socket, as the system lists it."""
+    need_proc()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if interface:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)

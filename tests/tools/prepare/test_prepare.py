@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from support.needs import need_proc
 from support.prepared import END, digests, mixed, prepared, read_meta, run_apart, tokens_of, write_documents
 from tokenizers import Tokenizer as PackageTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -176,6 +177,7 @@ def test_a_bpe_of_words_up_to_256_characters_is_that_of_gpt2s_pattern() -> None:
 @pytest.mark.slow
 def test_memory_stays_below_a_gigabyte_where_every_byte_is_a_token(tmp_path: Path) -> None:
     """Lines that are all different, in a script of three bytes a character, and no merges to speak of."""
+    need_proc()
     rng = random.Random(0)
     lines = ("".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(40)) + "\n" for _ in range(200_000))
     (tmp_path / "a.txt").write_text("".join(lines))
