@@ -179,9 +179,14 @@ def register_rendezvous(stop: StopRequest) -> None:
             stop.obey()
             return super().num_nodes_waiting()
 
+    # If the garbage collector freed a rendezvous in the thread of its heartbeat, that would join itself.
+    kept: list[Rendezvous] = []  # until this process exits
+
     def create(params: RendezvousParameters) -> Rendezvous:
         backend, store = create_backend(params)
-        return Rendezvous.from_backend(params.run_id, store, backend, params.min_nodes, params.max_nodes)
+        made = Rendezvous.from_backend(params.run_id, store, backend, params.min_nodes, params.max_nodes)
+        kept.append(made)
+        return made
 
     rendezvous_handler_registry.register(BACKEND, create)
 

@@ -1,13 +1,16 @@
 """The agent of plain `python train.py` obeys a signal, whenever it comes."""
 
+import gc
 import signal
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 from conftest import wait_until
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 
 from mingpt.launch.agent import StopRequest, launch_config, register_rendezvous
@@ -52,3 +55,15 @@ def test_the_agent_obeys_a_signal_before_it_starts_workers_and_while_they_run(
     assert stop.exit_code() == 2 and capsys.readouterr().err == "", "a worker has ended the job, and said why"
     with pytest.raises(SignalException):  # a second signal reaches workers that are stuck
         stop.note(signal.SIGHUP, None)
+
+
+def test_a_rendezvous_is_kept_until_the_process_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed by the thread of its own heartbeat, it would have that thread join itself: a traceback."""
+    monkeypatch.setattr("mingpt.launch.agent.BACKEND", "test-kept")
+    register_rendezvous(StopRequest(tmp_path / "status"))
+    parameters = RendezvousParameters("test-kept", "localhost:0", "run", 1, 1, is_host=True)
+    created = weakref.ref(rendezvous_handler_registry.create_handler(parameters))
+    gc.collect()
+    assert created() is not None
