@@ -45,6 +45,12 @@ class Suspects(pydantic.BaseModel):
     workers: list[str]
 
 
+class DataFacts(pydantic.BaseModel):
+    """The fingerprint of the data that the run trains on."""
+
+    sha256: str
+
+
 class History(pydantic.BaseModel):
     """The fields of run.json that this program reads; there may be others."""
 
@@ -56,6 +62,9 @@ class History(pydantic.BaseModel):
     steps_lost: Count = 0
     goodput: Seconds = 1.0
     suspects: list[Suspects] = []
+    data: DataFacts | None = None
+    tokenizer: dict[str, Any] = {}
+    software: dict[str, Any] = {}
 
 
 def read_job_start(history: dict[str, Any]) -> int | None:
@@ -104,6 +113,7 @@ class GenerationStart:
     durable_step: int = 0  # of the newest snapshot on disk; 0: none
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics must be on record
+    facts: dict[str, Any] = field(default_factory=dict)  # data, tokenizer and software, as in a manifest
     start_s: float = 0.0  # seconds since this process, whose rank keeps the run folder, began
 
 
@@ -191,7 +201,7 @@ class RunHistory:
         self.generations.append(entry)
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
-        self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
+        self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step), **start.facts}
         self.file.write(self.encode())
         return sentence
 

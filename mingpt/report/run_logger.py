@@ -221,8 +221,9 @@ class RunLogger:
         self.config_file.retry()
         self.records.flush()
 
-    def failed(self, step: int, why: str) -> None:
-        self._end("failed", step, f"failed: {why}")
+    def failed(self, step: int, why: str, goes_on: bool = False) -> None:
+        """Report that this generation failed, and the job too unless it `goes_on` here in the next one."""
+        self._end("stopped" if goes_on else "failed", step, f"failed: {why}")
 
     def ended(
         self, step: int, stopped_by: str | None, snapshots: str, phases: dict[str, float] | None = None

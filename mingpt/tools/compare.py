@@ -1,15 +1,14 @@
 """Find where two runs begin to differ, and why: python -m mingpt compare RUN RUN
 
 A RUN is a run folder or a metrics.jsonl. The snapshots of a run may also lie at its snapshot.path.
-Prints the settings and other metadata that differ, with * if they can change the result; the first value of
-each metric that differs; the tensors that differ in the newest snapshots of the same step; and the cause.
-Exit code 0: the values that both runs have, and these snapshots, are bit-identical; 1: they differ; 2: a run
-is missing or cannot be read, or the runs have nothing in common.
+Prints the settings, data and versions that differ, with * if they can change the result; what one run alone
+has; the first value of each metric that differs; the tensors that differ in the newest snapshots of the same
+step; and the cause, which follows from the settings, data and versions alone. Exit code 0: the values that
+both runs have, and these snapshots, are bit-identical; 1: they differ; 2: a run is missing or cannot be read,
+or the runs have nothing in common.
 """
 
 import logging
-import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,20 +21,24 @@ from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import reason_of
 from mingpt.base.paths import typed_path
 from mingpt.config import flatten, settings, to_dict
-from mingpt.config.cli import read_file
+from mingpt.config.cli import build, read_file
 from mingpt.report import load_history, read_records
+from mingpt.report.history import plural
 from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
 # Metadata that only change the rounding; the parallelism does so only under trainer.reduction=fast.
-NUMERICS = ("trainer.dtype", "trainer.compile", "trainer.reduction", "trainer.fsdp_param_dtype")
-PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
 MICRO_BATCH = "trainer.micro_batch_size"
-SAMPLE_ORDER = ("seed", "audit")  # the audit is a digest of the tokens that the workers were fed
-FIRST_RECORDS = 10  # small differences grow, so only the first ones tell rounding from other causes
-MAX_ROUNDING = 0.1  # of the noise between neighbouring records
-MAX_VALUE = 1e30  # larger values are left out: their squares could overflow
+NUMERICS = (MICRO_BATCH, "trainer.dtype", "trainer.compile", "trainer.reduction", "trainer.fsdp_param_dtype")
+PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
+# With dropout, these also change which activations are dropped.
+MASKS = (MICRO_BATCH, "trainer.compile", "software.compiled", "software.device_type")
+# Values from before the first update, and the settings that act in updates alone.
+BEFORE_UPDATE = ((0, "val/loss"), (1, "train/loss"), (1, "grad_norm"))
+UPDATE = ("optimizer.", "trainer.max_steps", "trainer.on_nonfinite")
+MAX_ROUNDING = 0.01  # relative, of a value from before the first update, in bfloat16
+MAX_VALUE = 1e30  # larger values are left out: they have no float32 beside them
 log = logging.getLogger(__name__)
 Pair = tuple[float, float]
 Metadata = Mapping[str, tuple[Any, Any]]  # the values of both runs, by key
@@ -57,8 +60,10 @@ class Comparison(NamedTuple):
     """The differences between two runs."""
 
     metadata: Metadata  # settings, data, software and workers that differ
-    value_count: int  # values, by step and metric, that both runs have
-    unmatched_count: int  # values that one run alone has
+    steps: Sequence[int]  # of the values that both runs have, one for each value
+    unmatched: Mapping[str, Sequence[int]]  # {run: ascending steps of the values that it alone has}
+    metric: str  # that tells which run is better
+    lowest: Sequence[tuple[float, int] | None]  # of each run: (the metric's lowest value, its step)
     first_values: Mapping[str, tuple[int, Pair]]  # {metric: (step, values)} of the first difference
     cause: str  # in words; without meaning if `is_same`
     snapshot_step: int | None  # None if the runs have no snapshots of the same step
@@ -104,22 +109,29 @@ def open_newest(runs: Sequence[str]) -> list[Snapshot]:
 
 
 def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
-    """Return {key: value} of a run's settings, data, software, numbers of workers, and changed settings.
+    """Return {key: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
-    The last two are from run.json; the rest is from the manifest of `snapshot` or, if that is None, the
-    settings alone from config.yaml. Empty without either. Raises UserError for a bad config.yaml.
+    They are read from config.yaml and run.json, and those of `snapshot` take precedence. Also has the
+    settings that were changed on purpose. Empty if nothing is known. Raises UserError for a bad config.yaml.
     """
-    config, history = run / "config.yaml", load_history(run)
+    config, history = run / "config.yaml", load_history(run) or {"generations": []}
+    found = dict[str, Any]()
+    if config.is_file():
+        given = {key: value for key, value in read_file(str(config)).items() if key in settings()}
+        found = flatten(to_dict(build(given)))
+    found |= read_facts(history)
     if snapshot:
-        kept = {name: snapshot.manifest.get(name) for name in ("tokenizer", "software", "audit")}
-        found = flatten(to_dict(snapshot.config) | kept) | {"data": snapshot.manifest["data"]["sha256"]}
-    elif config.is_file():
-        found = read_file(str(config))
-    else:
+        found |= flatten(to_dict(snapshot.config)) | read_facts(snapshot.manifest)
+    if not found:
         return {}
-    workers = [str(entry.get("workers")) for entry in history["generations"]] if history else []
-    changes = history["changes"] if history else []  # settings changed on purpose, perhaps changed back
-    return found | {"run_dir": None, "workers": ", then ".join(dict.fromkeys(workers)), "changes": changes}
+    workers = dict.fromkeys(str(entry.get("workers")) for entry in history["generations"])
+    return found | {"run_dir": None, "workers": ", then ".join(workers), "changes": history.get("changes")}
+
+
+def read_facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {key: value} of the data, tokenizer and software that a manifest or a run.json tells of."""
+    kept = {name: record[name] for name in ("tokenizer", "software", "audit") if name in record}
+    return flatten(kept) | ({"data": record["data"]["sha256"]} if record.get("data") else {})
 
 
 def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference]:
@@ -136,51 +148,41 @@ def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference
             yield TensorDifference(name, int(differs.int().argmax()), float(gaps.max()), argmax)
 
 
-def classify(curve: Sequence[Pair]) -> str | None:
-    """Return why two loss curves are likely to differ; None if they differ in fewer than three records.
+def find_lowest(values: Mapping[tuple[int, str], float], metric: str) -> tuple[float, int] | None:
+    """Return (lowest value, its step) of a metric; None if `values`, by step and metric, have none of it."""
+    return min(((value, step) for (step, name), value in values.items() if name == metric), default=None)
 
-    `curve` has the values of both runs at each step. "rounding": the first differences are far smaller than
-    the noise between neighbouring records, which is estimated from second differences. "another order of
-    samples": the mean difference is zero within three standard errors. Otherwise "another computation".
+
+def explain(metadata: Metadata, runs: Sequence[Mapping[str, Any]], early: Sequence[Pair]) -> str:
+    """Return in words why two runs differ.
+
+    `metadata` has what differs, `runs` all that is known of each run. `early` has the values of both runs
+    from before the first update.
     """
-    gaps = [other - one for one, other in curve if one != other]
-    if len(gaps) < 3:
-        return None
-    values = [one for one, _ in curve]
-    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-    noise = statistics.median(bends) / (0.6745 * math.sqrt(6))  # a standard deviation
-    if statistics.median(map(abs, gaps[:FIRST_RECORDS])) < MAX_ROUNDING * noise:
-        return "rounding"
-    is_centred = abs(statistics.fmean(gaps)) <= 3 * statistics.stdev(gaps) / math.sqrt(len(gaps))
-    return "another order of samples" if is_centred else "another computation"
-
-
-def explain(metadata: Metadata, is_known: bool, is_fast: bool, likely: str | None) -> str:
-    """Return in words why two runs differ: the metadata that explain it, else what the losses look like.
-
-    `metadata` has what differs. `likely` is the result of `classify`. `is_known` says that both runs have
-    snapshots, `is_fast` that one has trainer.reduction=fast.
-    """
-    numerics = list(NUMERICS)
-    if MICRO_BATCH in metadata and likely == "rounding":  # with dropout it is more than rounding
-        numerics += [MICRO_BATCH, "audit"]  # the digests are of micro-batches
+    is_fast = any(run.get("trainer.reduction") == "fast" for run in runs)
+    has_dropout = any(run.get("model.dropout") for run in runs)
+    numerics = {*NUMERICS, *(PARALLELISM if is_fast else ())}
     rounding = [key for key in metadata if key in numerics or key.startswith("software.")]
-    rounding += [key for key in PARALLELISM if key in metadata and is_fast]
+    if has_dropout:
+        rounding = [key for key in rounding if key not in MASKS]
     causes = [key for key in metadata if affects_result(key) and key not in rounding]
-    other = [key for key in causes if key not in SAMPLE_ORDER]
-    if causes:
-        kind = "another computation" if other else "another order of samples"
-        return f"{kind}: {', '.join(other or causes)}"
-    if rounding and likely in (None, "rounding"):
+    tolerance = MAX_ROUNDING if rounding else 0.0
+    if any(abs(one - other) > tolerance * max(abs(one), abs(other)) for one, other in early):
+        rounding, causes = [], [key for key in causes if not key.startswith(UPDATE)]
+    # The audit is a digest of the micro-batches of tokens. It is the cause if nothing else explains it.
+    named = [key for key in causes if key != "audit"] or ([] if MICRO_BATCH in rounding else causes)
+    if named:
+        return f"another computation: {', '.join(named)}"
+    if not all("data" in run for run in runs):
+        return (
+            "cannot tell why: settings, data and software of both runs are not on record here; give the run "
+            "folders, with config.yaml and run.json"
+        )
+    if rounding:
         return f"rounding: {', '.join(rounding)}"
-    looks = (
-        f"the losses differ like {likely}" if likely else "too few losses differ to say what they look like"
-    )
-    if not is_known:
-        return looks
     return (
-        f"{looks}; {', '.join(rounding) or 'the metadata'} cannot explain it: the program was changed, or a "
-        "machine computed wrongly, which trainer.replay_every checks"
+        "nothing on record explains it: the program was changed, or a machine computed wrongly, which "
+        "trainer.replay_every checks"
     )
 
 
@@ -203,6 +205,7 @@ def compare(*runs: str) -> Comparison:
     except (CorruptSnapshot, UnreadableSnapshot, OSError) as error:
         raise UserError(f"{' and '.join(runs)} cannot be compared: {reason_of(error)}") from None
     pairs = {key: (one[key], other[key]) for key in sorted(one.keys() & other.keys())}
+    unmatched = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
     if not snapshots and not pairs:
         raise UserError(f"{' and '.join(runs)} have neither a record nor a snapshot of the same step")
     ours, theirs = map(read_metadata, paths, snapshots or (None, None))
@@ -211,14 +214,17 @@ def compare(*runs: str) -> Comparison:
     for (step, name), pair in pairs.items():
         if pair[0] != pair[1]:
             first_values.setdefault(name, (step, pair))
-    likely = classify([pair for (_, name), pair in pairs.items() if name == "train/loss"])
-    is_fast = "fast" in (ours.get("trainer.reduction"), theirs.get("trainer.reduction"))
+    early = [pairs[key] for key in BEFORE_UPDATE if key in pairs]
+    # Losses per token of different tokenizers cannot be compared.
+    metric = "val/bits_per_byte" if "tokenizer.sha256" in metadata else "val/loss"
     return Comparison(
         metadata,
-        len(pairs),
-        len(one.keys() ^ other.keys()),
+        [step for step, _ in pairs],
+        {run: [step for step, _ in keys] for run, keys in zip(runs, unmatched, strict=True) if keys},
+        metric,
+        [find_lowest(values, metric) for values in (one, other)],
         first_values,
-        explain(metadata, bool(snapshots), is_fast, likely),
+        explain(metadata, (ours, theirs), early),
         snapshots[0].manifest["step"] if snapshots else None,
         len({name for snapshot in snapshots for name in snapshot.file_of}),
         tensors,
@@ -230,7 +236,15 @@ def render(found: Comparison) -> Iterator[str]:
     for key, (one, other) in found.metadata.items():
         yield f"{'*' if affects_result(key) else ' '} {key}: {one} -> {other}"
     yield from render_differences(found)
-    same = f"the same bits: {found.value_count} values, {found.tensor_count} tensors"
+    for run, steps in found.unmatched.items():
+        yield f"only {run} has {plural(len(steps), 'value')} of steps {steps[0]} to {steps[-1]}"
+    if found.snapshot_step is None:
+        yield "no tensors are compared: the runs have no snapshot of the same step"
+    one, other = found.lowest
+    if one and other:
+        yield f"lowest {found.metric}: {one[0]:.4f} at step {one[1]} -> {other[0]:.4f} at step {other[1]}"
+    values = f"{plural(len(found.steps), 'value')} of {plural(len(set(found.steps)), 'step')}"
+    same = f"the same bits: {values}, {plural(found.tensor_count, 'tensor')}"
     yield same if found.is_same else found.cause
 
 

@@ -157,7 +157,7 @@ def find_problems(
     missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]
     if missed:
         problems.append(f"kills {missed} hit no living worker")
-    if found.unmatched_count:
+    if found.unmatched:
         problems.append("one run lacks records that the other has")
     tokens = make_corpus(read_bytes(config.data), config.data).train
     if last["audit"] != recompute(config, tokens, STEPS):

@@ -176,11 +176,13 @@ class Replay:
         if run_logger:
             run_logger.history.note_suspects(self.state.step, trusted, workers)
         durable_step = self.saving.discard_after(trusted)
+        accused = {nodes[rank][0]: (nodes[rank][1], sentence) for rank in ranks}
+        job_goes_on = len(accused) < len({node for node, *_ in nodes})
         if run_logger:
             run_logger.history.note_durable(durable_step)
-            run_logger.failed(self.state.step, sentence)
+            goes_on = job_goes_on and context.launch.node_rank not in accused
+            run_logger.failed(self.state.step, sentence, goes_on)
         context.all_gather_object(None)  # wait until all ranks have set their snapshots aside
-        accused = {nodes[rank][0]: (nodes[rank][1], sentence) for rank in ranks}
-        if len(accused) < len({node for node, *_ in nodes}):
+        if job_goes_on:
             refuse_nodes(context, accused)
         raise NonRetryableError(sentence)

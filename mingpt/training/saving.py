@@ -51,7 +51,7 @@ class Saving:
         self.tokenizer_fields, self.tokenizer_tensors = manifest_tokenizer(
             start.corpus.tokenizer, start.corpus.vocab_size
         )
-        self.store = start.store
+        self.store, self.folder = start.store, start.folder
         self.main_rank = start.folder.snapshots_rank  # the rank whose snapshots count as durable
         self.is_main = context.rank == self.main_rank
         self.is_sharded = state.strategy.updates_are_sharded
@@ -219,6 +219,12 @@ class Saving:
             "discarded_after": self.discarded_after,
         }
 
+    def facts(self) -> dict[str, Any]:
+        """Return, for run.json, what the manifest says of data, tokenizer and software."""
+        manifest = self.manifest()
+        kept = {name: manifest[name] for name in ("tokenizer", "software")}
+        return kept | {"data": {"sha256": manifest["data"]["sha256"]}}
+
     def wait(self) -> None:
         """Wait until the writes to disk of all ranks have ended or failed, however long. Collective."""
         done = False
@@ -279,10 +285,11 @@ class Saving:
     def discard_after(self, step: int) -> int:
         """Rename the snapshots on disk that are newer than `step`, and remove all in memory. Collective.
 
-        Returns the step of the newest snapshot that is left on the main rank's disk; 0 if there is none.
+        One rank per folder renames, even if all ranks write there. Returns the step of the newest snapshot
+        that is left on the main rank's disk; 0 if there is none.
         """
         self.wait()
-        if self.writes_to_disk:
+        if self.folder.keeps_snapshots:
             for newer in self.store.steps():
                 if newer > step:
                     self.store.quarantine(newer, SUSPECT, "suspect")

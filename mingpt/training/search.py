@@ -137,12 +137,13 @@ def prepare_store(
 ) -> None:
     """Rename corrupt snapshots on disk, prepare their folder, and remove useless ones in memory. Collective.
 
-    Useless are those that other runs left behind and, in a job's first generation, those past the snapshot
-    that it starts from. Where a folder cannot be written to, raises the errors of `refuse_where_it_fails`.
+    Only the rank that keeps a folder of snapshots renames and prepares there. Useless are those that other
+    runs left behind and, in a job's first generation, those past the snapshot that it starts from. Where a
+    folder cannot be written to, raises the errors of `refuse_where_it_fails`.
     """
 
     def prepare() -> None:
-        for step, reason in latest.corrupt.items():
+        for step, reason in latest.corrupt.items() if folder.keeps_snapshots else ():
             try:
                 store.quarantine(step, reason, "suspect" if reason == SUSPECT else "damaged")
             except DriverError as error:

@@ -15,11 +15,22 @@ from support.snapshots import TENSORS, make_manifest, make_store, write
 from torch import Tensor
 
 from mingpt.base.errors import UserError
-from mingpt.tools.compare import classify, main
+from mingpt.config import to_yaml
+from mingpt.config.cli import build
+from mingpt.report.history import GenerationStart, RunHistory
+from mingpt.tools.compare import main
 
 WEIGHT = TENSORS["model.wte"]
 LOSSES = [3.0, 2.5, 2.6, 2.0, 2.2, 1.5, 1.8, 1.4]
 SETTINGS = {"trainer__max_steps": 12, "trainer__eval_every": 6, "snapshot__every": 6}
+PROGRAM = (
+    "nothing on record explains it: the program was changed, or a machine computed wrongly, which "
+    "trainer.replay_every checks"
+)
+UNKNOWN = (
+    "cannot tell why: settings, data and software of both runs are not on record here; give the run folders, "
+    "with config.yaml and run.json"
+)
 RUNS: dict[str, dict[str, Any]] = {
     "one": {"trainer__workers": 1},
     "two": {"trainer__workers": 2},
@@ -52,19 +63,32 @@ def make_run(
     folder: Path, tensors: Mapping[str, Tensor] = TENSORS, losses: Sequence[float] = LOSSES, step: int = 8
 ) -> str:
     """Make a run folder with a snapshot and a record of each loss."""
-    folder.mkdir()
-    records = [json.dumps({"step": number, "train/loss": loss}) for number, loss in enumerate(losses, 1)]
-    (folder / "metrics.jsonl").write_text("\n".join([*records, '{"step": 9, "tra']))
+    write_records(folder, [{"train/loss": loss} for loss in losses])
     write(make_store(folder), make_manifest(step), tensors)
     return str(folder)
+
+
+def write_records(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
+    """Make a run folder with a metrics.jsonl alone, of these records from step 1 on."""
+    folder.mkdir()
+    lines = [json.dumps({"step": step} | record) for step, record in enumerate(records, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9, "tra']))
+
+
+def write_facts(folder: Path, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Write the config.yaml of default settings but for `settings`, and a run.json with `facts`."""
+    (folder / "config.yaml").write_text(to_yaml(build(dict(settings))))
+    history = RunHistory(folder, "id", {})
+    known = {"data": {"sha256": "a"}, "tokenizer": {"sha256": "b"}, "software": {"threads": 1}}
+    history.start_generation(GenerationStart("id", 0, 1, False, facts=known | facts))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "sentences"),
     [
-        ("two", [r"  workers: 1 -> 2", r"the same bits: \d+ values, \d+ tensors"]),
-        ("seed", [r"\* seed: 1337 -> 2", "another order of samples: seed, audit"]),
+        ("two", [r"  workers: 1 -> 2", r"the same bits: \d+ values of 7 steps, \d+ tensors"]),
+        ("seed", [r"\* seed: 1337 -> 2", "another computation: seed"]),
         ("batch", [r"\* trainer.batch_size: 8 -> 32", "another computation: trainer.batch_size"]),
         ("window", [r"train/loss first differs at step 1: .*", "another computation: data.block_size"]),
         ("micro", [r"\* trainer.micro_batch_size: 1 -> 2", "rounding: trainer.micro_batch_size, audit"]),
@@ -85,7 +109,7 @@ def test_the_cause_of_a_difference_is_named(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({}, "the same bits: 8 values, 3 tensors"),
+        ({}, "the same bits: 8 values of 8 steps, 3 tensors"),
         (
             {
                 "model.wte": (WEIGHT.view(torch.int32) ^ (torch.arange(12).view(3, 4) == 5)).view(
@@ -93,9 +117,7 @@ def test_the_cause_of_a_difference_is_named(
                 )
             },
             "step 8: 1 of 3 tensors differ, the first one is model.wte from its byte 20 on; by 4.77e-07 at "
-            "most, in model.wte at [1, 1]\ntoo few losses differ to say what they look like; the metadata "
-            "cannot explain it: the program was changed, or a machine computed wrongly, which "
-            "trainer.replay_every checks",
+            f"most, in model.wte at [1, 1]\n{PROGRAM}\n",
         ),
         (
             {"optimizer.wte.step": torch.tensor(2.0)},
@@ -112,24 +134,63 @@ def test_tensors_are_compared_byte_by_byte(
     assert sentence in capsys.readouterr().out
 
 
+DROPOUT = {"model.dropout": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("gaps", "kind"),
+    ("settings", "facts", "grad_norm", "cause"),
     [
-        ([0.0] * 6 + [1e-7] * 2, None),
-        ([1e-7, -1e-6, 1e-5, 1e-5, 1e-4, 1e-4, 0.5, 0.5], "rounding"),
-        ([0.3, -0.4, 0.2, -0.1, 0.3, -0.3, 0.1, -0.1], "another order of samples"),
-        ([0.3, 0.4, 0.2, 0.3, 0.3, 0.3, 0.4, 0.2], "another computation"),
+        (({}, {}), {}, 1.001, PROGRAM),
+        (({}, {"trainer.micro_batch_size": 4}), {}, 1 + 1e-6, "rounding: trainer.micro_batch_size"),
+        (
+            (DROPOUT, DROPOUT | {"trainer.micro_batch_size": 4}),
+            {},
+            1.001,
+            "another computation: trainer.micro_",
+        ),
+        (({}, {"trainer.compile": "true"}), {}, 1.001, "rounding: trainer.compile"),
+        ((DROPOUT, DROPOUT | {"trainer.compile": "true"}), {}, 1.001, "another computation: trainer.compile"),
+        (({}, {}), {"software": {"threads": 2}}, 1.001, "rounding: software.threads"),
+        (({}, {}), {"software": {"threads": 2}}, 1.2, PROGRAM),
+        (({}, {"trainer.max_steps": 60}), {}, 1.0, "another computation: trainer.max_steps"),
+        (({}, {"trainer.max_steps": 60}), {}, 1.2, PROGRAM),
+        (({}, {"trainer.max_steps": 60}), {"data": {"sha256": "c"}}, 1.2, "another computation: data"),
+        (({}, {"optimizer.beta2": 0.9}), {"tokenizer": {"sha256": "c"}}, 1.2, "computation: tokenizer.sha"),
+        (({}, {"seed": 2, "trainer.threads": 2}), {}, 1.001, "another computation: seed"),
+        (({}, {}), {"data": None}, 1.001, UNKNOWN),  # a run.json of an earlier version
     ],
 )
-def test_curves_tell_what_metadata_do_not(
-    gaps: list[float], kind: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_cause_follows_from_what_is_on_record_without_a_snapshot(
+    settings: tuple[dict[str, Any], dict[str, Any]],
+    facts: dict[str, Any],
+    grad_norm: float,
+    cause: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    losses = [loss + gap for loss, gap in zip(LOSSES, gaps, strict=True)]
-    assert classify(list(zip(LOSSES, losses, strict=True))) == kind
-    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", losses=losses)]
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for run, given, known, norm in zip(runs, settings, ({}, facts), (1.0, grad_norm), strict=True):
+        write_records(run, [{"train/loss": 3.9, "grad_norm": norm}, {"train/loss": float(run == runs[0])}])
+        write_facts(run, given, known)
+    assert main([str(run) for run in runs]) == 1
+    assert cause in capsys.readouterr().out.splitlines()[-1]
     assert main([f"{run}/metrics.jsonl" for run in runs]) == 1
-    said = f"differ like {kind}" if kind else "too few losses differ to say what they look like"
-    assert capsys.readouterr().out.endswith(f"{said}\n")
+    assert capsys.readouterr().out.endswith(f"{UNKNOWN}\n")
+
+
+def test_what_one_run_alone_has_is_said_and_which_run_is_better(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, losses, step in (("a", [3.0, 2.5, 2.75, 2.875], 4), ("b", [3.0], 1)):
+        write_records(tmp_path / name, [{"val/loss": loss} for loss in losses])
+        write(make_store(tmp_path / name), make_manifest(step))
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"only {tmp_path}/a has 3 values of steps 2 to 4",
+        "no tensors are compared: the runs have no snapshot of the same step",
+        "lowest val/loss: 2.5000 at step 2 -> 3.0000 at step 1",
+        "the same bits: 1 value of 1 step, 0 tensors",
+    ]
 
 
 def test_a_run_that_cannot_be_compared_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -156,5 +217,5 @@ def test_a_damaged_snapshot_is_used_if_it_can_be_opened_and_otherwise_skipped(
     assert "the first one is model.half from its byte 9 on" in capsys.readouterr().out
     path.write_bytes(content[:9])
     assert main([one, other]) == 0
-    assert capsys.readouterr().out == "the same bits: 8 values, 0 tensors\n"
+    assert capsys.readouterr().out.endswith("\nthe same bits: 8 values of 8 steps, 0 tensors\n")
     assert caplog.text.count("the snapshot of step 8 of ") == 2

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from conftest import SMALL, Finish, Start, changed_program, command, error_of, f
 from support.jobs import read_history
 from support.ranks import run_ranks
 
+from mingpt.base.errors import NodeRefused, NonRetryableError, PeersMissing
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
 from mingpt.snapshot.manifest import is_suspect
@@ -99,6 +101,20 @@ def test_a_copy_that_has_drifted_is_told_from_a_gradient(workers: int, named: li
 def test_workers_with_processors_of_several_kinds_are_not_compared(kinds: str, is_due: bool) -> None:
     found = run_ranks(3, lambda context: Computer(context, {}, {}, kinds[context.rank]).is_due())
     assert found == [is_due] * 3
+
+
+@pytest.mark.parametrize(("wrong", "goes_on"), [([1], [True, False, True]), ([0, 1, 2], [False] * 3)])
+def test_a_run_has_failed_on_the_nodes_that_do_not_go_on(wrong: list[int], goes_on: list[bool]) -> None:
+    def convict(context: DistributedContext) -> Any:
+        computer, logger = Computer(context, {}, {}), Mock()
+        environment = SimpleNamespace(device="cpu")
+        saving: Any = SimpleNamespace(replayed_step=0, environment=environment, discard_after=lambda step: 0)
+        computer.saving = saving
+        with pytest.raises((NodeRefused, PeersMissing, NonRetryableError)):
+            computer.convict(wrong, "lies", logger)
+        return logger.failed.call_args.args[2]
+
+    assert run_ranks(3, convict) == goes_on
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import errno
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,18 @@ def test_a_failure_in_between_is_forgotten_when_the_last_one_is_written(
     saving.save_to_disk(logger)
     saving.finish(logger)
     assert saving.store.steps() == [20]
+
+
+@pytest.mark.parametrize(("is_keeper", "left"), [(True, [10]), (False, [10, 20])])
+def test_one_rank_per_folder_sets_suspects_aside_even_if_all_ranks_write_there(
+    is_keeper: bool, left: list[int], saving: Saving, logger: Any
+) -> None:
+    for step in (10, 20):
+        saving.state.step = step
+        saving.save_to_disk(logger)
+    saving.folder = replace(saving.folder, keeps_snapshots=is_keeper)
+    saving.discard_after(10)
+    assert sorted(saving.store.steps()) == left
 
 
 def test_waiting_long_for_the_write_before_is_said_once(

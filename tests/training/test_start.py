@@ -9,19 +9,23 @@ from typing import Any
 import pytest
 import torch
 from conftest import SMALL
+from support.ranks import run_ranks
 from support.single_process import SingleProcess
-from support.snapshots import make_manifest, write
+from support.snapshots import make_manifest, make_store, write
 
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config import Config, SnapshotConfig, TrainerConfig, to_dict
 from mingpt.config.cli import build
 from mingpt.data import TextData
+from mingpt.distributed import DistributedContext
 from mingpt.snapshot import MemorySnapshots, SnapshotStore
+from mingpt.training.run_folder import RunFolder
 from mingpt.training.search import (
     LatestSnapshot,
     StoreView,
     check_nothing_is_lost,
     find_latest,
+    prepare_store,
     report_skipped,
 )
 from mingpt.training.start import check_snapshot, make_check, report_warmup
@@ -120,6 +124,22 @@ def test_a_step_that_any_worker_cannot_read_is_not_set_aside(
 
     monkeypatch.setattr(context, "all_gather_object", gather_two)
     assert sorted(find_latest(store, memory, context, is_restart=False).corrupt) == [10]
+
+
+def test_of_the_nodes_that_share_a_folder_one_sets_a_corrupt_snapshot_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(tmp_path)
+    write(store, make_manifest(5))
+
+    def prepare(context: DistributedContext) -> None:
+        memory = MemorySnapshots(str(tmp_path), "id", tmp_path, context.rank)
+        folder = RunFolder(tmp_path, True, keeps_snapshots=context.rank == 0, is_shared=True)
+        prepare_store(store, memory, context, latest(CORRUPT), False, folder)
+
+    assert run_ranks(2, prepare) == [None, None]
+    (line,) = caplog.messages
+    assert (tmp_path / "snapshots" / "damaged-1-step_00000005.json").exists() and "damaged-1-" in line
 
 
 def test_a_folder_that_cannot_be_listed_is_what_a_worker_sees(
