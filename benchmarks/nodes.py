@@ -4,6 +4,7 @@
     python benchmarks/nodes.py --kills 1 --disks own --victims 1      # and an undisturbed run: two minutes
     python benchmarks/nodes.py --cuts 2       # each node: data network, storage, both; frozen and thawed
     python benchmarks/nodes.py --grow         # 1 -> 3 -> 2 nodes while running
+    python benchmarks/nodes.py --joins $(seq 0 11)      # a node lost around a join, 24 trials: half an hour
     python benchmarks/nodes.py --stock        # each node killed once under torchrun's own flags
 
 Needs root. Three nodes with one worker each, in namespaces of this machine (tests/support/nodes.py). With a
@@ -18,8 +19,11 @@ other nodes has completed a step; after another fault, the longest time without 
 healed. `rejoined_s` is the time from the healing or replacement to a step of all three nodes. `lost` is the
 number of steps between the point where the others went on and the last step on record at the fault; `told`
 is the number that run.json counts. `one_history`: metrics.jsonl has each step once, in order, with the losses
-of the undisturbed run. Under `--stock` a trial has 90 s to go on. `load` is the machine's load average, which
-stretches all of these times.
+of the undisturbed run. Under `--joins`, with a sharded state and disks of their own, a node is lost and comes
+back with an empty disk; then a node is killed so many seconds (`delay_s`) after the `moment`: the start of
+the empty node's agent, the end of the round, the next round, or the start of its generation on record. `lost`
+counts from the last step on record then. Under `--stock` a trial has 90 s to go on. `load` is the machine's
+load average, which stretches all of these times.
 
 Exit code 1 unless every trial but those of `--stock` is ok: it ends with exit code 0 on all nodes that are
 up, with one history and the hash of the undisturbed run; healed and replaced nodes have rejoined; a kill
@@ -28,14 +32,15 @@ the others up for at most trainer.timeout_s + 15 s. The median `on_s` of kills m
 """
 
 import argparse
+import itertools
 import os
 import random
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from common import SMALL, Tally, argument_parser, row, work_folder
@@ -52,9 +57,26 @@ SETTINGS = SMALL | {
     "model.n_embd": 64, "trainer.batch_size": 24, "trainer.eval_every": 10_000,
     "trainer.timeout_s": TIMEOUT_S, "snapshot.every": 20, "snapshot.memory_every": MEMORY_EVERY,
 }  # fmt: skip
+# Steps of a tenth of a second at least, so that 120 of them suffice however fast the machine is.
+JOIN_STEPS, JOIN_SETTINGS = 120, {"trainer.timeout_s": 60, "trainer.batch_size": 6}
+SLOW_PROGRAM = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from mingpt.base import events
+events.subscribe("step_end", lambda step: time.sleep(0.1))
+train.main()
+"""
 KILL_STEPS, LONG_STEPS = 400, 600  # enough for the job to be training when a healed node is back
 CUTS = ("network", "storage", "both", "frozen")
 ON_OWN_DISKS = ("network", "frozen")  # the other faults need storage over a network
+SHARDED = ({"trainer.parallel": "fsdp"}, {"trainer.shard_optimizer": True})
+MOMENTS = [
+    *(("agent", delay_s) for delay_s in (0.0, 1.0, 2.0)),
+    *(("end", delay_s) for delay_s in (0.0, 0.1, 0.3)),
+    *(("round", delay_s) for delay_s in (0.0, 1.0, 2.0)),
+    *(("generation", delay_s) for delay_s in (0.0, 1.0, 3.0)),
+]
 Found = dict[str, Any]
 
 
@@ -70,6 +92,9 @@ class Trial:
     is_replaced: bool = False
     steps: int = LONG_STEPS
     limit_s: float = 180.0  # for each wait
+    joiner: int = 0  # the node that comes back with an empty disk, before the fault
+    moment: tuple[str, float] = ("", 0.0)  # of a fault around its join; see MOMENTS
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_storage(self) -> bool:
@@ -147,6 +172,60 @@ def grow_and_shrink(trial: Trial, job: NodesJob) -> Found:
     return found
 
 
+def lose_around_a_join(trial: Trial, job: NodesJob, rng: random.Random) -> Found:
+    """Lose a node, let it come back empty, and kill the victim at the trial's moment of that join."""
+    joiner, victim = job.nodes[trial.joiner], job.nodes[trial.victim]
+    stayed = [node for node in job.nodes if node is not joiner]
+    others = [node for node in job.nodes if node is not victim]
+    found: Found = {"on_s": None}
+    is_training = job.reach(rng.randrange(10, 20))
+    since = time.time()
+    joiner.kill()
+    is_training = is_training and job.wait_until(lambda: job.goes_on(stayed, since, len(stayed)))
+    is_training = is_training and job.reach(job.last_step() + rng.randrange(1, 6))
+    if not is_training:
+        return found
+    joined, (moment, delay_s) = time.time(), trial.moment
+    ends, rounds = said(job, stayed, "the round ends"), said(job, stayed, ": round ")
+    has_come = {
+        "agent": lambda: True,
+        "end": lambda: said(job, stayed, "the round ends") > ends,
+        "round": lambda: said(job, stayed, ": round ") > rounds,
+        "generation": lambda: has_begun(job, stayed, joined),
+    }
+    joiner.boot(wipe=True)
+    job.start(joiner)
+    is_time = job.wait_until(has_come[moment])
+    if not is_time:
+        return found
+    time.sleep(delay_s)
+    since, found["at_step"], found["load"] = time.time(), job.last_step(), round(os.getloadavg()[0], 1)
+    victim.kill()
+
+    def goes_on() -> bool:
+        now = job.progress(others)
+        has_moved = now is not None and now.workers == len(others) and now.step > now.from_step
+        has_joined = victim is not joiner or has_begun(job, others, joined)
+        return now is not None and has_moved and (now.began if has_joined else now.seen) > since
+
+    found["on_s"] = job.seconds_until(goes_on, since)
+    now = job.progress(others)
+    if now is not None:
+        found |= {"from_step": now.from_step, "lost": max(0, found["at_step"] - now.from_step)}
+    return found
+
+
+def said(job: NodesJob, nodes: Sequence[Node], text: str) -> int:
+    """How often these nodes' agents have written a text."""
+    return sum(job.running[node].err().count(text) for node in nodes)
+
+
+def has_begun(job: NodesJob, nodes: Sequence[Node], since: float) -> bool:
+    """Whether these nodes have the record of a generation of all nodes that began after `since`."""
+    generations = read_history(job.newest_run_dir(nodes))["generations"]
+    return bool(generations) and generations[-1]["began"] > since and generations[-1]["workers"] == NODES
+
+
 def outcome(trial: Trial, job: NodesJob) -> Found:
     """Wait for the end of the job; returns its results."""
     codes = job.exit_codes()
@@ -156,18 +235,28 @@ def outcome(trial: Trial, job: NodesJob) -> Found:
     generations = [[entry[key] for key in keys] for entry in history["generations"]]
     found: Found = {"codes": codes, "status": history["status"], "told": history.get("steps_lost")}
     found |= {"generations": generations, "hashes": sorted(job.hashes(trial.steps))}
+    lines = {line[:300] for node in job.running.values() for line in node.err().splitlines()}
+    found["errors"] = sorted(line for line in lines if line.startswith("error:"))
     return found | {"losses": recorded_losses(last)}
 
 
 def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
     """Run a job from its start to its end, and compare it with the undisturbed run if there is one yet."""
-    settings, began = SETTINGS | {"trainer.max_steps": trial.steps}, time.monotonic()
+    settings, began = SETTINGS | trial.settings | {"trainer.max_steps": trial.steps}, time.monotonic()
     with work_folder() as folder, Cluster(NODES, folder, shared=trial.has_storage) as cluster:
-        job = NodesJob(cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s)
+        program = ROOT / "train.py"
+        if trial.fault == "join":
+            program = folder / "slow_train.py"
+            program.write_text(SLOW_PROGRAM)
+        job = NodesJob(
+            cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s, str(program)
+        )
         job.start(*cluster.nodes[: 1 if trial.fault == "grow" else NODES])
         found: Found = {}
         if trial.fault == "grow":
             found = grow_and_shrink(trial, job)
+        elif trial.fault == "join":
+            found = lose_around_a_join(trial, job, rng)
         elif trial.fault != "none":
             found = disturb(trial, job, rng)
         found |= outcome(trial, job) | {"seconds": round(time.monotonic() - began, 1)}
@@ -187,6 +276,8 @@ def is_ok(trial: Trial, found: Found) -> bool:
         return found["grown_s"] is not None and found["shrunk_s"] is not None
     if found["on_s"] is None or found.get("rejoined_s", 0) is None:
         return False
+    if trial.fault == "join":
+        return bool(found["lost"] <= 2 * MEMORY_EVERY)  # the last save may not have been complete
     if trial.fault == "kill":
         # A step that was complete but not yet on record makes a difference of one.
         return bool(found["lost"] <= MEMORY_EVERY and abs(found["told"] - found["lost"]) <= 1)
@@ -216,11 +307,29 @@ def plan(arguments: argparse.Namespace) -> Iterator[Trial]:
                 yield Trial("kill", victim, disk, "stock", steps=KILL_STEPS, limit_s=90)
 
 
+def plan_joins(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Trial]:
+    """The trials of --joins, in which the last node joins, and of --random_joins, in which any one does."""
+    chosen = [
+        ((number + number // 3) % NODES, NODES - 1, MOMENTS[number], settings)
+        for number in arguments.joins
+        for settings in SHARDED
+    ]
+    for _ in range(arguments.random_joins):
+        moment = rng.choice(MOMENTS)[0], round(rng.uniform(0, 3), 2)
+        chosen.append((rng.randrange(NODES), rng.randrange(NODES), moment, rng.choice(SHARDED)))
+    for victim, joiner, moment, settings in chosen:
+        given = dict(settings) | JOIN_SETTINGS
+        yield Trial("join", victim, "own", "hosts", 1, False, JOIN_STEPS, 600, joiner, moment, given)
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--cuts", type=int, default=0, metavar="N")
     parser.add_argument("--grow", action="store_true")
+    numbers = range(len(MOMENTS))
+    parser.add_argument("--joins", nargs="*", type=int, choices=numbers, default=[], help="moments' numbers")
+    parser.add_argument("--random_joins", type=int, default=0, metavar="N")
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--disks", nargs="+", choices=("shared", "own"), default=["shared", "own"])
     parser.add_argument("--faults", nargs="+", choices=CUTS, default=CUTS, help="of --cuts")
@@ -237,14 +346,18 @@ def main() -> int:
         return 2
     rng, undisturbed = random.Random(arguments.seed), dict[int, Found]()
     took, tally = list[float](), Tally()
-    for trial in plan(arguments):
+    for trial in itertools.chain(plan(arguments), plan_joins(arguments, random.Random(arguments.seed))):
         if trial.steps not in undisturbed:
             launch = arguments.launch or "folder"
-            calm = replace(trial, fault="none", disk="shared", launch=launch, limit_s=600)
+            settings = JOIN_SETTINGS if trial.fault == "join" else {}
+            calm = Trial("none", 0, "shared", launch, steps=trial.steps, limit_s=600, settings=settings)
             undisturbed[trial.steps] = carry_out(calm, rng, {})
             row(fault="none", steps=trial.steps, **without_losses(undisturbed[trial.steps]))
         found = carry_out(trial, rng, undisturbed[trial.steps])
         kind = {"fault": trial.fault, "victim": trial.victim, "disk": trial.disk, "launch": trial.launch}
+        if trial.fault == "join":
+            moment, delay_s = trial.moment
+            kind |= {"joiner": trial.joiner, "moment": moment, "delay_s": delay_s, **trial.settings}
         row(**kind, nodes=f"{trial.minimum}:{NODES}", replaced=trial.is_replaced, **without_losses(found))
         if trial.launch != "stock":
             tally.add(found["ok"])

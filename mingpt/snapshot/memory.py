@@ -5,7 +5,8 @@ is named after the random id in run.json and the run folder's path. If each rank
 first worker of each node writes it. A sharded state is written in parts, one per rank, and each part is
 copied to the next node, so that a lost node costs a few steps, too. Training waits while the state is copied
 once; checksums and the copies on the next node follow in the background. An orderly end removes the
-snapshots. If the folder is absent or too small, one line says so, and snapshots are saved on disk alone.
+snapshots, at the latest when the agent ends. If the folder is absent or too small, one line says so, and
+snapshots are saved on disk alone.
 """
 
 import glob
@@ -33,6 +34,7 @@ from mingpt.snapshot.saver import LateFields, Sharding
 from mingpt.snapshot.slots import Process, Slots, read_owner, remove_folder, this_process
 from mingpt.snapshot.store import Snapshot, SnapshotStore
 
+LEFT_TO_AGENT = "left-to-agent"  # a file in a folder of snapshots, until the next generation opens that
 LEFTOVER_S = 24 * 3600.0
 log = logging.getLogger(__name__)
 
@@ -124,10 +126,13 @@ def is_leftover(root: Path) -> bool:
     return not is_in_use and newest_change < time.time() - LEFTOVER_S
 
 
-def remove_after_end(path: Path) -> None:
-    """Remove the folder in `path` of each run whose agent on a node is this process. Raises nothing."""
+def remove_after_end(path: Path, which: str = "") -> None:
+    """Remove the folder in `path` of each run whose agent on a node is this process. Raises nothing.
+
+    With LEFT_TO_AGENT, only if `leave_to_agent` was called, and no generation has begun since.
+    """
     for folder in path.glob("mingpt-*/node-*"):
-        if read_owner(folder) == this_process():
+        if read_owner(folder) == this_process() and (folder / which).exists():
             shutil.rmtree(folder.parent, ignore_errors=True)
 
 
@@ -364,6 +369,11 @@ class MemorySaver:
         for slots in self.kept.values():
             slots.remove()
         self.kept = {}
+
+    def leave_to_agent(self) -> None:
+        """Have the agent remove the run's snapshots when it ends, unless a generation has begun before."""
+        if self.own.buffers:
+            (self.own.folder / LEFT_TO_AGENT).touch()
 
     def remove(self) -> None:
         """Wait for the save to end, and remove the run's snapshots. All ranks that save to memory call it."""

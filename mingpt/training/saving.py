@@ -17,6 +17,7 @@ from mingpt.config import Config, to_dict
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.background_group import save_needs_peers
 from mingpt.distributed.device import Environment
+from mingpt.distributed.exit import JOB_ENDS
 from mingpt.report import RunLogger
 from mingpt.snapshot import MemorySaver, Sharding, SnapshotSaver, TensorSpec, specs_of
 from mingpt.training.audit import Audit
@@ -60,6 +61,10 @@ class Saving:
         # All ranks take part in writing a sharded state.
         self.writes_to_disk = start.folder.keeps_snapshots or self.is_sharded
         local_every = config.snapshot.local_every
+        # If nodes share no disk, a sharded state is on one node's disk alone. If that node is lost, the job
+        # goes on from memory: all parts must be there, each on two nodes, also between two generations.
+        self.is_on_one_disk = self.is_sharded and not start.folder.snapshots_are_shared
+        self.first_step = start.step + 1
         self.local_every = config.snapshot.every if local_every is None else local_every
         sharding = self.describe_sharding(start)
         keep_last, keep_best = config.snapshot.keep_last, config.snapshot.keep_best
@@ -116,14 +121,12 @@ class Saving:
     def note_written(self, step: int, run_logger: RunLogger | None) -> None:
         """Note that the snapshot of `step` is durable, as all ranks know; ignore a step that is not newer.
 
-        Otherwise records the step in run.json, and removes outdated folders of snapshots in memory.
+        Otherwise records the step in run.json.
         """
         if step > self.durable_step:
             self.durable_step = step
             if run_logger:
                 run_logger.history.note_durable(step)
-            if self.context.launch.local_rank == 0:
-                self.memory.remove_outdated(step)
 
     def is_new_best(self, loss: float) -> bool:
         """Return whether a loss is the lowest so far, and remember it then; False without `keep_best`."""
@@ -150,9 +153,11 @@ class Saving:
 
         First waits for the save before this one, if that is not known to be durable or with `is_last`.
         `is_last` tells that this generation saves no later step, so each rank that writes to disk saves this
-        one. Raises ClaimLost on a rank whose last write lost its claim (the right to write there). Another
-        failed write is only logged; `finish` raises an error for the last one.
+        one. The snapshot becomes valid only after a save to memory that was begun before. Raises ClaimLost on
+        a rank whose last write lost its claim (the right to write there). Another failed write is only
+        logged; `finish` raises an error for the last one.
         """
+        memory_thread = self.memory.thread
         events.emit("save_start", kind="disk", step=self.state.step)
         if isinstance(self.saver.error, ClaimLost):
             raise self.saver.error
@@ -169,12 +174,21 @@ class Saving:
                 # A step that has a snapshot is never computed again, so its records must be durable.
                 if run_logger:
                     run_logger.flush()
+                if memory_thread:
+                    memory_thread.join()
                 return late_fields(chain)
 
             self.own_step = self.state.step
             self.saver.replayed_step = self.replayed_step
             self.saver.save(manifest, tensors, fields)
         events.emit("save_end", kind="disk", step=self.state.step)
+
+    def is_due_in_memory(self, is_on_disk: bool) -> bool:
+        """Whether to save the present step to memory; `is_on_disk` tells that it is saved to disk, too."""
+        every, step = self.config.snapshot.memory_every, self.state.step
+        if self.is_on_one_disk and (is_on_disk or step == self.first_step):
+            return every > 0  # at the first step, since a node that was lost before had some of the copies
+        return every > 0 and step % every == 0 and not is_on_disk
 
     def save_to_memory(self) -> None:
         """Copy the state to memory that outlives this process. Collective.
@@ -296,6 +310,16 @@ class Saving:
         self.remove_memory_snapshots()
         left = max([0, *self.store.steps()]) if self.is_main else 0
         return int(self.context.broadcast_object(left, self.main_rank))
+
+    def release_memory(self, stopped_by: str | None) -> None:
+        """Remove this run's snapshots from memory, since the last one is on disk. All ranks call it.
+
+        If the disk is one node's alone and a generation may follow, leave that to it, or to the agent.
+        """
+        if self.is_on_one_disk and stopped_by not in (None, *JOB_ENDS):
+            self.memory.leave_to_agent()
+        else:
+            self.remove_memory_snapshots()
 
     def remove_memory_snapshots(self) -> None:
         """Remove this run's snapshots from memory, each rank its own. All ranks call it; not collective."""

@@ -191,10 +191,12 @@ class Trainer:
         self.evaluation_missing, self.has_new_best = is_due(config.trainer, step), False
         if self.evaluation_missing and not stop:
             stop = self.timer.exclude(self.evaluate, "evaluation_s")
-        if is_last or stop or self.has_new_best or step % config.snapshot.every == 0:
-            self.save_to_disk(is_last=is_last or bool(stop))
-        elif config.snapshot.memory_every and step % config.snapshot.memory_every == 0:
+        is_end = is_last or bool(stop)
+        is_on_disk = is_end or self.has_new_best or step % config.snapshot.every == 0
+        if self.saving.is_due_in_memory(is_on_disk):
             self.timer.exclude(self.saving.save_to_memory, "snapshot_wait_s")
+        if is_on_disk:
+            self.save_to_disk(is_end)
         return stop
 
     def save_to_disk(self, is_last: bool = False) -> None:
@@ -257,7 +259,7 @@ class Trainer:
                 self.run_logger.ended(self.state.step, stopped_by, self.saving.store.url, self.timer.phases)
 
         self.context.run_with_heartbeat(report)
-        self.saving.remove_memory_snapshots()
+        self.saving.release_memory(stopped_by)
 
     def handle_nonfinite(self, grad_norm: float) -> None:
         """Count the update as skipped, or end the run, if the gradient or a loss is not finite. Collective.

@@ -1,6 +1,7 @@
 """Two agents on one machine that stand for nodes with a disk and a memory each."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,14 @@ def quiet(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("parallel", "how"), [("ddp", "killed"), ("fsdp", "killed"), ("fsdp", "told to go")])
 def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
-    parallel: str, start: Start, text: Path, quiet: Path, tmp_path: Path
+    parallel: str, how: str, start: Start, text: Path, quiet: Path, tmp_path: Path
 ) -> None:
-    """The node's disk is gone too, and under fsdp its half of the state: the other node has a copy."""
+    """The node's disk is gone too, and under fsdp its half of the state: the other node has a copy.
+
+    That holds as well after an orderly stop, since the only snapshot on disk is that node's.
+    """
     nodes = [Node(start, text, tmp_path, name) for name in "ab"]
     settings = SLOW | {"snapshot__memory_every": 5, "snapshot__local_every": 0, "trainer__parallel": parallel}
     settings["snapshot__every"] = 20 if parallel == "ddp" else 1000
@@ -64,7 +68,10 @@ def test_the_loss_of_the_first_node_costs_no_bit_and_no_record(
     assert read_history(nodes[0].run_dir)["id"] == read_history(nodes[1].run_dir)["id"]
     first = next(number for number, job in enumerate(jobs) if "a fresh run" in job.err())
     other = nodes[1 - first]
-    jobs[first].kill()
+    if how == "killed":
+        jobs[first].kill()
+    else:
+        os.kill(jobs[first].pid, signal.SIGTERM)
     died_at = last_step(other.run_dir)
     assert jobs[1 - first].wait() == 0, jobs[1 - first].err()
     lost, last = read_history(other.run_dir)["generations"]

@@ -12,6 +12,7 @@ import torch
 from support.snapshots import make_manifest
 
 from mingpt.snapshot import MemorySaver, MemorySnapshots, Process, Sharding, this_process
+from mingpt.snapshot.memory import LEFT_TO_AGENT, remove_after_end
 
 
 def make_state(step: int) -> dict[str, torch.Tensor]:
@@ -122,6 +123,24 @@ def test_an_orderly_end_removes_the_snapshots_of_all_nodes(memory: MemorySaver, 
     assert memory.snapshots.root.exists()
     memory.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_also_on_disk_is_removed_with_its_agent_unless_a_later_generation_has_begun(
+    tmp_path: Path,
+) -> None:
+    """A later generation may have saved to memory what is not yet on disk."""
+    neighbour = this_process(os.getppid())
+    on_disk, used_again, other = [
+        make_saver(tmp_path, name, tmp_path, 0, neighbour if name == "other" else None)
+        for name in ("on disk", "used again", "other")
+    ]
+    for memory in (on_disk, used_again, other):
+        save(memory, 5)
+        memory.leave_to_agent()
+    save(reopen(used_again, run_id="used again"), 10)
+    remove_after_end(tmp_path, LEFT_TO_AGENT)
+    left = {path.name.split("-")[1] for path in tmp_path.glob("mingpt-*")}
+    assert left == {"used again", "other"}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import errno
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import find_environment
 from mingpt.snapshot import MemorySnapshots, SnapshotSaver
+from mingpt.snapshot.slots import Slots
 from mingpt.training.audit import START, Audit
 from mingpt.training.run_folder import RunFolder
 from mingpt.training.saving import Saving
@@ -35,10 +37,12 @@ def saving(tmp_path: Path) -> Saving:
     return make_saving(tmp_path, {})
 
 
-def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Saving:
-    """The Saving of a run at step 10 that has no snapshot yet."""
+def make_saving(
+    tmp_path: Path, settings: dict[str, Any], rank: int = 0, is_on_one_disk: bool = False
+) -> Saving:
+    """The Saving of a run at step 10 that has no snapshot yet, perhaps on one of several nodes."""
     config = build(SMALL | {"run_dir": str(tmp_path)} | settings)
-    folder = RunFolder(tmp_path, is_kept=True, keeps_snapshots=True, is_shared=True)
+    folder = RunFolder(tmp_path, True, True, is_shared=True, snapshots_are_shared=not is_on_one_disk)
     start: Any = SimpleNamespace(
         store=make_store(tmp_path),
         memory=MemorySnapshots(str(tmp_path), "id", tmp_path, 0),
@@ -57,7 +61,7 @@ def make_saving(tmp_path: Path, settings: dict[str, Any], rank: int = 0) -> Savi
         tensors=lambda: TENSORS,
         shapes=lambda: {name: tuple(tensor.shape) for name, tensor in TENSORS.items()},
         rows_by_rank=lambda name, shape: None,
-        strategy=SimpleNamespace(updates_are_sharded=False, weights_are_sharded=False),
+        strategy=SimpleNamespace(updates_are_sharded=is_on_one_disk, weights_are_sharded=False),
     )
     context = SingleProcess()
     context.rank = rank
@@ -144,6 +148,50 @@ def test_waiting_long_for_the_write_before_is_said_once(
     (line,) = caplog.messages
     expected = r"training waited \d+\.\d s until the snapshot of step 10 was written: raise snapshot\."
     assert re.match(expected, line)
+
+
+def test_what_one_node_has_on_disk_is_in_memory_before_and_until_no_generation_may_follow(
+    tmp_path: Path, logger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any moment that node may be lost, and the job goes on from the other nodes' memory."""
+    saving = make_saving(tmp_path, {}, is_on_one_disk=True)
+    commit_to_memory, commit_to_disk, in_memory = Slots.commit, saving.store.commit, list[list[int]]()
+
+    def steps_in_memory() -> list[int]:
+        return [snapshot.manifest["step"] for _, snapshot in saving.memory.snapshots.find(-1, None)]
+
+    def slow_commit(slots: Slots, manifest: dict[str, Any]) -> None:
+        time.sleep(0.2)
+        commit_to_memory(slots, manifest)
+
+    def noted_commit(manifest: dict[str, Any], records: Any) -> None:
+        in_memory.append(steps_in_memory())
+        commit_to_disk(manifest, records)
+
+    monkeypatch.setattr(Slots, "commit", slow_commit)
+    monkeypatch.setattr(saving.store, "commit", noted_commit)
+    for step in (10, 13):
+        saving.state.step = step
+        saving.save_to_memory()
+        saving.save_to_disk(logger, is_last=step == 13)
+        saving.finish(logger)
+    assert in_memory == [[10], [13, 10]]
+    saving.release_memory("SIGTERM")
+    assert steps_in_memory() == [13, 10]
+    saving.release_memory("STOP")
+    assert steps_in_memory() == [] and saving.store.steps() == [13, 10]
+
+
+@pytest.mark.parametrize(("is_on_one_disk", "expected"), [(False, [2, 6]), (True, [1, 2, 4, 5, 6])])
+def test_what_is_on_one_nodes_disk_is_also_saved_to_memory_and_so_is_a_generations_first_step(
+    is_on_one_disk: bool, expected: list[int], tmp_path: Path
+) -> None:
+    saving = make_saving(tmp_path, {"snapshot.memory_every": 2}, is_on_one_disk=is_on_one_disk)
+    due = []
+    for saving.state.step in range(1, 8):
+        if saving.is_due_in_memory(is_on_disk=saving.state.step in (4, 5)):
+            due.append(saving.state.step)
+    assert due == expected
 
 
 @pytest.mark.parametrize(("local_every", "expected"), [(None, [5, 10, 15, 18]), (0, [18]), (10, [10, 18])])

@@ -54,7 +54,7 @@ from mingpt.launch.elastic.boards import (
 )
 from mingpt.launch.elastic.decisions import FINISHED, LEFT, WAITING, Entry, Round
 from mingpt.launch.elastic.node import Meeting, Node
-from mingpt.snapshot.memory import remove_after_end
+from mingpt.snapshot.memory import LEFT_TO_AGENT, remove_after_end
 
 PROPOSAL_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
@@ -302,6 +302,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _leave(self) -> None:
         self._node.end(LEFT, EXIT_S)
+        remove_after_end(Path(SnapshotConfig().memory_path), LEFT_TO_AGENT)
         time.sleep(NOTICE_S)
 
 
