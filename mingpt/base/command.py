@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class StandardStream(io.FileIO):
-    """The raw file of stdout or stderr. It drops what cannot be written, and keeps the first `error`."""
+    """The raw file of stdout or stderr. It drops what cannot be written, and keeps the last `error`."""
 
     error: OSError | None = None
 
@@ -52,7 +52,7 @@ class StandardStream(io.FileIO):
         try:
             return super().write(content)
         except OSError as error:
-            self.error = self.error or error
+            self.error = error
             return len(content)
 
 
@@ -62,15 +62,14 @@ def open_streams() -> None:
     Characters that their encoding lacks are written as escapes, such as \\u6d77. An absent stdin is empty.
     """
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - open as long as the process
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not getattr(sys, f"__{name}__"):
-            continue  # a notebook's, or a test's
+    for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        if getattr(sys, name) is not stream:
+            continue  # a notebook has replaced it, or a test
         # Where the stream is closed, its number is the lowest free one: no data file may get it.
-        descriptor = os.open(os.devnull, os.O_RDONLY) if stream is None else stream.fileno()
+        descriptor = stream.fileno() if stream else os.open(os.devnull, os.O_RDONLY)
         os.set_blocking(descriptor, True)
         buffer = io.BufferedWriter(StandardStream(descriptor, "w", closefd=False))
-        encoding = getattr(stream, "encoding", "utf-8")
+        encoding = stream and stream.encoding
         setattr(sys, name, io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True))
 
 
@@ -86,7 +85,7 @@ def write_stdout(text: str) -> None:
     error = getattr(raw, "error", None)
     if isinstance(error, BrokenPipeError):
         raise SystemExit(1)
-    if error is not None:
+    if error:
         raise UserError(f"standard output cannot be written: {error.strerror}")
 
 

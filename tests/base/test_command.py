@@ -88,7 +88,7 @@ def test_characters_that_the_encoding_lacks_are_written_as_escapes() -> None:
     assert done.stderr == "\\u6d77\n"
 
 
-def test_a_stream_drops_what_cannot_be_written_and_keeps_the_first_error() -> None:
+def test_a_stream_drops_what_cannot_be_written_and_keeps_the_error() -> None:
     """Standard output of a library, and of a training job, is not worth an exception."""
     with open("/dev/full", "wb", buffering=0) as full:
         raw = StandardStream(full.fileno(), "w", closefd=False)
