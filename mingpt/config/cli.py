@@ -10,7 +10,6 @@ import difflib
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pydantic
 import yaml
 
+from mingpt.base.command import write_stdout
 from mingpt.base.errors import UserError
 from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.config.settings import PATHS, PROJECT, Config, Setting, check, flatten, settings, to_yaml
@@ -60,13 +60,13 @@ def parse(argv: Sequence[str]) -> Config:
     SystemExit(0). Raises UserError with one sentence for anything wrong.
     """
     if "--help" in argv or "-h" in argv:
-        sys.stdout.write(help_text())
+        write_stdout(help_text())
         raise SystemExit(0)
     path, given = read_arguments([word for word in argv if word != "--print_config"])
     file = str(PROJECT / DEFAULT_FILE) if path is None else typed_path(path, "the configuration file")
     config = build(read_file(file) | given)
     if "--print_config" in argv:
-        sys.stdout.write(to_yaml(config))
+        write_stdout(to_yaml(config))
         raise SystemExit(0)
     return config
 

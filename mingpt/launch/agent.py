@@ -15,7 +15,6 @@ import shlex
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -25,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt.base.errors import NonRetryableError
+from mingpt.base.files import temporary_folder
 from mingpt.base.system import ipv4_addresses, loopback_address
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import allow_open_files, usable_cores
@@ -139,7 +139,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
-    with tempfile.TemporaryDirectory(prefix=AGENT_FOLDER) as folder:
+    with temporary_folder(AGENT_FOLDER) as folder:
         stop = StopRequest(Path(folder) / "status")
         stop_signal.close(stop.note)
         stop.listen()

@@ -1,6 +1,8 @@
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pydantic
 import pytest
@@ -15,6 +17,7 @@ from mingpt.base.files import (
     parse_json,
     read_json,
     retry,
+    temporary_folder,
     write_atomic,
 )
 from mingpt.base.urls import open_url
@@ -162,3 +165,15 @@ def test_a_byte_that_is_no_utf_8_is_named_with_its_place() -> None:
     assert decode_text(b"a\0b") == "a\0b"
     with pytest.raises(ValueError, match=r"^not UTF-8: byte 0xe9 at offset 1,001$"):
         decode_text(b"a\xe9", 1000)
+
+
+def test_without_a_place_for_temporary_files_one_sentence_names_tmpdir(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with temporary_folder("mingpt-") as folder:
+        assert Path(folder).is_dir() and Path(folder).name.startswith("mingpt-")
+    assert not Path(folder).exists()
+    error = FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=error))
+    with pytest.raises(UserError, match=r"found in \['/tmp'\]\): set TMPDIR to a folder with room"):
+        temporary_folder()

@@ -73,6 +73,5 @@ def main(arguments: Sequence[str]) -> int:
         write_lines([prepare(given.texts, Path(given.out), options)])
     except KeyboardInterrupt:
         sys.stderr.write(f"interrupted: remove the folder {given.out} and run the same command again\n")
-        sys.stderr.flush()
         os._exit(130)  # ending the interpreter would abort in a thread that trains a BPE
     return 0
