@@ -4,6 +4,7 @@ This module imports little, so that a signal is heard a few hundredths of a seco
 """
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
