@@ -165,8 +165,8 @@ def inspect(path: str, entry: Mapping[str, Any] | None) -> ShardFile:
     expected = offset + tokens * dtype.itemsize
     if size != expected:
         raise UserError(
-            f"{path} has {size:,} bytes, and a header of {offset:,} and {tokens:,} tokens take {expected:,}: "
-            "copy it again"
+            f"{path} has {size:,} bytes, and {tokens:,} tokens with their header take {expected:,}: copy it "
+            "again"
         )
     name = os.fsencode(os.path.basename(path))
     fingerprint = hashlib.sha256(b"%b\0%d\0" % (name, size) + content).hexdigest()
@@ -221,7 +221,7 @@ def check_type(path: str, offset: int, dtype: np.dtype[Any], sample: bytes) -> N
             f"{path} seems to hold tokens of type {np.dtype(found)} (> is big-endian) and would be read as "
             f"{dtype}: write it anew by `python -c \"import numpy as n; t = n.fromfile('{path}', '{found}', "
             f"offset={offset}); n.r_[20240801, 7, len(t), [0] * 253, t].astype('<u4').tofile('new.bin')\"`, "
-            "and put new.bin there"
+            "and put new.bin in its place"
         )
 
 

@@ -276,14 +276,14 @@ class TextData:
     """A text, not yet split. Raises UserError if it is empty, not UTF-8, or named *.jsonl or *.ndjson."""
 
     def __init__(self, content: bytes, config: DataConfig) -> None:
-        if not content:
-            raise UserError(f"data.path {config.path} is empty")
         if config.path.endswith((".jsonl", ".ndjson")):
             raise UserError(f"data.path {config.path} is no text{hint_to_prepare(config.path)}")
         try:
             self.text = decode_text(content)
         except ValueError as error:
             raise UserError(f"data.path {config.path} is {error}{hint_to_prepare(config.path)}") from None
+        if not self.text:
+            raise UserError(f"data.path {config.path} is empty")
         self.files: Mapping[str, str] = {}
         # Without a byte order mark, so that a run that has trained on one does not go on with other windows.
         self.fingerprint = hashlib.sha256(content.removeprefix(codecs.BOM_UTF8)).hexdigest()

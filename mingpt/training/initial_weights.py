@@ -95,8 +95,8 @@ def read_folder(where: str, is_on_hub: bool) -> InitialWeights:
         raise UserError(f"the tensor {error} is missing") from None
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name]:
-            there, expected = list(tensor.shape), list(shapes[name])
-            raise UserError(f"the tensor {name} has shape {there}, and {CONFIG} asks for {expected}")
+            there = tuple(tensor.shape)
+            raise UserError(f"the tensor {name} has shape {there}, and {CONFIG} asks for {shapes[name]}")
         tensors[name] = tensor.float()
         check_finite(name, tensors[name])
     head = found.pop("lm_head.weight", tensors["wte.weight"]).float()
@@ -134,14 +134,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 f"it has {PICKLE} alone, a pickle, which can run any code when it is loaded; if you trust "
                 f"it, convert it by {CONVERT.format(folder)}"
             )
-    tensors = {}
+    found = {}
     for name in files:
         if os.path.basename(name) != name:
             raise UserError(f"{INDEX} names {name!r:.100}, and only files beside it are read")
         for key, tensor in load_file(folder / name).items():
-            has_prefix = key.startswith(("transformer.", "model.", "lm_head."))
-            tensors[key if has_prefix else f"transformer.{key}"] = tensor
-    found = {key: tensor for key, tensor in tensors.items() if not key.endswith(BUFFERS)}
+            if not key.endswith(BUFFERS):
+                has_prefix = key.startswith(("transformer.", "model.", "lm_head."))
+                found[key if has_prefix else f"transformer.{key}"] = tensor
     types = {tensor.dtype for tensor in found.values()}
     for other in types - FLOATS:
         raise UserError(f"it holds {other}, as quantized models do, and weights are floats of 16 to 64 bits")

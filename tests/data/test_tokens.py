@@ -29,6 +29,7 @@ def test_no_character_of_validation_is_trained_on() -> None:
     ("content", "sentence"),
     [
         (b"", "is empty"),
+        (b"\xef\xbb\xbf", "is empty"),
         (b"abc" * 10, "the validation part .* has 3 tokens"),
         (b"a" * 50 + b"\xff" + b"a" * 50, "is not UTF-8: byte 0xff at offset 50"),
         (TEXT.encode("utf-16"), "is not UTF-8, but probably UTF-16.*`iconv -f UTF-16 -t UTF-8`"),

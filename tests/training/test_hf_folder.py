@@ -127,10 +127,10 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: change_config(at, n_layer=10**9), "asks for 1,000,000,000 layers, and there are 28 tensors"),
     (
         lambda at: change_config(at, vocab_size=10**12),
-        r"shape \[31, 24\], and config.json asks for \[10{12}, 24\]",
+        r"shape \(31, 24\), and config.json asks for \(10{12}, 24\)",
     ),
-    (lambda at: change_config(at, n_positions=10**9), r"\[24, 24\], and config.json asks for \[10{9}, 24\]"),
-    (lambda at: change_config(at, n_embd=3 * 10**8), r"asks for \[31, 300000000\]"),
+    (lambda at: change_config(at, n_positions=10**9), r"\(24, 24\), and config.json asks for \(10{9}, 24\)"),
+    (lambda at: change_config(at, n_embd=3 * 10**8), r"asks for \(31, 300000000\)"),
     (lambda at: (at / WEIGHTS).unlink(), f"No such file or directory: .*{WEIGHTS}"),
     (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "bin alone, a pickle"),
     (lambda at: (at / WEIGHTS).write_bytes(b"\x80\x04" + bytes(50)), "invalid header"),
@@ -144,7 +144,7 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
     ),
     (lambda at: move_weights(at, str(at.parent / "1.safetensors")), "1.safetensors', and only files beside"),
     (lambda at: move_weights(at, "sub/1.safetensors"), "names 'sub/1.safetensors', and only files beside"),
-    (lambda at: change_tensors(at, lambda one: one.update({WTE: torch.ones(9, 24)})), r"has shape \[9, 24\]"),
+    (lambda at: change_tensors(at, lambda one: one.update({WTE: torch.ones(9, 24)})), r"has shape \(9, 24\)"),
     (lambda at: change_tensors(at, lambda one: one.update({WTE: one[WTE] * torch.nan})), "not finite"),
     (
         lambda at: change_tensors(at, lambda one: one.update(score=torch.ones(1))),
