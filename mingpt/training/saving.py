@@ -64,7 +64,6 @@ class Saving:
         # If nodes share no disk, a sharded state is on one node's disk alone. If that node is lost, the job
         # goes on from memory: all parts must be there, each on two nodes, also between two generations.
         self.is_on_one_disk = self.is_sharded and not start.folder.snapshots_are_shared
-        self.first_step = start.step + 1
         self.local_every = config.snapshot.every if local_every is None else local_every
         sharding = self.describe_sharding(start)
         keep_last, keep_best = config.snapshot.keep_last, config.snapshot.keep_best
@@ -185,10 +184,10 @@ class Saving:
 
     def is_due_in_memory(self, is_on_disk: bool) -> bool:
         """Whether to save the present step to memory; `is_on_disk` tells that it is saved to disk, too."""
-        every, step = self.config.snapshot.memory_every, self.state.step
-        if self.is_on_one_disk and (is_on_disk or step == self.first_step):
-            return every > 0  # at the first step, since a node that was lost before had some of the copies
-        return every > 0 and step % every == 0 and not is_on_disk
+        every, is_first = self.config.snapshot.memory_every, not self.memory.newest
+        if self.is_on_one_disk and (is_on_disk or is_first):
+            return every > 0  # a generation's first step, since a node lost before it had some of the copies
+        return every > 0 and self.state.step % every == 0 and not is_on_disk
 
     def save_to_memory(self) -> None:
         """Copy the state to memory that outlives this process. Collective.

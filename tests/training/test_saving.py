@@ -191,6 +191,7 @@ def test_what_is_on_one_nodes_disk_is_also_saved_to_memory_and_so_is_a_generatio
     for saving.state.step in range(1, 8):
         if saving.is_due_in_memory(is_on_disk=saving.state.step in (4, 5)):
             due.append(saving.state.step)
+            saving.save_to_memory()
     assert due == expected
 
 
