@@ -45,12 +45,6 @@ class Suspects(pydantic.BaseModel):
     workers: list[str]
 
 
-class DataFacts(pydantic.BaseModel):
-    """The fingerprint of the data that the run trains on."""
-
-    sha256: str
-
-
 class History(pydantic.BaseModel):
     """The fields of run.json that this program reads; there may be others."""
 
@@ -62,9 +56,7 @@ class History(pydantic.BaseModel):
     steps_lost: Count = 0
     goodput: Seconds = 1.0
     suspects: list[Suspects] = []
-    data: DataFacts | None = None
-    tokenizer: dict[str, Any] = {}
-    software: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
 
 
 def read_job_start(history: dict[str, Any]) -> int | None:
@@ -113,7 +105,6 @@ class GenerationStart:
     durable_step: int = 0  # of the newest snapshot on disk; 0: none
     changes: list[str] = field(default_factory=list)  # settings that were changed on purpose
     logged_step: int = 0  # the newest step whose metrics must be on record
-    facts: dict[str, Any] = field(default_factory=dict)  # data, tokenizer and software, as in a manifest
     start_s: float = 0.0  # seconds since this process, whose rank keeps the run folder, began
 
 
@@ -141,7 +132,9 @@ class RunHistory:
     a job's first generation. `began` and `seen` are the times of the generation's start and of its last
     completed step on record, in seconds since 1970; `seconds` is the time between them by a monotonic clock.
     `phases` has seconds: `start_s` before `began`; after it, those of evaluations and of waiting for
-    snapshots. Only `note_step` and `note_durable` write the file in a background thread.
+    snapshots. `inputs` has what the last generation's bits depend on besides the settings: fingerprints of
+    data and tokenizer, and the software. Only `note_step` and `note_durable` write the file in a background
+    thread.
     """
 
     def __init__(
@@ -201,7 +194,7 @@ class RunHistory:
         self.generations.append(entry)
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
-        self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step), **start.facts}
+        self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
         self.file.write(self.encode())
         return sentence
 

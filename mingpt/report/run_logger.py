@@ -6,6 +6,7 @@ Seconds per step are measured between two records, without evaluations and waits
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,6 +91,11 @@ class RunLogger:
         self.config_file = SmallFile(run_dir / "config.yaml", may_write)
         self.config_file.write(to_yaml(config))
         self.history = RunHistory(run_dir, start.run_id, {"torch": environment.torch}, may_write)
+        self.history.content["inputs"] = {
+            "data": corpus.fingerprint,
+            "tokenizer": corpus.tokenizer.fingerprint() if corpus.tokenizer else "none",
+            "software": asdict(environment),
+        }
         self.previous_end = self.history.start_generation(start)
         run = RunInfo(
             run_dir,

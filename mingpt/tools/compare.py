@@ -23,21 +23,25 @@ from mingpt.base.paths import typed_path
 from mingpt.config import flatten, settings, to_dict
 from mingpt.config.cli import build, read_file
 from mingpt.report import load_history, read_records
-from mingpt.report.history import plural
 from mingpt.snapshot import Snapshot, SnapshotStore
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
 # Metadata that only change the rounding; the parallelism does so only under trainer.reduction=fast.
-MICRO_BATCH = "trainer.micro_batch_size"
-NUMERICS = (MICRO_BATCH, "trainer.dtype", "trainer.compile", "trainer.reduction", "trainer.fsdp_param_dtype")
+NUMERICS = (
+    "trainer.dtype",
+    "trainer.compile",
+    "trainer.reduction",
+    "trainer.fsdp_param_dtype",
+    "trainer.micro_batch_size",
+    "software.",
+)
 PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
 # With dropout, these also change which activations are dropped.
-MASKS = (MICRO_BATCH, "trainer.compile", "software.compiled", "software.device_type")
+MASKS = ("trainer.micro_batch_size", "trainer.compile", "software.compiled", "software.device_type")
 # Values from before the first update, and the settings that act in updates alone.
-BEFORE_UPDATE = ((0, "val/loss"), (1, "train/loss"), (1, "grad_norm"))
+BEFORE_UPDATE = (("val/loss", 0), ("train/loss", 1), ("grad_norm", 1))
 UPDATE = ("optimizer.", "trainer.max_steps", "trainer.on_nonfinite")
-MAX_ROUNDING = 0.01  # relative, of a value from before the first update, in bfloat16
 MAX_VALUE = 1e30  # larger values are left out: they have no float32 beside them
 log = logging.getLogger(__name__)
 Pair = tuple[float, float]
@@ -61,9 +65,7 @@ class Comparison(NamedTuple):
 
     metadata: Metadata  # settings, data, software and workers that differ
     steps: Sequence[int]  # of the values that both runs have, one for each value
-    unmatched: Mapping[str, Sequence[int]]  # {run: ascending steps of the values that it alone has}
-    metric: str  # that tells which run is better
-    lowest: Sequence[tuple[float, int] | None]  # of each run: (the metric's lowest value, its step)
+    unmatched: Mapping[str, Sequence[int]]  # {run: steps of the values that it alone has}
     first_values: Mapping[str, tuple[int, Pair]]  # {metric: (step, values)} of the first difference
     cause: str  # in words; without meaning if `is_same`
     snapshot_step: int | None  # None if the runs have no snapshots of the same step
@@ -111,27 +113,26 @@ def open_newest(runs: Sequence[str]) -> list[Snapshot]:
 def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
     """Return {key: value} of a run's settings, data, tokenizer, software and numbers of workers.
 
-    They are read from config.yaml and run.json, and those of `snapshot` take precedence. Also has the
-    settings that were changed on purpose. Empty if nothing is known. Raises UserError for a bad config.yaml.
+    The settings are those of the manifest of `snapshot` or, if that is None, of config.yaml; run.json has the
+    rest. Also has the settings that were changed on purpose. Empty without either. Raises UserError for a bad
+    config.yaml.
     """
     config, history = run / "config.yaml", load_history(run) or {"generations": []}
-    found = dict[str, Any]()
-    if config.is_file():
-        given = {key: value for key, value in read_file(str(config)).items() if key in settings()}
-        found = flatten(to_dict(build(given)))
-    found |= read_facts(history)
     if snapshot:
-        found |= flatten(to_dict(snapshot.config)) | read_facts(snapshot.manifest)
-    if not found:
+        manifest = snapshot.manifest
+        kept = {name: manifest[name] for name in ("tokenizer", "software", "audit") if name in manifest}
+        found = flatten(to_dict(snapshot.config) | kept) | {"data": manifest["data"]["sha256"]}
+    elif config.is_file():
+        given = {key: value for key, value in read_file(str(config)).items() if key in settings()}
+        found = flatten(to_dict(build(given))) | flatten(history.get("inputs", {}))
+    else:
         return {}
     workers = dict.fromkeys(str(entry.get("workers")) for entry in history["generations"])
-    return found | {"run_dir": None, "workers": ", then ".join(workers), "changes": history.get("changes")}
-
-
-def read_facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {key: value} of the data, tokenizer and software that a manifest or a run.json tells of."""
-    kept = {name: record[name] for name in ("tokenizer", "software", "audit") if name in record}
-    return flatten(kept) | ({"data": record["data"]["sha256"]} if record.get("data") else {})
+    return found | {
+        "run_dir": None,
+        "workers": ", then ".join(workers),
+        "changes": history.get("changes", []),
+    }
 
 
 def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference]:
@@ -148,31 +149,22 @@ def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference
             yield TensorDifference(name, int(differs.int().argmax()), float(gaps.max()), argmax)
 
 
-def find_lowest(values: Mapping[tuple[int, str], float], metric: str) -> tuple[float, int] | None:
-    """Return (lowest value, its step) of a metric; None if `values`, by step and metric, have none of it."""
-    return min(((value, step) for (step, name), value in values.items() if name == metric), default=None)
-
-
-def explain(metadata: Metadata, runs: Sequence[Mapping[str, Any]], early: Sequence[Pair]) -> str:
+def explain(metadata: Metadata, runs: Sequence[Mapping[str, Any]], differs_early: bool) -> str:
     """Return in words why two runs differ.
 
-    `metadata` has what differs, `runs` all that is known of each run. `early` has the values of both runs
-    from before the first update.
+    `metadata` has what differs, `runs` all that is known of each run. `differs_early` tells that a value from
+    before the first update differs.
     """
     is_fast = any(run.get("trainer.reduction") == "fast" for run in runs)
     has_dropout = any(run.get("model.dropout") for run in runs)
-    numerics = {*NUMERICS, *(PARALLELISM if is_fast else ())}
-    rounding = [key for key in metadata if key in numerics or key.startswith("software.")]
-    if has_dropout:
-        rounding = [key for key in rounding if key not in MASKS]
-    causes = [key for key in metadata if affects_result(key) and key not in rounding]
-    tolerance = MAX_ROUNDING if rounding else 0.0
-    if any(abs(one - other) > tolerance * max(abs(one), abs(other)) for one, other in early):
-        rounding, causes = [], [key for key in causes if not key.startswith(UPDATE)]
-    # The audit is a digest of the micro-batches of tokens. It is the cause if nothing else explains it.
-    named = [key for key in causes if key != "audit"] or ([] if MICRO_BATCH in rounding else causes)
-    if named:
-        return f"another computation: {', '.join(named)}"
+    prefixes = NUMERICS + PARALLELISM if is_fast else NUMERICS
+    rounding = [key for key in metadata if key.startswith(prefixes) and not (has_dropout and key in MASKS)]
+    # The audit, a digest of the tokens, differs if a setting or the data do.
+    causes = [key for key in metadata if affects_result(key) and key not in (*rounding, "audit")]
+    if differs_early and not rounding:
+        causes = [key for key in causes if not key.startswith(UPDATE)]
+    if causes:
+        return f"another computation: {', '.join(causes)}"
     if not all("data" in run for run in runs):
         return (
             "cannot tell why: settings, data and software of both runs are not on record here; give the run "
@@ -187,9 +179,11 @@ def explain(metadata: Metadata, runs: Sequence[Mapping[str, Any]], early: Sequen
 
 
 def affects_result(key: str) -> bool:
-    """Whether this metadata can change the result: a setting says so itself; other keys do, but `workers`."""
+    """Whether this metadata can change the result, or the losses that are recorded."""
     setting = settings().get(key)
-    return setting.affects_result if setting else key != "workers"
+    if setting is None:
+        return key != "workers"
+    return setting.affects_result or key == "trainer.eval_windows"
 
 
 def compare(*runs: str) -> Comparison:
@@ -205,7 +199,6 @@ def compare(*runs: str) -> Comparison:
     except (CorruptSnapshot, UnreadableSnapshot, OSError) as error:
         raise UserError(f"{' and '.join(runs)} cannot be compared: {reason_of(error)}") from None
     pairs = {key: (one[key], other[key]) for key in sorted(one.keys() & other.keys())}
-    unmatched = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
     if not snapshots and not pairs:
         raise UserError(f"{' and '.join(runs)} have neither a record nor a snapshot of the same step")
     ours, theirs = map(read_metadata, paths, snapshots or (None, None))
@@ -214,17 +207,14 @@ def compare(*runs: str) -> Comparison:
     for (step, name), pair in pairs.items():
         if pair[0] != pair[1]:
             first_values.setdefault(name, (step, pair))
-    early = [pairs[key] for key in BEFORE_UPDATE if key in pairs]
-    # Losses per token of different tokenizers cannot be compared.
-    metric = "val/bits_per_byte" if "tokenizer.sha256" in metadata else "val/loss"
+    unmatched = {runs[0]: one.keys() - other.keys(), runs[1]: other.keys() - one.keys()}
+    differs_early = any((name, step) in BEFORE_UPDATE for name, (step, _) in first_values.items())
     return Comparison(
         metadata,
         [step for step, _ in pairs],
-        {run: [step for step, _ in keys] for run, keys in zip(runs, unmatched, strict=True) if keys},
-        metric,
-        [find_lowest(values, metric) for values in (one, other)],
+        {run: [step for step, _ in mine] for run, mine in unmatched.items() if mine},
         first_values,
-        explain(metadata, (ours, theirs), early),
+        explain(metadata, (ours, theirs), differs_early),
         snapshots[0].manifest["step"] if snapshots else None,
         len({name for snapshot in snapshots for name in snapshot.file_of}),
         tensors,
@@ -237,15 +227,11 @@ def render(found: Comparison) -> Iterator[str]:
         yield f"{'*' if affects_result(key) else ' '} {key}: {one} -> {other}"
     yield from render_differences(found)
     for run, steps in found.unmatched.items():
-        yield f"only {run} has {plural(len(steps), 'value')} of steps {steps[0]} to {steps[-1]}"
+        yield f"only {run} has {len(steps)} values of steps {min(steps)} to {max(steps)}"
     if found.snapshot_step is None:
         yield "no tensors are compared: the runs have no snapshot of the same step"
-    one, other = found.lowest
-    if one and other:
-        yield f"lowest {found.metric}: {one[0]:.4f} at step {one[1]} -> {other[0]:.4f} at step {other[1]}"
-    values = f"{plural(len(found.steps), 'value')} of {plural(len(set(found.steps)), 'step')}"
-    same = f"the same bits: {values}, {plural(found.tensor_count, 'tensor')}"
-    yield same if found.is_same else found.cause
+    values = f"{len(found.steps)} values of {len(set(found.steps))} steps"
+    yield f"the same bits: {values}, {found.tensor_count} tensors" if found.is_same else found.cause
 
 
 def render_differences(found: Comparison) -> Iterator[str]:

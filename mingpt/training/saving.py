@@ -232,12 +232,6 @@ class Saving:
             "discarded_after": self.discarded_after,
         }
 
-    def facts(self) -> dict[str, Any]:
-        """Return, for run.json, what the manifest says of data, tokenizer and software."""
-        manifest = self.manifest()
-        kept = {name: manifest[name] for name in ("tokenizer", "software")}
-        return kept | {"data": {"sha256": manifest["data"]["sha256"]}}
-
     def wait(self) -> None:
         """Wait until the writes to disk of all ranks have ended or failed, however long. Collective."""
         done = False

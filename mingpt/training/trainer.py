@@ -100,7 +100,6 @@ class Trainer:
                 start.durable_step,
                 start.changes,
                 start.logged_step,
-                self.saving.facts(),
                 time.monotonic() - context.exit.began_at,
             ),
             self.environment,

@@ -1,8 +1,10 @@
+import hashlib
 import json
 import logging
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -95,6 +97,21 @@ def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[Mock]) -> Non
     ]
     assert (sink.run.run_dir, sink.run.max_steps) == (tmp_path, 30)
     assert status(tmp_path) == "finished"
+
+
+@pytest.mark.parametrize(("goes_on", "expected"), [(True, "stopped"), (False, "failed")])
+def test_a_run_that_goes_on_in_the_next_generation_has_not_failed(
+    goes_on: bool, expected: str, tmp_path: Path
+) -> None:
+    make_logger(tmp_path).failed(12, "worker 1 lies", goes_on)
+    assert status(tmp_path) == expected
+
+
+def test_run_json_tells_on_what_the_bits_depend_besides_the_settings(tmp_path: Path) -> None:
+    make_logger(tmp_path)
+    inputs = json.loads((tmp_path / "run.json").read_text())["inputs"]
+    assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
+    assert inputs["software"] == asdict(ENVIRONMENT)
 
 
 def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
