@@ -34,8 +34,9 @@ class ForkedContext(DistributedContext):
         self.device, self.threads = torch.device("cpu"), 1
         self.rendezvous = self.memory = None
         self.agreed_stop = None
-        signals: Any = SimpleNamespace(note_progress=lambda: None, reason=None, deferred=False)
-        self.stop_signal = signals
+        signals: Any = SimpleNamespace(reason=None, deferred=False)
+        process_exit: Any = SimpleNamespace(note_progress=lambda: None)
+        self.stop_signal, self.exit = signals, process_exit
 
 
 def fork_ranks(
