@@ -10,12 +10,15 @@ import io
 import json
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
+
+from mingpt.base.errors import UserError
 
 # Each driver of fsspec raises exceptions of its own, from aiohttp, botocore or paramiko for example.
 DriverError = Exception
@@ -104,6 +107,16 @@ def remove_quietly(path: str | Path) -> None:
         pass
     except OSError as error:
         log.debug("%s is left behind (%s)", path, error.strerror)
+
+
+def temporary_folder(prefix: str = "mingpt-") -> "tempfile.TemporaryDirectory[str]":
+    """Return a new folder that the end of a `with` block removes. Raises UserError if none can be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix=prefix)
+    except OSError as error:
+        raise UserError(
+            f"no temporary folder can be made ({error.strerror}): set TMPDIR to a folder with room"
+        ) from None
 
 
 def retry(work: Callable[[], T], pauses_s: Sequence[float], on_failure: Callable[[Exception], None]) -> T:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mingpt.base.files import temporary_folder
 from mingpt.config import Config, check_workers
 from mingpt.distributed.device import usable_cores
 from mingpt.distributed.exit import before_first_step, write_stderr
@@ -107,7 +107,7 @@ def run_agent(workers: int, max_restarts: int, command: Sequence[str], stop_sign
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
-    with tempfile.TemporaryDirectory(prefix=AGENT_FOLDER) as folder:
+    with temporary_folder(AGENT_FOLDER) as folder:
         stop = StopRequest(Path(folder) / "status")
         stop_signal.close(stop.note)
         signal.signal(signal.SIGUSR2, pass_on)

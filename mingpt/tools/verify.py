@@ -14,7 +14,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from typing import Any
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot
+from mingpt.base.files import temporary_folder
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus, read_bytes
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
     counts = [int(count) if count.isdecimal() else 0 for count in options.workers.split(",")]
     if options.kills < 1 or not all(1 <= count <= 8 for count in counts):
         parser.error("--kills must be at least 1 and --workers numbers from 1 to 8, such as 1,2,4")
-    with tempfile.TemporaryDirectory() as name:
+    with temporary_folder() as name:
         work, began = Path(name), time.monotonic()
         config = train_undisturbed(work)
         write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])

@@ -1,13 +1,24 @@
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pydantic
 import pytest
 from support.faults import FaultyDisk
 
 from mingpt.base.errors import UserError
-from mingpt.base.files import BadJson, atomic_file, check_json, parse_json, read_json, retry, write_atomic
+from mingpt.base.files import (
+    BadJson,
+    atomic_file,
+    check_json,
+    parse_json,
+    read_json,
+    retry,
+    temporary_folder,
+    write_atomic,
+)
 from mingpt.base.urls import open_url
 
 
@@ -134,3 +145,15 @@ def test_strict_json_refuses_what_readers_understand_differently(content: str) -
     parse_json(content)
     with pytest.raises(BadJson):
         parse_json(content, strict=True)
+
+
+def test_without_a_place_for_temporary_files_one_sentence_names_tmpdir(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with temporary_folder("mingpt-") as folder:
+        assert Path(folder).is_dir() and Path(folder).name.startswith("mingpt-")
+    assert not Path(folder).exists()
+    error = FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "gettempdir", Mock(side_effect=error))
+    with pytest.raises(UserError, match=r"found in \['/tmp'\]\): set TMPDIR to a folder with room"):
+        temporary_folder()
