@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mingpt.base.command import CommandParser, run_command
+from mingpt.base.command import CommandParser, run_command, write_stdout
 from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 
@@ -110,8 +110,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str]) -> int:
     try:
         sample(parse_arguments(words))
-    except BrokenPipeError:
-        os._exit(1)  # the reader of the text is gone
     except KeyboardInterrupt:
         return 130
     return 0
@@ -170,9 +168,9 @@ def answer_prompts(model: "GPT", tokenizer: "Tokenizer", arguments: argparse.Nam
         except (UserError, UnicodeDecodeError) as error:
             sys.stderr.write(f"error: {error}\n")
         except KeyboardInterrupt:
-            sys.stdout.write("\n")
+            write_stdout("\n")
         except EOFError:
-            sys.stdout.write("\n")
+            write_stdout("\n")
             return
 
 
@@ -182,8 +180,8 @@ def write_samples(
     """Write the samples, each after `text`, whose tokens are `prompt`; without a tokenizer, write tokens."""
     for number, tokens in enumerate(samples(model, tokenizer, prompt, arguments)):
         if number:
-            sys.stdout.write(SEPARATOR)
-        sys.stdout.write(text)
+            write_stdout(SEPARATOR)
+        write_stdout(text)
         pieces = tokenizer.decode_pieces(tokens) if tokenizer else (f",{token}" for token in tokens)
         write_pieces(pieces, arguments.stop)
 
@@ -266,11 +264,9 @@ def write_pieces(pieces: Iterator[str], stop: str | None) -> None:
             held = held[: held.index(stop)]
             break
         ready = max(0, len(held) - waiting)
-        sys.stdout.write(held[:ready])
-        sys.stdout.flush()
+        write_stdout(held[:ready])
         held = held[ready:]
-    sys.stdout.write(held + "\n")
-    sys.stdout.flush()
+    write_stdout(held + "\n")
 
 
 if __name__ == "__main__":

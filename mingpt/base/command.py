@@ -1,14 +1,18 @@
-"""The parts that all commands share: a parser, messages and an exit code.
+"""The parts that all commands share: a parser, standard streams, messages and an exit code.
 
 A user's mistake is reported in one sentence that begins with "error:", with exit code 2. This sentence, log
 lines and `write_lines` hide the credentials of URLs; the traceback of any other error does not.
+
+A worker imports this file before it listens for signals, so this file imports little.
 """
 
 import argparse
+import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mingpt.base.errors import UserError
 from mingpt.base.urls import RedactingFormatter, redact
@@ -29,9 +33,59 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
 
+    def print_help(self, file: Any = None) -> None:
+        write_stdout(self.format_help())
+
+
+class StandardStream(io.FileIO):
+    """The raw file of stdout or stderr. It drops what cannot be written, and keeps the last `error`."""
+
+    error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            self.error = error
+            return len(content)
+
+
+def open_streams() -> None:
+    """Make sure that no write to stdout or stderr raises an error, whatever they are; see `write_stdout`.
+
+    Characters that their encoding lacks are written as escapes, such as \\u6d77. An absent stdin is empty.
+    """
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - open as long as the process
+    for name, stream in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        if getattr(sys, name) is not stream:
+            continue  # a notebook has replaced it, or a test
+        # Where the stream is closed, its number is the lowest free one: no data file may get it.
+        descriptor = stream.fileno() if stream else os.open(os.devnull, os.O_RDONLY)
+        os.set_blocking(descriptor, True)
+        buffer = io.BufferedWriter(StandardStream(descriptor, "w", closefd=False))
+        encoding = stream and stream.encoding
+        setattr(sys, name, io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=True))
+
+
+def write_stdout(text: str) -> None:
+    """Write text to stdout at once.
+
+    Raises UserError if stdout is closed or cannot be written, and SystemExit if its reader is gone, as `head`
+    is after some lines.
+    """
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    error = getattr(raw, "error", None)
+    if isinstance(error, BrokenPipeError):
+        raise SystemExit(1)
+    if error:
+        raise UserError(f"standard output cannot be written: {error.strerror}")
+
 
 def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command, with logs on stderr; return its exit code, or print a UserError and return 2."""
+    open_streams()
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])
@@ -43,6 +97,5 @@ def run_command(command: Callable[[Sequence[str]], int], arguments: Sequence[str
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout, without the credentials of URLs."""
-    sys.stdout.write(redact("".join(f"{line}\n" for line in lines)))
-    sys.stdout.flush()
+    """Write lines to stdout, without the credentials of URLs. Raises what `write_stdout` does."""
+    write_stdout(redact("".join(f"{line}\n" for line in lines)))

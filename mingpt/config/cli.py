@@ -8,7 +8,6 @@ DEFAULT_FILE beside train.py is read.
 import dataclasses
 import difflib
 import itertools
-import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pydantic
 import yaml
 
+from mingpt.base.command import write_stdout
 from mingpt.base.errors import UserError
 from mingpt.config.settings import PROJECT, Config, Setting, check, flatten, settings, to_yaml
 
@@ -50,12 +50,12 @@ def parse(argv: Sequence[str]) -> Config:
     SystemExit(0). Raises UserError with one sentence for anything wrong.
     """
     if "--help" in argv or "-h" in argv:
-        sys.stdout.write(help_text())
+        write_stdout(help_text())
         raise SystemExit(0)
     path, given = read_arguments([word for word in argv if word != "--print_config"])
     config = build(read_file(str(PROJECT / DEFAULT_FILE) if path is None else path) | given)
     if "--print_config" in argv:
-        sys.stdout.write(to_yaml(config))
+        write_stdout(to_yaml(config))
         raise SystemExit(0)
     return config
 

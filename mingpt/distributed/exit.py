@@ -164,8 +164,7 @@ class ProcessExit:
         if code == 0:
             self.release_claims()
         self.write_status(0)
-        with contextlib.suppress(OSError):  # a full disk, or a pipe that is gone
-            sys.stdout.flush()
+        sys.stdout.flush()
         write_stderr("")
         os._exit(code)
 
@@ -325,10 +324,9 @@ class ProcessExit:
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr, without the secrets in URLs. Ignore failures, which must not change the exit code."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(redact(text))
-        sys.stderr.flush()
+    """Write to stderr, without the secrets in URLs. `open_streams` makes sure that nothing is raised."""
+    sys.stderr.write(redact(text))
+    sys.stderr.flush()
 
 
 def before_first_step(reason: str) -> str:

@@ -4,7 +4,6 @@ This module imports little, so that a signal is heard a few hundredths of a seco
 """
 
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mingpt.base import events
+from mingpt.base.command import open_streams
 from mingpt.base.errors import NonRetryableError, PeersMissing, StopRequested, UserError
 from mingpt.distributed.device import use_one_arena
 from mingpt.distributed.exit import ProcessExit, describe_failure, first_line, is_lost_peer
@@ -34,9 +34,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # closed by the process that started this one
-                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
+        open_streams()
         use_one_arena()
         gc.disable()  # importing torch takes an eighth less time without the garbage collector
         try:

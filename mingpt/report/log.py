@@ -20,15 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes lines to stderr, above a progress bar if there is one; a closed stderr is no error."""
+    """Writes lines to stderr, above a progress bar if there is one; `open_streams` makes stderr safe."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr is None or sys.stderr.closed:
-            return
-        try:
-            tqdm.write(self.format(record), file=sys.stderr)
-        except OSError:
-            pass  # the terminal or the pipe is gone; log.txt goes on
+        tqdm.write(self.format(record), file=sys.stderr)
 
 
 class FileHandler(logging.Handler):

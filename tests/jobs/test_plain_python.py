@@ -2,8 +2,10 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from conftest import (
 from support.jobs import descendants, read_history
 
 from mingpt.distributed.device import usable_cores
-from mingpt.tools.jobs import children
+from mingpt.tools.jobs import children, torchrun
 
 TORCHRUN_OUTPUT = ("OMP_NUM_THREADS", "torch.distributed.elastic", "torchelastic", "ChildFailedError", "****")
 GLOG_PREFIX = re.compile(r"^\S*[WEI]\d{4} ", re.MULTILINE)  # as in "W1121 12:34:56.789"
@@ -57,6 +59,20 @@ def test_a_killed_worker_comes_back_costs_no_bit_and_torchrun_says_nothing(
     assert first["restart"] is False and second["restart"] is True
     assert_same_run(tmp_path, undisturbed)
     assert_quiet(job.err())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirection", [">&- 2>&-", ">/dev/full 2>/dev/full", "2>&1 | true"])
+@pytest.mark.parametrize("launcher", [(sys.executable,), torchrun(2)])
+def test_training_goes_on_without_standard_streams(
+    launcher: Sequence[str], redirection: str, start: Start, text: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"trainer__workers": 2, "run_dir": tmp_path, "data__path": text}
+    words = shlex.join(command(launcher=launcher, **settings))
+    job = start(["bash", "-c", f"set -o pipefail; {words} {redirection}"])
+    assert job.wait() == 0, job.err()
+    assert_same_run(tmp_path, undisturbed)
+    assert "finished at step 30" in (tmp_path / "log.txt").read_text()
 
 
 def assert_quiet(stderr: str) -> None:

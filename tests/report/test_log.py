@@ -1,8 +1,6 @@
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from support.faults import FaultyDisk
@@ -59,19 +57,6 @@ def test_a_full_disk_is_one_line_and_the_log_goes_on_when_there_is_room(
     again = f"{tmp_path}/log.txt is written again"
     assert written(tmp_path) == ["1", f"{full} again", "3", "4", again]
     assert capsys.readouterr().err.splitlines() == ["1", "2", f"{full} again", "3", "4", again]
-
-
-GONE = Mock(closed=False, **{"write.side_effect": OSError(5, "Input/output error")})
-
-
-@pytest.mark.parametrize("stream", [GONE, None])
-def test_without_a_terminal_the_file_goes_on(
-    stream: Mock | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_log(0, tmp_path)
-    monkeypatch.setattr(sys, "stderr", stream)
-    log.info("first")
-    assert written(tmp_path) == ["first"]
 
 
 def test_a_worker_that_keeps_a_run_folder_writes_all_lines_there(

@@ -147,6 +147,5 @@ def main(arguments: Sequence[str]) -> int:
         write_lines([prepare(given.texts, given.out, options)])
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: the same command goes on from the last finished shard\n")
-        sys.stderr.flush()
         os._exit(130)  # ending the interpreter would abort in a thread that trains a BPE
     return 0

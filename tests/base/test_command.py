@@ -1,0 +1,110 @@
+"""The frame of the commands: standard streams that are closed, full or of another encoding, and options."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from mingpt.__main__ import COMMANDS
+from mingpt.base.command import StandardStream
+from mingpt.tools.jobs import clean_environment
+
+# The options of a locale without UTF-8, in which Python does not replace ASCII by UTF-8.
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+# Name: (variables, where the output goes, the exit code, the end of the one line on stderr)
+LOST = "error: standard output cannot be written: "
+OUTPUTS = {
+    "ascii": (ASCII, "", 0, ""),
+    "latin-1": ({"PYTHONIOENCODING": "latin-1"}, "", 0, ""),
+    "closed": ({}, ">&-", 2, f"{LOST}Bad file descriptor\n"),
+    "full": ({}, ">/dev/full", 2, f"{LOST}No space left on device\n"),
+    "without a reader": ({}, "| true", 1, ""),
+}
+PROGRAMS = ["train.py --help", "train.py --print_config", "sample.py --help", "-m mingpt"]
+HELP_OF_ALL = """
+import importlib, os, sys
+from mingpt.__main__ import COMMANDS, main
+from mingpt.base.command import run_command
+for module, _ in COMMANDS.values():
+    importlib.import_module(f"mingpt.{module}")  # once, and not in each process
+for name in COMMANDS:
+    child = os.fork()
+    if child == 0:
+        sys.exit(run_command(main, [name, "--help"]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == int(sys.argv[1]), name
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def run(words: str, redirection: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python words` in a shell. The exit code is Python's, also where its output goes into a pipe."""
+    line = f"set -o pipefail; {sys.executable} {words} {redirection}"
+    command = ["bash", "-c", line]
+    return subprocess.run(command, cwd=ROOT, env=clean_environment(**env), capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_lost_output_is_one_sentence_unless_its_reader_is_gone(program: str, output: str) -> None:
+    env, redirection, code, sentence = OUTPUTS[output]
+    done = run(program, redirection, **env)
+    assert (done.returncode, done.stderr) == (code, sentence)
+    assert bool(done.stdout) == (code == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_help_of_every_command_is_written_in_the_same_way(output: str) -> None:
+    env, redirection, code, sentence = OUTPUTS[output]
+    done = run(f"-c '{HELP_OF_ALL}' {code}", redirection, **env)
+    assert (done.returncode, done.stderr) == (code, sentence * len(COMMANDS))
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2>&1 >&- | true"])
+def test_a_stderr_that_is_lost_changes_no_exit_code(redirection: str) -> None:
+    assert run("-m mingpt nosuch", redirection).returncode == 2
+
+
+PRINTS = """
+import sys
+from mingpt.base.command import run_command, write_stdout
+def main(words):
+    write_stdout("caf\\u00e9 \\u6d77 \\udcff ")
+    print(len(sys.stdin.read()))
+    print("\\u6d77", file=sys.stderr)
+    return 0
+sys.exit(run_command(main, []))
+"""
+
+
+def test_characters_that_the_encoding_lacks_are_written_as_escapes() -> None:
+    done = run(f"-c '{PRINTS}'", "<&-", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "caf\\xe9 \\u6d77 \\udcff 0\n")
+    assert done.stderr == "\\u6d77\n"
+
+
+def test_a_stream_drops_what_cannot_be_written_and_keeps_the_error() -> None:
+    """Standard output of a library, and of a training job, is not worth an exception."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        raw = StandardStream(full.fileno(), "w", closefd=False)
+        text = io.TextIOWrapper(io.BufferedWriter(raw))
+        for _ in range(3):
+            print("x" * io.DEFAULT_BUFFER_SIZE, file=text, flush=True)
+        text.close()
+        assert raw.error is not None and raw.error.strerror == "No space left on device"
+
+
+def test_a_pipe_that_does_not_block_gets_all_output() -> None:
+    """Programs such as node set this on the pipes and terminals of their children."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    code = "import sys; from mingpt.base.command import run_command, write_stdout; "
+    code += "sys.exit(run_command(lambda _: write_stdout('x' * 1_000_000) or 0, []))"
+    program = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=write_end)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        assert len(pipe.read()) == 1_000_000
+    assert program.wait() == 0
