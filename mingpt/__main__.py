@@ -1,9 +1,11 @@
 """The commands beside train.py and sample.py.
 
+python -m mingpt                             # lists the commands
 python -m mingpt COMMAND [arguments]         # COMMAND --help explains one
 torchrun ... -m mingpt doctor [settings]     # every worker runs the doctor, a check-up of the cluster
 """
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -23,16 +25,20 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names; return the command's exit code. Raises UserError."""
+    """Run the command that the first argument names; return the command's exit code. Raises UserError.
+
+    Without arguments the commands are listed, as by --help.
+    """
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     parser = CommandParser(
         "python -m mingpt", "\n".join(["commands:", *lines]), "%(prog)s COMMAND [arguments]"
     )
-    parser.add_argument(
-        "command", choices=COMMANDS, metavar="COMMAND", help="followed by --help: its options"
-    )
-    command = parser.parse_args(arguments[:1]).command
+    parser.add_argument("command", metavar="COMMAND", help="followed by --help: its options")
+    command = parser.parse_args(arguments[:1] or ["--help"]).command
+    if command not in COMMANDS:
+        (near,) = difflib.get_close_matches(command, COMMANDS, 1, cutoff=0)
+        parser.error(f"unknown command '{command}', the nearest is '{near}'")
     module = importlib.import_module(f"mingpt.{COMMANDS[command][0]}")
     exit_code: int = module.main(arguments[1:])
     return exit_code

@@ -14,11 +14,23 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert f"python -m mingpt {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_without_a_command_it_lists_all_with_a_line_each(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [sum(line.startswith(f"  {name} ") for line in lines) for name in COMMANDS] == [1] * len(COMMANDS)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "the following arguments are required: COMMAND; see python -m mingpt --help"),
-        (["verfy"], "argument COMMAND: invalid choice: 'verfy'"),
+        (["verfy"], "unknown command 'verfy', the nearest is 'verify'; see python -m mingpt --help"),
+        (["nosuch"], "unknown command 'nosuch', the nearest is "),
+        ([""], "unknown command '', the nearest is "),
         (["verify", "--kill", "1"], "unrecognized arguments: --kill 1; see python -m mingpt verify --help"),
         (["prepare", "--chec", "out"], "unrecognized arguments: --chec"),
         (["export", "run", "out", "--over"], "unrecognized arguments: --over"),

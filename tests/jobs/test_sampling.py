@@ -137,6 +137,12 @@ def test_a_folder_in_hugging_faces_format_gives_the_text_of_the_run_it_is_from(
             "see python sample.py --help",
         ),
         (["--prompt_file", "/nope"], "--prompt_file /nope cannot be read: No such file or directory"),
+        (["--prompt_file=--"], "--prompt_file -- cannot be read: No such file or directory"),
+        (["--prompt_tokens=--"], "--prompt_tokens must be numbers below 32, as in 464,3290, not '--'"),
+        (
+            ["--prompt=--"],
+            "the character '-' (U+002D) is not in the vocabulary of the 32 characters trained on",
+        ),
         (
             ["--prompt", "a", "--prompt_tokens", "1"],
             "argument --prompt_tokens: not allowed with argument --prompt; see python sample.py --help",
