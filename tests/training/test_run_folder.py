@@ -45,6 +45,15 @@ def test_a_folder_that_cannot_be_made_or_written_is_refused(
         make_run_dir(tmp_path / "run")
 
 
+def test_what_is_in_the_way_of_a_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, kind in (("file", "no"), ("link", "a link to nowhere, which is no")):
+        for path in (tmp_path / name, tmp_path / name / "run"):
+            with pytest.raises(UserError, match=f"written to: {tmp_path}/{name} is {kind} folder"):
+                make_run_dir(path)
+
+
 def folders(tmp_path: Path, names: str, **settings: str) -> list[Any]:
     """The run folders that ranks find whose nodes see these folders."""
 
