@@ -47,5 +47,6 @@ def describe_obstacle(path: str | Path, error: BaseException) -> str:
     """Return why a folder could not be made at `path`: what else is there, or what the error says."""
     for place in (Path(path), *Path(path).parents):
         if os.path.lexists(place) and not os.path.isdir(place):
-            return f"{place} is no folder, but a file, or a link to what does not exist"
+            link = f"a link to {os.readlink(place)}, which is " if os.path.islink(place) else ""
+            return f"{place} is {link}no folder"
     return reason_of(error)

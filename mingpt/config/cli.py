@@ -10,7 +10,7 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from mingpt.config.settings import PATHS, PROJECT, Config, Setting, check, flatt
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
 # Tags of a YAML file, implicit ones included; None stands for all others, which its constructor refuses.
 TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
-# How a text is read as a value of each type; one of another form is refused.
-FORMS: dict[type, tuple[re.Pattern[str], Callable[[str], Any]]] = {
-    bool: (re.compile("true|false", re.IGNORECASE), lambda text: text.lower() == "true"),
-    int: (re.compile("[+-]?[0-9]{1,19}"), int),  # Python reads no more than 4,300 digits
-    float: (re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"), float),
+# The forms in which values of a type are written; pydantic would also take 1_000 for a number or t for true.
+FORMS = {
+    bool: "(?i)true|false",
+    int: "[+-]?[0-9]+",
+    float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?",
 }
 # Names that other programs, above all nanoGPT, give to a setting; a section before the name is ignored.
 OTHER_NAMES = {
@@ -189,10 +189,11 @@ def build(flat: dict[str, Any]) -> Config:
 
 
 def convert(text: Any, setting: Setting) -> Any:
-    """Return the value that a text means for a setting, by the type of the setting alone.
+    """Return what a text means for a setting, by the type of the setting alone.
 
-    What is no text is returned as it is. Raises UserError for a text that does not have the form of that
-    type, or that cannot be meant as a path.
+    Null becomes None, and a path is expanded; pydantic makes numbers and truth values of texts. What is no
+    text is returned as it is. Raises UserError for a text that does not have the form of that type, or that
+    cannot be meant as a path.
     """
     kinds = setting.kinds
     is_optional = type(None) in kinds
@@ -200,9 +201,8 @@ def convert(text: Any, setting: Setting) -> Any:
         return text
     if is_optional and text == "null":
         return None
-    for kind, (form, read) in FORMS.items():
-        if kind in kinds and form.fullmatch(text):
-            return read(text)
+    if any(kind in kinds and re.fullmatch(form, text) for kind, form in FORMS.items()):
+        return text
     # ~ alone is null in YAML and the home folder in a shell.
     is_nothing = is_optional and (text == "~" or text.lower() in ("", "none", "null"))
     if str not in kinds or is_nothing:

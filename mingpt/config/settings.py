@@ -331,16 +331,11 @@ class Setting:
     """The declaration of one setting of Config; `key` is dotted, such as "model.n_layer"."""
 
     key: str
-    type: Any
+    kinds: list[Any]  # the types and words that it may be; NoneType stands for null
     default: Any
     description: str
     affects_result: bool
     limits: dict[str, float]  # {"at least": 1}
-
-    @property
-    def kinds(self) -> list[Any]:
-        """The types and words that the setting may be; NoneType stands for null."""
-        return find_kinds(self.type)
 
     def allowed(self) -> str:
         """Return, in words, the values that the setting may take, such as "a whole number at least 1"."""
@@ -378,7 +373,8 @@ def settings() -> dict[str, Setting]:
             limits = find_limits(info.metadata)
             affects_result = info.json_schema_extra["affects_result"]
             key = prefix + name
-            found[key] = Setting(key, info.annotation, info.default, info.description, affects_result, limits)
+            kinds = find_kinds(info.annotation)
+            found[key] = Setting(key, kinds, info.default, info.description, affects_result, limits)
 
     walk(Config, "")
     return found

@@ -64,7 +64,7 @@ class Launch:
 
         # OpenMP takes spaces and a list, whose first number is for the outermost loops, and ignores the rest.
         threads = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-        if threads.isdecimal() and int(threads) > MAX_THREADS:
+        if threads.isdecimal() and float(threads) > MAX_THREADS:
             raise UserError(
                 f"OMP_NUM_THREADS must be at most {MAX_THREADS}, not {threads}: lower or unset it"
             )
@@ -105,6 +105,15 @@ class Launch:
     def is_distributed(self) -> bool:
         """Whether a launcher started this worker, so that there is a process group, perhaps of one worker."""
         return self.master_addr is not None
+
+    def describe_leftovers(self) -> str:
+        """Return a line on RANK and its like, on rank 0, if no known launcher has set them; else ""."""
+        if self.rank > 0 or self.has_known_launcher or not self.is_distributed:
+            return ""
+        return (
+            "RANK, WORLD_SIZE and MASTER_ADDR in the environment make this process a worker of a job of "
+            f"{self.world_size}, and trainer.workers is ignored: {UNSET}\n"
+        )
 
     def threads(self, config: "TrainerConfig") -> int:
         """Return the CPU threads: `trainer.threads`; if that is 1, its default, OMP_NUM_THREADS if set."""

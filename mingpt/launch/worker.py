@@ -17,7 +17,7 @@ from mingpt.base.errors import NonRetryableError, PeersMissing, StopRequested, U
 from mingpt.base.system import check_working_directory
 from mingpt.distributed.device import use_one_arena
 from mingpt.distributed.exit import ProcessExit, describe_failure, first_line, is_lost_peer
-from mingpt.distributed.launch import UNSET, Launch
+from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import note_failed_start
 from mingpt.distributed.signals import StopSignal
 
@@ -62,11 +62,7 @@ class Worker:
         """
         self.watch_stop_file(config)
         if self.launch.is_distributed:
-            if self.launch.rank == 0 and not self.launch.has_known_launcher:
-                sys.stderr.write(
-                    "RANK, WORLD_SIZE and MASTER_ADDR in the environment make this process a worker of a job "
-                    f"of {self.launch.world_size}, and trainer.workers means nothing: {UNSET}\n"
-                )
+            sys.stderr.write(self.launch.describe_leftovers())
             return
         if self.launch.slurm_tasks > 1 and config.trainer.workers == "auto":
             raise UserError(

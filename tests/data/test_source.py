@@ -2,6 +2,7 @@ import errno
 import functools
 import hashlib
 import http.server
+import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,13 @@ def test_a_link_to_itself_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match=r"/loop cannot be read: Too many levels of symbolic links$"):
         read_bytes(DataConfig(path=str(tmp_path / "loop")))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_named_pipe_is_a_sentence_and_waits_for_no_writer(scheme: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"/pipe is a named pipe: write its content to a file$"):
+        read_bytes(DataConfig(path=f"{scheme}{tmp_path}/pipe"))
 
 
 def test_another_checksum_is_refused() -> None:

@@ -56,6 +56,7 @@ def test_the_variables_of_torchrun_say_who_a_worker_is(
         max_restarts=3,
         omp_threads=1,
         status_file=tmp_path / "status",
+        has_known_launcher=True,
     )
 
 
@@ -71,7 +72,10 @@ def test_another_launcher_has_no_agent_and_no_restarts(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("omp_threads", "setting", "threads"),
-    [(None, 1, 1), ("4", 1, 4), ("4", 2, 2), (None, 3, 3), ("many", 1, 1), ("", 1, 1), ("0", 1, 1)],
+    [
+        *((None, 1, 1), ("4", 1, 4), ("4", 2, 2), (None, 3, 3), ("many", 1, 1), ("", 1, 1), ("0", 1, 1)),
+        *((" 8 ", 1, 8), ("4,2", 1, 4), ("-1", 1, 1), ("1e3", 1, 1), ("1024", 1, 1024)),
+    ],
 )
 def test_omp_num_threads_is_obeyed_where_the_setting_has_its_default(
     omp_threads: str | None, setting: int, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -94,5 +98,39 @@ def test_restarts_are_left_while_the_agent_has_done_fewer_than_allowed(
 
 def test_a_launcher_that_sets_a_part_of_the_variables_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, {name: RENDEZVOUS[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")})
-    with pytest.raises(UserError, match="sets RANK and WORLD_SIZE but not MASTER_PORT"):
+    with pytest.raises(
+        UserError, match="sets RANK and WORLD_SIZE but not MASTER_PORT: if no launcher has set"
+    ):
         Launch.from_environment()
+
+
+@pytest.mark.parametrize("threads", ["1025", "100000", " 100000,1", "9" * 5000])
+def test_more_threads_than_a_machine_has_are_refused(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(UserError, match=r"OMP_NUM_THREADS must be at most 1024, not [19]"):
+        Launch.from_environment()
+
+
+LEFT = (
+    "a worker of a job of 8, and trainer.workers is ignored: if no launcher has set these, start by `env -u"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_told"),
+    [
+        (RENDEZVOUS | {"RANK": "0"}, True),
+        (RENDEZVOUS, False),
+        (RENDEZVOUS | {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, False),
+        (RENDEZVOUS | {"RANK": "0", "SLURM_PROCID": "0"}, False),
+        ({"RANK": "0", "MASTER_ADDR": "node-0"}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "1"}, False),
+    ],
+)
+def test_variables_that_no_launcher_seems_to_have_set_are_told_on_rank_0(
+    variables: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    set_environment(monkeypatch, variables)
+    line = Launch.from_environment().describe_leftovers()
+    assert (LEFT in line) == bool(line) == is_told
