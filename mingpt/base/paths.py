@@ -39,7 +39,8 @@ def typed_path(text: str, what: str = "the path") -> str:
 
 def refuse_pipe(path: str, what: str) -> None:
     """Raise UserError for a named pipe, since reading it could wait forever for a writer."""
-    if Path(os.path.realpath(path.removeprefix("file://"))).is_fifo():  # a shell's <(command) has no such name
+    real = os.path.realpath(path.removeprefix("file://"))  # a shell's <(command) has no such name
+    if Path(real).is_fifo():
         raise UserError(f"{what} {path} is a named pipe: write its content to a file")
 
 
