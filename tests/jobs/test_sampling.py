@@ -90,7 +90,7 @@ def test_text_goes_to_any_standard_output(
     redirection: str, encoding: str, code: int, sentence: str, tmp_path: Path
 ) -> None:
     """No interpreter of ours ends with a traceback or with code 120; only a reader may be gone silently."""
-    save_run(tmp_path, CONFIG, "\n海と空山夜")
+    save_run(tmp_path, CONFIG, "\nと夜山海空")
     line = f"set -o pipefail; {sys.executable} sample.py {tmp_path} --tokens 400 {redirection}"
     env = clean_environment(PYTHONIOENCODING=encoding)
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True)
