@@ -168,9 +168,9 @@ class TrainerConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
         "auto", "auto takes cuda, else mps for a single process, else cpu"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        "autocast type of the matrix products; auto takes bfloat16 where it is fast",
+        "autocast type of the matrix products; auto: bfloat16 where it is fast, float16 on older CUDA GPUs",
         affects_result=True,
     )
     compile: Literal["auto"] | bool = Field(

@@ -109,9 +109,10 @@ class DistributedContext:
                 raise
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
-        # If bfloat16 is not native on every rank, auto is float32.
         dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
-        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
+        common = torch.float16 if self.device.type == "cuda" else torch.float32
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else common
         if self.device.type == "cpu":
             keep_freed_memory()
 

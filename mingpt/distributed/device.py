@@ -92,16 +92,19 @@ def has_fast_bfloat16() -> bool:
 
 
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
-    """Return the dtype of matrix products for `trainer.dtype`; auto is bfloat16 where fast, else float32."""
+    """Return the dtype of matrix products for `trainer.dtype`.
+
+    auto is bfloat16 where that is fast, float16 on CUDA GPUs without bfloat16, else float32.
+    """
     import torch
 
-    if wanted == "auto":
-        if device.type == "cuda":
-            is_fast = torch.cuda.get_device_capability() >= (8, 0)
-        else:
-            is_fast = device.type == "cpu" and has_fast_bfloat16()
-        return torch.bfloat16 if is_fast else torch.float32
-    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+    if wanted == "auto" and device.type == "cuda":
+        wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    elif wanted == "auto":
+        wanted = "bfloat16" if device.type == "cpu" and has_fast_bfloat16() else "float32"
+    dtype = getattr(torch, wanted)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":

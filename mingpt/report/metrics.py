@@ -38,6 +38,7 @@ class StepStats:
     flops_per_token: float  # of a forward and backward pass
     world_size: int
     device_name: str
+    loss_scale: float | None = None  # of float16, after the step
 
 
 def tokens_per_s(stats: StepStats) -> float:
@@ -60,6 +61,7 @@ METRICS: dict[str, Callable[[StepStats], float | None]] = {
     "step_s": lambda stats: stats.step_s,
     "data_s": lambda stats: stats.data_s,
     "mfu": model_flops_utilization,
+    "loss_scale": lambda stats: stats.loss_scale,
 }
 
 

@@ -154,7 +154,17 @@ def test_auto_takes_bfloat16_where_it_is_fast(
     assert resolve_dtype(wanted, CPU) == dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
+)
+def test_auto_takes_float16_on_gpus_without_bfloat16(
+    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_dtype("auto", torch.device("cuda", 0)) == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) -> None:
     with autocast(CPU, dtype):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
