@@ -22,6 +22,7 @@ from mingpt.distributed.device import (
     check_gloo,
     find_device,
     find_environment,
+    idle_gpus,
     keep_freed_memory,
     resolve_dtype,
 )
@@ -77,7 +78,7 @@ class DistributedContext:
     ) -> None:
         import torch
 
-        from mingpt.distributed import nccl
+        from mingpt.distributed.nccl import NcclWatch
 
         self.launch, self.rank, self.world_size = launch, launch.rank, launch.world_size
         self.stop_signal, self.exit = stop_signal, process_exit
@@ -97,8 +98,9 @@ class DistributedContext:
             process_exit.join(self.rendezvous, config.timeout_s)
             self.repeated_failure = self.rendezvous.repeated_failure
             self.previous_generation = self.rendezvous.previous_generation
-            for name, value in nccl.ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
+            # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
             try:
                 torch.distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -114,13 +116,14 @@ class DistributedContext:
                 raise
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
+        self.idle_gpus = idle_gpus(config.device, launch)
         # If bfloat16 is not native on every rank, auto is float32.
         dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
-            watch = process_exit.nccl = nccl.NcclWatch(config.timeout_s)
+            watch = process_exit.nccl = NcclWatch(config.timeout_s)
             lost = self.raise_on_all_ranks(lambda: watch.connect(self.device))
             if lost is not None:  # no other rank knows why, and all are alive
                 raise lost
