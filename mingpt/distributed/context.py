@@ -7,6 +7,7 @@ can agree on a request to stop. torch is imported late, so that a wrong setting 
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from mingpt.distributed.device import (
     check_gloo,
     find_device,
     find_environment,
+    idle_gpus,
     keep_freed_memory,
     resolve_dtype,
 )
@@ -76,6 +78,8 @@ class DistributedContext:
     ) -> None:
         import torch
 
+        from mingpt.distributed.nccl import NcclWatch
+
         self.launch, self.rank, self.world_size = launch, launch.rank, launch.world_size
         self.stop_signal, self.exit = stop_signal, process_exit
         self.threads = launch.threads(config)
@@ -94,6 +98,9 @@ class DistributedContext:
             process_exit.join(self.rendezvous, config.timeout_s)
             self.repeated_failure = self.rendezvous.repeated_failure
             self.previous_generation = self.rendezvous.previous_generation
+            # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
             try:
                 torch.distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -109,12 +116,18 @@ class DistributedContext:
                 raise
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
+        self.idle_gpus = idle_gpus(config.device, launch)
         dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
         # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
         common = torch.float16 if self.device.type == "cuda" else torch.float32
         self.dtype = dtypes.pop() if len(dtypes) == 1 else common
         if self.device.type == "cpu":
             keep_freed_memory()
+        if self.device.type == "cuda" and self.world_size > 1:
+            watch = process_exit.nccl = NcclWatch(config.timeout_s)
+            lost = self.raise_on_all_ranks(lambda: watch.connect(self.device))
+            if lost is not None:  # no other rank knows why, and all are alive
+                raise lost
 
     def environment(self) -> Environment:
         """Return what the weights' bits depend on besides the configuration; the caller sets `compiled`."""

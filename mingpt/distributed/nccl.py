@@ -1,0 +1,71 @@
+"""NCCL's collectives as its watchdog sees them: which one waits, since when, and whether one has failed.
+
+The main thread waits for them in a CUDA synchronisation, which has no time limit and raises no error of
+NCCL's. The watchdog, a thread of torch's, can only end the process by SIGABRT, minutes later.
+"""
+
+import json
+import platform
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d
+
+from mingpt.base.errors import UserError
+from mingpt.distributed.exit import first_line, is_lost_peer
+
+# torch counts a collective's time from its call, when the GPU may have much to compute before it. So torch's
+# own limit is only for a process in which nothing else acts.
+SLACK = 10
+
+
+class NcclWatch:
+    """Tells another thread whether the GPUs' collectives wait for a peer; `backend` tells if they failed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        group = distributed.distributed_c10d._get_default_group()
+        self.backend = group._get_backend(torch.device("cuda"))
+        self.backend._set_default_timeout(timedelta(seconds=SLACK * timeout_s))
+        self.connects = False
+        self.waiting: list[str] = []  # names of the collectives that wait, unchanged since then
+        self.since = time.monotonic()
+        self.waited_s()  # raises here if this torch does not tell
+
+    def connect(self, device: torch.device) -> distributed.DistError | None:
+        """Connect the GPUs of all ranks by a first collective. Collective.
+
+        Raises UserError if NCCL cannot work on this machine; returns its error if a peer or the network is
+        the cause, since another rank may know more.
+        """
+        self.connects = True
+        try:
+            distributed.all_reduce(torch.zeros(1, device=device))
+            torch.cuda.synchronize()
+        except distributed.DistError as error:
+            if is_lost_peer(error):
+                return error
+            raise UserError(
+                f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
+                "trainer.device=cpu"
+            ) from None
+        finally:
+            self.connects = False
+        return None
+
+    def waited_s(self) -> float:
+        """Return for how long a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none does.
+
+        What the GPU computes before the collective does not count. Only one thread may call this, and often:
+        the time counts from the first call that finds the wait.
+        """
+        told = json.loads(_distributed_c10d._dump_nccl_trace_json(False, False))  # type: ignore[attr-defined]
+        waiting = ["connect"] * self.connects + [
+            f"{status['last_started_collective']} of process group {name}"
+            for name, status in told.get("pg_status", {}).items()
+            if int(status["last_started_collective"]) > int(status["last_completed_collective"])
+        ]
+        if waiting != self.waiting or not waiting:
+            self.waiting, self.since = waiting, time.monotonic()
+        return time.monotonic() - self.since
