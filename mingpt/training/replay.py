@@ -17,7 +17,7 @@ import torch
 
 from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler, mix
+from mingpt.data import Corpus, ElasticSampler, mix, to_device
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import digest
 from mingpt.report import RunLogger
@@ -150,8 +150,8 @@ class Replay:
         """
         size = self.config.trainer.micro_batch_size
         starts = self.sampler.window_starts(self.state.windows_seen + number * size, size)
-        inputs, targets = self.dataset.__getitems__(starts.tolist())
-        return inputs.to(self.context.device), targets.to(self.context.device)
+        inputs, targets = to_device(self.dataset.__getitems__(starts.tolist()), self.context.device)
+        return inputs, targets
 
     def digests(self, number: int) -> Digests:
         """Compute a micro-batch's gradients here; return their digests before any reduction. Collective."""
