@@ -289,8 +289,8 @@ class StagingBuffer:
             with contextlib.suppress(
                 RuntimeError
             ):  # CUDA reports the error again, where a kernel starts next
-                torch.zeros(1, device="cuda")
-            log_unlocked(str(error))
+                torch.ones(1, device="cuda")
+            log_unlocked(str(error).partition(" (")[0])
         else:
             # CUDA would take other memory at this address for the same pages.
             weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
