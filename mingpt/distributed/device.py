@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import resource
 import socket
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mingpt.distributed.launch import Launch
 if TYPE_CHECKING:
     import torch
 
+DRIVER = Path("/proc/driver/nvidia/version")
 FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # measured with up to 8 workers, under fsdp, too
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
@@ -153,6 +155,27 @@ def device_name(device: "torch.device") -> str:
     # AMX computes products with other bits than AVX512.
     amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
+
+
+def gpu_facts(device: "torch.device") -> dict[str, str]:
+    """Return what a GPU and its software are, in words: card, memory, driver and so on; {} for no GPU."""
+    import torch
+
+    if device.type != "cuda":
+        return {}
+    card = torch.cuda.get_device_properties(device)
+    try:
+        driver = re.search(r"\s(\d+\.[.\d]+)\s", DRIVER.read_text())
+    except OSError:
+        driver = None  # such as a container without the driver's folder
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {
+        "card": card.name,
+        "memory": f"{card.total_memory / 2**30:.1f} GiB",
+        "compute capability": f"{card.major}.{card.minor}",
+        "driver": driver[1] if driver else "unknown",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "unknown",
+    }
 
 
 def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype") -> Environment:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 import platform
+import re
 import time
 from collections.abc import Iterator
 
@@ -376,10 +377,20 @@ def out_of_memory_explained() -> Iterator[None]:
         messages = ("can't allocate memory", "not enough memory")
         if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
             raise ExpectedError(
-                "out of memory: lower trainer.micro_batch_size, the batch stays the same; "
-                "or train a smaller model"
+                f"out of memory{gpu_memory(str(error))}: lower trainer.micro_batch_size, the batch stays the "
+                "same; or train a smaller model"
             ) from error
         raise
+
+
+def gpu_memory(message: str) -> str:
+    """Return the memory of the GPU that torch's `message` finds too little, as a phrase; "" for another."""
+    asked = re.search(r"Tried to allocate (\S+ \w+)", message)
+    if not asked or not torch.cuda.is_initialized():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    used = f"{(total - free) / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB were in use"
+    return f" ({used}, and {asked[1]} more were asked for)"
 
 
 class Batches:

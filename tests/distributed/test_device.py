@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -20,6 +21,7 @@ from mingpt.distributed.device import (
     check_gloo,
     find_device,
     find_program,
+    gpu_facts,
     idle_gpus,
     resolve_dtype,
     usable_cores,
@@ -44,6 +46,31 @@ touch()
 thread.start()
 thread.join()
 """
+
+
+@pytest.mark.parametrize(
+    ("version", "driver"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+            "550.54.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        (None, "unknown"),
+    ],
+)
+def test_a_gpu_is_described_without_its_vendors_tools(
+    version: str | None, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(name="Tesla T4", total_memory=15 << 30, major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
+    if version is not None:
+        device.DRIVER.write_text(f"{version}\nGCC version:  gcc version 12.2.0\n")
+    assert list(gpu_facts(torch.device("cuda")).values()) == ["Tesla T4", "15.0 GiB", "7.5", driver, "2.30.7"]
+    assert gpu_facts(CPU) == {}
 
 
 def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:

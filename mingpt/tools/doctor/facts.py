@@ -76,13 +76,15 @@ def find_own(launch: Launch, config: Config) -> Facts:
     """
     import torch
 
-    from mingpt.distributed.device import device_name, find_device, idle_gpus
+    from mingpt.distributed.device import device_name, find_device, gpu_facts, idle_gpus
 
     found: Facts = {"torch": torch.__version__, "threads": launch.threads(config.trainer)}
     found["config"] = result_settings(to_dict(config))
     try:
         device = find_device(config.trainer.device, launch)
-        found |= {"device_type": device.type, "device": device_name(device)}
+        gpu = {name: fact for name, fact in gpu_facts(device).items() if name != "card"}
+        about = ", ".join([device_name(device), *(f"{name} {fact}" for name, fact in gpu.items())])
+        found |= {"device_type": device.type, "device": about}
         found["gpus_error"] = idle_gpus(config.trainer.device, launch)
     except UserError as error:
         found["device_error"] = str(error)
