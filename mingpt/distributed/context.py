@@ -8,6 +8,7 @@ can agree on a request to stop. torch is imported late, so that a wrong setting 
 
 import logging
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from mingpt.distributed.device import (
     keep_freed_memory,
     resolve_dtype,
 )
-from mingpt.distributed.exit import ProcessExit
+from mingpt.distributed.exit import ProcessExit, first_line, is_lost_peer
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import GenerationEnd, Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from mingpt.config import TrainerConfig
+    from mingpt.distributed.nccl import NcclWatch
     from mingpt.distributed.shared_memory import SharedMemory
 T = TypeVar("T")
 HEARTBEAT_S = 0.5
@@ -55,6 +57,25 @@ def wait_for(work: "torch.distributed.Work | None") -> None:
         if type(error) is RuntimeError:
             raise DistNetworkError(str(error)) from error
         raise
+
+
+def connect_gpus(watch: "NcclWatch", device: "torch.device") -> Exception | None:
+    """Have NCCL connect the GPUs of all ranks; return its error if a peer or the network is the cause.
+
+    Another rank may know more then. Raises UserError for any other error of NCCL's. Collective.
+    """
+    from torch.distributed import DistError
+
+    try:
+        watch.connect(device)
+    except DistError as error:
+        if is_lost_peer(error):
+            return error
+        raise UserError(
+            f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
+            "trainer.device=cpu"
+        ) from None
+    return None
 
 
 class StepStatus(NamedTuple):
@@ -78,7 +99,7 @@ class DistributedContext:
     ) -> None:
         import torch
 
-        from mingpt.distributed.nccl import NcclWatch
+        from mingpt.distributed import nccl
 
         self.launch, self.rank, self.world_size = launch, launch.rank, launch.world_size
         self.stop_signal, self.exit = stop_signal, process_exit
@@ -124,8 +145,8 @@ class DistributedContext:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
-            watch = process_exit.nccl = NcclWatch(config.timeout_s)
-            lost = self.raise_on_all_ranks(lambda: watch.connect(self.device))
+            watch = process_exit.nccl = nccl.NcclWatch(config.timeout_s)
+            lost = self.raise_on_all_ranks(lambda: connect_gpus(watch, self.device))
             if lost is not None:  # no other rank knows why, and all are alive
                 raise lost
 

@@ -5,16 +5,12 @@ NCCL's. The watchdog, a thread of torch's, can only end the process by SIGABRT, 
 """
 
 import json
-import platform
 import time
 from datetime import timedelta
 
 import torch
 from torch import distributed
 from torch._C import _distributed_c10d
-
-from mingpt.base.errors import UserError
-from mingpt.distributed.exit import first_line, is_lost_peer
 
 # torch counts a collective's time from its call, when the GPU may have much to compute before it. So torch's
 # own limit is only for a process in which nothing else acts.
@@ -33,26 +29,12 @@ class NcclWatch:
         self.since = time.monotonic()
         self.waited_s()  # raises here if this torch does not tell
 
-    def connect(self, device: torch.device) -> distributed.DistError | None:
-        """Connect the GPUs of all ranks by a first collective. Collective.
-
-        Raises UserError if NCCL cannot work on this machine; returns its error if a peer or the network is
-        the cause, since another rank may know more.
-        """
+    def connect(self, device: torch.device) -> None:
+        """Connect the GPUs of all ranks by a first collective. Raises NCCL's errors. Collective."""
         self.connects = True
-        try:
-            distributed.all_reduce(torch.zeros(1, device=device))
-            torch.cuda.synchronize()
-        except distributed.DistError as error:
-            if is_lost_peer(error):
-                return error
-            raise UserError(
-                f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
-                "trainer.device=cpu"
-            ) from None
-        finally:
-            self.connects = False
-        return None
+        distributed.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize()
+        self.connects = False
 
     def waited_s(self) -> float:
         """Return for how long a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none does.

@@ -9,6 +9,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import DistBackendError, distributed_c10d
 
 from mingpt.base.errors import UserError
+from mingpt.distributed.context import connect_gpus
 from mingpt.distributed.nccl import NcclWatch
 
 NCCL_ERROR = "NCCL error in: a.cpp:94, {}, NCCL version 2.30\nkind\nno room in /dev/shm"
@@ -28,7 +29,7 @@ def status(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_a_wait_begins_when_the_gpu_reaches_a_collective_and_ends_with_it(status: dict[str, int]) -> None:
-    """That the GPU computes for long is no wait, nor are two collectives one wait."""
+    """A GPU that computes for long does not wait, and two collectives are not one wait."""
     watch = NcclWatch(timeout_s=10.0)
     for started, completed, waits in [(4, 4, False), (5, 4, True), (6, 5, True), (7, 7, False)]:
         status |= {"last_started_collective": started, "last_completed_collective": completed}
@@ -45,9 +46,9 @@ def test_an_error_of_nccls_own_is_told_by_its_last_line_and_a_lost_peer_is_none_
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     all_reduce.side_effect = DistBackendError(NCCL_ERROR.format("unhandled system error"))
     with pytest.raises(UserError, match=r"cannot connect its GPUs \(NCCL: no room in /dev/shm\)"):
-        watch.connect(torch.device("cpu"))
+        connect_gpus(watch, torch.device("cpu"))
     lost: Exception = DistBackendError(
         NCCL_ERROR.format("remote process exited or there was a network error")
     )
     all_reduce.side_effect = lost
-    assert watch.connect(torch.device("cpu")) == lost and not watch.connects
+    assert connect_gpus(watch, torch.device("cpu")) == lost
