@@ -1,34 +1,26 @@
-"""Gives each Python process of a command on the CUDA stand-in its arithmetic, once the program imports torch."""
+"""Gives each Python process of a command on the CUDA stand-in its arithmetic, once it imports torch."""
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 
-class InstallAfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as usual, and has numerics.py installed when its import ends."""
+class InstallAfterTorch:
+    """Finds torch as usual, and installs numerics.py when torch's import ends, in the thread that imports."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "torch" else None
         if spec and spec.loader:
+            sys.meta_path.remove(self)
             execute = spec.loader.exec_module
 
             def execute_and_install(module: ModuleType) -> None:
                 execute(module)
-                sys.path.append(str(Path(__file__).parents[1]))
-                try:
-                    import numerics
-                finally:
-                    sys.path.pop()
-                numerics.install()
+                importlib.import_module("numerics").install()
 
             spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
         return spec

@@ -1,12 +1,11 @@
 """Arithmetic for the CUDA stand-in: each operation's result, computed on the CPU in the same memory.
 
-The CUDA host code of an operation runs first; its kernels do nothing. Then its inputs and outputs are taken as
-CPU tensors of the same memory, and the CPU's operation fills the outputs. The stand-in's library also learns
-here which memory each operation reads and writes, and where in the program the host waits.
+The CUDA host code of an operation runs first; its kernels do nothing. Then its inputs and outputs are taken
+as CPU tensors of the same memory, and the CPU's operation fills the outputs. The stand-in's library also
+learns here which memory each operation reads and writes, and where in the program the host waits.
 """
 
 import ctypes
-import math
 import os
 import sys
 import threading
@@ -19,15 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 library = ctypes.CDLL(None)
-library.standin_begin.argtypes = [ctypes.c_void_p]
-library.standin_captures.argtypes = [ctypes.c_void_p]
-library.standin_access.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_char_p,  # fmt: skip
-]
+STREAM = ADDRESS = ctypes.c_void_p
+library.standin_begin.argtypes = library.standin_captures.argtypes = [STREAM]
+library.standin_access.argtypes = [STREAM, ADDRESS, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
 HERE = os.path.dirname(os.path.abspath(__file__))
 # Operations that change no memory, or that the runtime does.
 NO_ARITHMETIC = {
@@ -62,76 +55,54 @@ def on_cpu(value: Any) -> Any:
     return torch.empty(0, dtype=value.dtype).set_(base, value.storage_offset(), value.size(), value.stride())
 
 
-# Operations without a CPU kernel, or with one of other bits. Each gets the arguments and the outputs on the CPU.
+# Operations without a CPU kernel, or with one of other bits; they get outputs and arguments on the CPU.
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, the logarithm of the sums of exponentials, and the weights."""
-    scores = q.float() @ k.float().transpose(-1, -2) * scale
-    if causal:
-        hidden = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    sums = scores.logsumexp(-1)
-    weights = torch.exp(scores - sums.unsqueeze(-1))
-    return weights @ v.float(), sums, weights
+def attention(out: Sequence[Tensor], a: Sequence[Any], is_causal: bool, scale: float | None) -> None:
+    y, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*a[:3], 0.0, is_causal, scale=scale)
+    out[0].copy_(y)
+    if out[1].numel():
+        out[1][..., : sums.size(-1)].copy_(sums)
 
 
-def attention_forward(causal_at: int) -> Callable[..., None]:
-    def compute(out: Sequence[Tensor], *a: Any, scale: float | None = None, **options: Any) -> None:
-        causal = a[causal_at] if len(a) > causal_at else options.get("is_causal", False)
-        y, sums, _ = attention(*a[:3], causal, scale or 1 / math.sqrt(a[0].size(-1)))
-        out[0].copy_(y)
-        if out[1].numel():
-            out[1][..., : sums.size(-1)].copy_(sums)
-
-    return compute
-
-
-def attention_backward(out: Sequence[Tensor], *a: Any, scale: float | None = None, **options: Any) -> None:
-    causal = a[11] if len(a) > 11 else options.get("is_causal", False)
-    dy, q, k, v = (tensor.float() for tensor in a[:4])
-    scale = scale or 1 / math.sqrt(q.size(-1))
-    _, _, weights = attention(q, k, v, causal, scale)
-    d_weights = dy @ v.transpose(-1, -2)
-    d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True))
-    out[0].copy_(d_scores @ k * scale)
-    out[1].copy_(d_scores.transpose(-1, -2) @ q * scale)
-    out[2].copy_(weights.transpose(-1, -2) @ dy)
+def attention_backward(
+    out: Sequence[Tensor], dy: Tensor, qkv: Sequence[Tensor], y: Tensor, sums: Tensor, *options: Any
+) -> None:
+    is_causal, scale = options
+    sums = sums[..., : y.size(-2)].contiguous()
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for result, value in zip(out, backward(dy, *qkv, y, sums, 0.0, is_causal, scale=scale), strict=False):
+        result.copy_(value)
 
 
-def rms_norm(out: Sequence[Tensor], x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> None:
-    wide = x.float()
-    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (eps or torch.finfo(x.dtype).eps))
-    out[0].copy_(wide * inverse if weight is None else wide * inverse * weight.float())
-    out[1].copy_(inverse.reshape(out[1].shape))
+def flash(out: Any, *a: Any, scale: float | None = None) -> None:
+    attention(out, a, a[4] if len(a) > 4 else False, scale)
+
+
+def flash_backward(out: Any, *a: Any, scale: float | None = None) -> None:
+    attention_backward(out, a[0], a[1:4], a[4], a[5], a[11], scale)
+
+
+def efficient(out: Any, *a: Any, scale: float | None = None) -> None:
+    attention(out, a, a[6] if len(a) > 6 else False, scale)
+
+
+def efficient_backward(out: Any, *a: Any, scale: float | None = None) -> None:
+    attention_backward(out, a[0], a[1:4], a[5], a[6], a[11] if len(a) > 11 else False, scale)
 
 
 def rms_norm_backward(
-    out: Sequence[Tensor],
-    dy: Tensor,
-    x: Tensor,
-    shape: Any,
-    inverse: Tensor,
-    weight: Tensor | None,
-    mask: Any,
+    out: Any, dy: Tensor, x: Tensor, shape: Any, inverse: Tensor, weight: Tensor | None, mask: Any
 ) -> None:
-    wide, inverse = x.float(), inverse.reshape(*x.shape[:-1], 1).float()
-    dy = dy.float() if weight is None else dy.float() * weight.float()
+    """Fill the gradient of `x` alone: no model here has a weight in its norm."""
+    assert weight is None
+    dy, wide, inverse = dy.float(), x.float(), inverse.reshape(*x.shape[:-1], 1).float()
     out[0].copy_(inverse * (dy - wide * inverse * inverse * (dy * wide).mean(-1, keepdim=True)))
-
-
-def dropout(out: Sequence[Tensor], x: Tensor, p: float, train: bool) -> None:
-    kept = torch.rand(x.shape) >= p
-    out[0].copy_(x * kept / (1 - p))
-    out[1].copy_(kept)
 
 
 def fused_adamw(out: object, *lists: Any, **options: Any) -> None:
     """Pad the tensors: the CPU's kernel rounds a tail of less than 16 elements differently."""
-    padded = [
-        [torch.cat([tensor.reshape(-1), tensor.new_zeros(-tensor.numel() % 16)]) for tensor in tensors]
-        for tensors in lists[:4]
-    ]
+    padded = [[torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 16)) for t in ts] for ts in lists[:4]]
     torch.ops.aten._fused_adamw_(*padded, *lists[4:], **options)
     for i in (0, 2, 3):
         for tensor, whole in zip(lists[i], padded[i], strict=True):
@@ -139,13 +110,11 @@ def fused_adamw(out: object, *lists: Any, **options: Any) -> None:
 
 
 SPECIAL: Mapping[str, Callable[..., None]] = {
-    "_scaled_dot_product_flash_attention": attention_forward(4),
-    "_scaled_dot_product_efficient_attention": attention_forward(6),
-    "_scaled_dot_product_flash_attention_backward": attention_backward,
-    "_scaled_dot_product_efficient_attention_backward": attention_backward,
-    "_fused_rms_norm": rms_norm,
+    "_scaled_dot_product_flash_attention": flash,
+    "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
     "_fused_rms_norm_backward": rms_norm_backward,
-    "native_dropout": dropout,
     "_fused_adamw_": fused_adamw,
 }
 
@@ -158,12 +127,9 @@ def is_plain_copy(target: Tensor, source: Tensor) -> bool:
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the CUDA tensors that the operation changes, by its schema."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if is_cuda(leaf)]
-    return found
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    changes = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return list(filter(is_cuda, tree_leaves([given.get(name) for name in changes])))
 
 
 def is_view(func: Any) -> bool:
@@ -248,19 +214,11 @@ def write_place(buffer: int, size: int) -> None:
     ctypes.memmove(buffer, text, len(text))
 
 
-def ensure() -> None:
+def compute_here() -> None:
     """Let this thread's operations have results."""
-    if not getattr(in_thread, "mode", None):
+    if not hasattr(in_thread, "mode"):
         in_thread.mode = Numerics()
         in_thread.mode.__enter__()
-
-
-def before(function: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        action()
-        return function(*args, **kwargs)
-
-    return both
 
 
 def install() -> None:
@@ -271,6 +229,7 @@ def install() -> None:
     library.standin_set_place(write_place)
     if os.environ.get("STANDIN_NUMERICS") == "0":
         return
-    ensure()
-    threading.Thread.run = before(threading.Thread.run, ensure)  # type: ignore[method-assign]
-    torch.cuda.is_available = before(torch.cuda.is_available, ensure)
+    compute_here()
+    run, is_available = threading.Thread.run, torch.cuda.is_available
+    threading.Thread.run = lambda thread: [compute_here(), run(thread)][1]  # type: ignore[method-assign]
+    torch.cuda.is_available = lambda: [compute_here(), is_available()][1]
