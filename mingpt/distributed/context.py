@@ -76,6 +76,8 @@ class DistributedContext:
     ) -> None:
         import torch
 
+        from mingpt.distributed import nccl
+
         self.launch, self.rank, self.world_size = launch, launch.rank, launch.world_size
         self.stop_signal, self.exit = stop_signal, process_exit
         self.threads = launch.threads(config)
@@ -94,9 +96,12 @@ class DistributedContext:
             process_exit.join(self.rendezvous, config.timeout_s)
             self.repeated_failure = self.rendezvous.repeated_failure
             self.previous_generation = self.rendezvous.previous_generation
+            has_gpus = torch.cuda.is_available()
+            if has_gpus:
+                nccl.configure()
             try:
                 torch.distributed.init_process_group(
-                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
                     store=self.rendezvous.process_group_store,
                     rank=self.rank,
                     world_size=self.world_size,
@@ -114,6 +119,9 @@ class DistributedContext:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         if self.device.type == "cpu":
             keep_freed_memory()
+        if self.device.type == "cuda" and self.world_size > 1:
+            process_exit.nccl = nccl.NcclWatch(config.timeout_s)
+            process_exit.nccl.connect(self.device)
 
     def environment(self) -> Environment:
         """Return what the weights' bits depend on besides the configuration; the caller sets `compiled`."""

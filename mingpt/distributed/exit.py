@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mingpt.base.errors import ClaimLost, ExpectedError, NodeRefused, UserError
 from mingpt.base.system import try_within
@@ -30,12 +30,15 @@ from mingpt.distributed.rendezvous import (
     wait_readable,
 )
 
+if TYPE_CHECKING:
+    from mingpt.distributed.nccl import NcclWatch
 POLL_S = 0.05
 PEER_EXIT_S = 1.0
 NOTE_FAILURE_S = 0.5
 STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
 MAX_STACK_FILES = 20
 RELEASE_S = 5.0
+NCCL_LOST = "NCCL: remote process exited or there was a network error"
 JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; after any other one, the agent decides
 
 
@@ -88,6 +91,7 @@ class ProcessExit:
         self.local_peer_pidfds: dict[int, int] = {}  # rank -> pidfd of the other workers of our agent
         self.note_failure: Callable[[str], None] | None = None  # on ranks with a run folder, for run.json
         self.stacks: StackFile | None = None
+        self.nccl: NcclWatch | None = None  # if several workers train on GPUs
         self.noting = threading.Lock()
         self.exiting, self.orphaned = threading.Lock(), threading.Lock()  # never released
         if launch.rank == 0 and launch.status_file:
@@ -210,21 +214,39 @@ class ProcessExit:
         return PeerEnd.of(reason) if answers else None
 
     def exit_without_peer(self, rank: int) -> None:
-        """Exit with code 1 since worker `rank` has exited. The thread of StopSignal calls this.
+        """Exit with code 1 since worker `rank` has exited. Does nothing if another thread is exiting."""
 
-        Calls `leave_peers` first, and `note_end_of_job` if no restart is left. Does nothing if another thread
-        is exiting.
+        def why() -> str:
+            reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
+            return f"worker {rank} {reason['why']}" if reason else f"worker {rank} vanished"
+
+        said = f"worker {rank} has exited"
+        self._exit_beside_main_thread(f"{LOST_PEER} ({said})", said, why)
+
+    def exit_if_nccl_waits(self) -> None:
+        """Exit with code 1 if a collective on GPUs has waited for `timeout_s`, or NCCL has failed."""
+        if self.nccl is None:
+            return
+        if self.nccl.waited_s() > self.timeout_s:
+            why = f"{TIMED_OUT} {self.timeout_s:g} s"
+            self._exit_beside_main_thread(why, why, lambda: why, are_frozen=True)
+        elif self.nccl.has_failed():
+            self._exit_beside_main_thread(f"{LOST_PEER} ({NCCL_LOST})", NCCL_LOST, lambda: NCCL_LOST)
+
+    def _exit_beside_main_thread(
+        self, reason: str, said: str, why: Callable[[], str], are_frozen: bool = False
+    ) -> None:
+        """Exit with code 1 without a peer; do nothing if another thread is exiting. See `leave_peers`.
+
+        If no restart is left, prints what is `said`, and notes the result of `why` as the job's end.
         """
         is_first = self.exiting.acquire(blocking=False)
         if not is_first:
             return
-        said = f"worker {rank} has exited"
-        self.leave_peers(f"{LOST_PEER} ({said})", are_frozen=False)
+        self.leave_peers(reason, are_frozen)
         if not self.launch.has_restarts_left():
             # With a time limit: the main thread may be noting the failure, or be stuck because of the disk.
-            reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
-            why = f"worker {rank} {reason['why']}" if reason else f"worker {rank} vanished"
-            try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(why))
+            try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(why()))
         self.report_lost_peer(said)
         os._exit(1)
 

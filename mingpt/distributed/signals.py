@@ -45,9 +45,9 @@ class StopSignal:
     Before `defer`, SIGUSR1 or a file STOP ends a single worker at once, and several workers agree first; any
     other signal ends this process at once. After `defer`, a request waits until all ranks have agreed on it.
     A second signal, more than REPEAT_S after the first, ends this process at once; after a file STOP, a
-    signal counts as the first. This process also ends if its agent is gone or a worker of the same agent was
-    lost; and, while a signal other than SIGUSR1 waits, if a worker of the same agent was stopped alone or no
-    collective has ended for `timeout_s`.
+    signal counts as the first. This process also ends if its agent is gone, a worker of the same agent was
+    lost, or a collective on GPUs has waited for `timeout_s`; and, while a signal other than SIGUSR1 waits, if
+    a worker of the same agent was stopped alone or no collective has ended for `timeout_s`.
     """
 
     def __init__(self, launch: Launch, process_exit: ProcessExit) -> None:
@@ -117,6 +117,7 @@ class StopSignal:
             if is_there and not self.reason:
                 self.request("STOP")
             self.check_peers()
+            self.exit.exit_if_nccl_waits()
             if self.deferred and self.launch.world_size > 1 and self.reason not in (None, *JOB_ENDS):
                 since = max(self.received_at, self.exit.progress_at)
                 if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved
