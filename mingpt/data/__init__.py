@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TextData,
         make_corpus,
         mix,
+        to_device,
         tokenize,
         train_tokenizer,
     )
@@ -56,6 +57,7 @@ __all__ = [
     "parse_tokenizer_json",
     "read_bytes",
     "read_named_tokenizer",
+    "to_device",
     "tokenize",
     "train_tokenizer",
 ]

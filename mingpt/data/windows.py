@@ -106,12 +106,20 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
         self, on_cpu: tuple[Tensor, Tensor], batch_size: int, device: torch.device | str
     ) -> Iterator[tuple[Tensor, ...]]:
         """Split `on_cpu`, the (inputs, targets) of many windows, and yield batches as `batches` does."""
-        on_device = [part.to(device) for part in on_cpu]
+        on_device = to_device(on_cpu, device)
         yield from zip(*(part.split(batch_size) for part in (*on_cpu, *on_device)), strict=True)
 
     def eval_batches(self, batch_size: int, max_windows: int | None = None) -> "EvalBatches":
         """Return batches of all windows end to end, or of `max_windows`, evenly spaced, if that is fewer."""
         return EvalBatches(self, batch_size, max_windows)
+
+
+def to_device(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Return inputs and targets, which have one shape, on `device`; does not wait for a GPU."""
+    if torch.device(device).type != "cuda":
+        return tuple(part.to(device) for part in batch)
+    # The allocator of pinned memory gives the pages to nobody else until the copy has ended.
+    return torch.stack(batch).pin_memory().to(device, non_blocking=True).unbind()
 
 
 class EvalBatches(Sequence[tuple[Tensor, Tensor]]):

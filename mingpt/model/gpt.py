@@ -234,9 +234,9 @@ class GPT(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Map (B, T) tokens to (B, T, V) logits and, given (B, T) targets, the mean loss in nats per token.
 
-        With targets, logits are None if there are more than loss.MAX_LOGITS of them: the loss is then
-        computed in chunks. With a cache the input continues the cached positions: any number of tokens if the
-        cache is empty, else one. Raises ValueError past block_size.
+        With targets, logits have no gradient; they are None if there are more than loss.MAX_LOGITS of them:
+        the loss is then computed in chunks. With a cache the input continues the cached positions: any number
+        of tokens if the cache is empty, else one. Raises ValueError past block_size.
         """
         start = cache.length if cache else 0
         if start + tokens.size(1) > self.block_size:
@@ -252,7 +252,8 @@ class GPT(nn.Module):
         logits = loss.logits(x, weight)  # (B, T, V)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        # FSDP2 puts a hook on each output with a gradient, and warns of a view such as the GPU's logits.
+        return logits.detach(), F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def flops_per_token(self) -> float:
         """Return the FLOPs of a forward and backward pass per token."""

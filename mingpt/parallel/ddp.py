@@ -97,8 +97,8 @@ class WholeWeights(Strategy):
         return {name: tensor[self.my_rows(name)] for name, tensor in tensors.items()}
 
     @contextlib.contextmanager
-    def unreduced(self) -> Iterator[dict[str, str]]:
-        found: dict[str, str] = {}
+    def unreduced(self) -> Iterator[dict[str, Tensor]]:
+        found: dict[str, Tensor] = {}
         yield found
         for name, weight in self.weights.items():
             assert weight.grad is not None, "every parameter takes part in every micro-batch"
@@ -164,7 +164,7 @@ class DDPReduction(WholeWeights):
             yield
 
     @contextlib.contextmanager
-    def unreduced(self) -> Iterator[dict[str, str]]:
+    def unreduced(self) -> Iterator[dict[str, Tensor]]:
         with (
             contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync(),
             super().unreduced() as found,

@@ -53,7 +53,7 @@ class FSDPReduction(Strategy):
             unit.reshard()
         self.weights = dict(setup.model.named_parameters())
         self.rounds = max(map(len, setup.micro_batches_by_rank))
-        self.found: dict[str, str] | None = None  # digests of gradients that are not counted
+        self.found: dict[str, Tensor] | None = None  # digests of gradients that are not counted
         for number, unit in enumerate(self.units):
             unit.set_custom_reduce_scatter(self.make_scatter(number))
 
@@ -105,8 +105,8 @@ class FSDPReduction(Strategy):
         return bool(flags.item())
 
     @contextlib.contextmanager
-    def unreduced(self) -> Iterator[dict[str, str]]:
-        found: dict[str, str] = {}
+    def unreduced(self) -> Iterator[dict[str, Tensor]]:
+        found: dict[str, Tensor] = {}
         self.found = found
         yield found
         self.found = None

@@ -6,7 +6,7 @@ torch.nn.utils.clip_grad_norm_ takes the norm of each shard, so its bits depend 
 """
 
 import contextlib
-import hashlib
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,11 @@ from torch import Tensor, nn
 
 from mingpt.distributed import DistributedContext
 
+DIGEST_PIECE = 1 << 18  # elements
+DIGEST_FACTOR = (
+    -7046029254386353131
+)  # between the weights of a piece and of the next: 2 ** 64 / golden ratio, odd
+DIGEST_TYPES = {1: torch.uint8, 2: torch.int16}  # by an element's bytes
 Forward = Callable[[Tensor, Tensor], Tensor]  # (B, T) tokens and targets to the mean loss
 
 
@@ -37,10 +42,28 @@ def numel_by_rank(shape: Sequence[int], workers: int) -> list[int]:
     return [len(rows) * columns for rows in split_rows(shape[0], workers)]
 
 
-def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's elements, as hex digits."""
-    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(content.numpy().data).hexdigest()
+@functools.cache
+def digest_weights(device: torch.device) -> Tensor:
+    """Return DIGEST_PIECE odd pseudo-random numbers, int64."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**63), 2**63 - 1, (DIGEST_PIECE,), generator=generator) | 1).to(device)
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """Return the digest of a tensor's bits, an int64 scalar on its device, without waiting for the device.
+
+    It is the sum of the elements, read as integers of up to 32 bits, times weights, modulo 2 ** 64. Weights
+    are odd, so the sum changes with any one element. They are pseudo-random, so changes of several elements
+    cancel out with a probability of at most 2 ** -32.
+    """
+    bits = tensor.detach().reshape(-1).view(DIGEST_TYPES.get(tensor.element_size(), torch.int32))
+    first, *pieces = bits.split(DIGEST_PIECE)
+    total = first.to(torch.int64, copy=True)
+    for piece in pieces:  # DIGEST_PIECE bounds the memory for 64-bit integers
+        part = total[: len(piece)]
+        torch.add(piece, part, alpha=DIGEST_FACTOR, out=part)
+    return total.mul_(digest_weights(tensor.device)[: len(total)]).sum()
 
 
 def row_norms(gradient: Tensor) -> Tensor:
@@ -177,14 +200,14 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def unreduced(self) -> AbstractContextManager[dict[str, str]]:
+    def unreduced(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context for a backward pass that is not counted, between `start_step` and `micro_batch`.
 
         Afterwards the context's value has, by name, the `digest` of each parameter's or block's gradient, as
         the gradient would enter the reduction.
         """
 
-    def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, str]:
+    def digests(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the digests of the gradients for `inputs` and `targets`, (B, T) tokens; see `unreduced`.
 
         Collective if weights are sharded.

@@ -11,8 +11,12 @@ buffer is then hashed and written in the background.
 """
 
 import bisect
+import contextlib
+import functools
 import json
+import logging
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from mingpt.base.files import PIECE_BYTES
 
+log = logging.getLogger(__name__)
 FILE_NAME = re.compile(
     r"step_([0-9]{8,19})(?:\.json|(?P<group>\.optimizer)?(?:-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5}))?"
     r"(?P<tensors>\.safetensors))"
@@ -247,7 +252,7 @@ class StagingBuffer:
     """A safetensors file in memory with room for tensors like `tensors`, which `fill` copies into it.
 
     `allocate(size)` returns the memory, a one-dimensional uint8 tensor of `size` bytes. By default the memory
-    is newly allocated, and pinned if a tensor is on a GPU.
+    is newly allocated. If a tensor is on a GPU, the memory's pages are locked.
     """
 
     def __init__(
@@ -257,12 +262,12 @@ class StagingBuffer:
     ) -> None:
         specs = specs_of(tensors)
         layout = file_layout("", specs)  # one file, whatever its size
-        if allocate:
-            self.buffer = allocate(layout.size)
-        else:
-            # A GPU writes to pinned pages directly; zeroing faults in every page.
-            pinned = any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values())
-            self.buffer = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned).zero_()
+        # Zeroing faults in every page.
+        self.buffer = (
+            allocate(layout.size) if allocate else torch.empty(layout.size, dtype=torch.uint8).zero_()
+        )
+        if any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors.values()):
+            self.lock_pages()
         header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         self.buffer[: len(header)] = header
         self.parts: dict[str, Tensor] = {}  # the bytes of each tensor: uint8, one-dimensional
@@ -271,6 +276,24 @@ class StagingBuffer:
             spec = specs[name]
             self.parts[name] = self.buffer[begin : begin + spec.nbytes]
             self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
+
+    def lock_pages(self) -> None:
+        """Have CUDA lock the buffer's pages until it is freed: copies to others keep the host waiting.
+
+        torch's pinned memory would take a power of two bytes. If locking fails, one line says so.
+        """
+        runtime, address = torch.cuda.cudart(), self.buffer.data_ptr()
+        try:
+            torch.cuda.check_error(runtime.cudaHostRegister(address, self.buffer.nbytes, 0))
+        except RuntimeError as error:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # CUDA reports the error again, where a kernel starts next
+                torch.ones(1, device="cuda")
+            log_unlocked(str(error).partition(" (")[0])
+        else:
+            # CUDA would take other memory at this address for the same pages.
+            weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of the buffer's names into it. On return the caller may change the tensors."""
@@ -293,6 +316,11 @@ class StagingBuffer:
     def content(self) -> memoryview:
         """All bytes of the buffer, header included, without copying them."""
         return memory_of(self.buffer)
+
+
+@functools.cache  # once per process, whatever the number of buffers
+def log_unlocked(reason: str) -> None:
+    log.info(f"the GPU copies a state for snapshots more slowly: CUDA cannot lock host memory ({reason})")
 
 
 def memory_of(piece: Tensor) -> memoryview:

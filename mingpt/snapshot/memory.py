@@ -28,7 +28,7 @@ from torch import Tensor
 from mingpt.base.errors import CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.base.files import reason_of
 from mingpt.distributed.background_group import BackgroundGroup
-from mingpt.snapshot.layout import StagingBuffer, TensorSpec, specs_of, step_of
+from mingpt.snapshot.layout import StagingBuffer, TensorSpec, step_of
 from mingpt.snapshot.reading import Check, accept_all
 from mingpt.snapshot.saver import LateFields, Sharding
 from mingpt.snapshot.slots import Process, Slots, read_owner, remove_folder, this_process
@@ -189,7 +189,7 @@ class MemorySaver:
             return
         problem = self.on_any_rank(self.make_room(start_step))  # all ranks wait until there is room
         if not problem:
-            problem = self.on_any_rank(self.try_open(self.own, specs_of(tensors), start_step))
+            problem = self.on_any_rank(self.try_open(self.own, tensors, start_step))
         if problem:
             self.disable(problem)
         elif any(keeper is not None for keeper in self.keepers):
@@ -218,12 +218,14 @@ class MemorySaver:
             return str(error)
         return None
 
-    def try_open(self, slots: Slots, specs: Mapping[str, TensorSpec], start_step: int | None) -> str | None:
-        """Open `slots` for states of these specs; return a text if there is no room for them, else None."""
+    def try_open(
+        self, slots: Slots, tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec], start_step: int | None
+    ) -> str | None:
+        """Open `slots` for states like `tensors`; return a text if there is no room for them, else None."""
         try:
-            slots.open(specs, start_step)
+            slots.open(tensors, start_step)
         except OSError as error:
-            size_mb = sum(spec.nbytes for spec in specs.values()) / 1e6
+            size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
             return f"{reason_of(error)}: {slots.folder.name} takes 2 x {size_mb:.1f} MB"
         return None
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mingpt.base.files import BadJson, read_json
-from mingpt.snapshot.layout import StagingBuffer, TensorSpec, file_layout, file_name, files_of
+from mingpt.snapshot.layout import StagingBuffer, TensorSpec, file_layout, file_name, files_of, specs_of
 from mingpt.snapshot.manifest import FileRecord, encode_manifest
 from mingpt.snapshot.store import SnapshotStore
 
@@ -99,8 +99,10 @@ class Slots:
         self.next_slot = 0
         self.kept: int | None = None  # step of a snapshot in a third file, until there is a newer one
 
-    def open(self, specs: Mapping[str, TensorSpec], start_step: int | None = None) -> None:
-        """Create the folder and map two files. Raises OSError if there is no room for tensors of these specs.
+    def open(
+        self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec], start_step: int | None = None
+    ) -> None:
+        """Create the folder and map two files. Raises OSError if there is no room for tensors like `tensors`.
 
         Of earlier generations' snapshots, only the newest up to `start_step` (None: the newest of all) stays,
         until there is a newer one. If its file has the right size, it becomes one of the two.
@@ -115,7 +117,7 @@ class Slots:
         for name in names:
             if name not in kept:
                 (self.folder / name).unlink()
-        size = file_layout("", specs).size
+        size = file_layout("", specs_of(tensors)).size
         if newest is not None:
             path = self.folder / file_name(newest, "safetensors")
             if path.exists() and path.stat().st_size == size:
@@ -123,7 +125,7 @@ class Slots:
             else:
                 self.kept = newest
         self.buffers = [
-            StagingBuffer(specs, functools.partial(map_file, self.folder / name)) for name in self.names
+            StagingBuffer(tensors, functools.partial(map_file, self.folder / name)) for name in self.names
         ]
 
     @property

@@ -11,7 +11,7 @@ from mingpt.base import events
 from mingpt.base.errors import UserError
 from mingpt.base.files import reason_of
 from mingpt.config import Config, TrainerConfig
-from mingpt.data import Corpus
+from mingpt.data import Corpus, to_device
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import autocast
 from mingpt.model import generate_batch
@@ -88,7 +88,7 @@ class Evaluator:
         """Return sums over a (B, T) batch, (3,) on the CPU: nats, bytes of text (0: unknown), targets."""
         device = self.context.device
         with autocast(device, self.context.dtype):
-            _, loss = self.model(inputs.to(device), targets.to(device))
+            _, loss = self.model(*to_device((inputs, targets), device))
         text_bytes = 0 if self.token_bytes is None else int(self.token_bytes[targets.numpy()].sum())
         return torch.tensor([float(loss) * targets.numel(), text_bytes, targets.numel()], dtype=torch.float64)
 

@@ -10,14 +10,14 @@ gradients.
 import logging
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
 
 from mingpt.base.errors import NonRetryableError, UserError
 from mingpt.config import Config
-from mingpt.data import Corpus, ElasticSampler, mix
+from mingpt.data import Corpus, ElasticSampler, mix, to_device
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import digest
 from mingpt.report import RunLogger
@@ -25,7 +25,7 @@ from mingpt.training.run_folder import refuse_nodes
 from mingpt.training.saving import Saving
 from mingpt.training.state import TrainState
 
-Digests = dict[str, str]  # SHA-256 in hex, by the tensor's name
+Digests = dict[str, int]  # by the tensor's name
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +41,12 @@ def outvoted(values: Sequence[object]) -> list[int]:
 def first_difference(digests: Sequence[Digests]) -> str:
     """Return the name of the first tensor that has different digests; there must be one."""
     return next(name for name in digests[0] if len({one[name] for one in digests}) > 1)
+
+
+def fetch(*found: Mapping[str, torch.Tensor]) -> list[Digests]:
+    """Return the values of the scalars in each of `found`; waits for their device once."""
+    values = iter(torch.stack([scalar for one in found for scalar in one.values()]).tolist())
+    return [{name: next(values) for name in one} for one in found]
 
 
 class Replay:
@@ -100,12 +106,14 @@ class Replay:
     def compare_copies(self) -> tuple[list[int], str] | None:
         """Compare the weights and optimizer state of which all ranks hold a copy. Collective.
 
-        Returns (ranks that may be wrong, end of a message); None if all agree, or if all of it is sharded.
+        Returns (ranks that may be wrong, end of a message); None if all agree, or if there are no copies.
         """
         shared = [] if self.strategy.weights_are_sharded else ["model."]
         shared += [] if self.strategy.updates_are_sharded else ["optimizer."]
+        if not shared or self.context.world_size == 1:
+            return None
         parts = self.state.tensors().items()
-        own = {name: digest(part) for name, part in parts if name.startswith(tuple(shared))}
+        (own,) = fetch({name: digest(part) for name, part in parts if name.startswith(tuple(shared))})
         digests = self.context.all_gather_object(own)
         named = outvoted([tuple(one.values()) for one in digests])
         return (named, f"holds another copy of {first_difference(digests)}") if named else None
@@ -120,14 +128,14 @@ class Replay:
         mine, others = self.numbers[rank], self.numbers[(rank + 1) % workers]
         if any(self.context.all_gather_object(not self.can_read(mine, others))):
             return None  # the step itself will report the data that cannot be read
-        results = self.context.all_gather_object((self.digests(mine), self.digests(others)))
+        results = self.context.all_gather_object(fetch(self.digests(mine), self.digests(others)))
         named, ends = set[int](), []
         for owner in range(workers):
             checker, number = (owner - 1) % workers, self.numbers[owner]
             owned, checked = results[owner][0], results[checker][1]
             if owned == checked:
                 continue
-            again = self.context.all_gather_object(self.digests(number))
+            again = self.context.all_gather_object(*fetch(self.digests(number)))
             named |= {*outvoted([tuple(one.values()) for one in again])}
             named |= {rank for rank, first in ((owner, owned), (checker, checked)) if again[rank] != first}
             where = first_difference([owned, checked])
@@ -150,10 +158,10 @@ class Replay:
         """
         size = self.config.trainer.micro_batch_size
         starts = self.sampler.window_starts(self.state.windows_seen + number * size, size)
-        inputs, targets = self.dataset.__getitems__(starts.tolist())
-        return inputs.to(self.context.device), targets.to(self.context.device)
+        inputs, targets = to_device(self.dataset.__getitems__(starts.tolist()), self.context.device)
+        return inputs, targets
 
-    def digests(self, number: int) -> Digests:
+    def digests(self, number: int) -> dict[str, torch.Tensor]:
         """Compute a micro-batch's gradients here; return their digests before any reduction. Collective."""
         inputs, targets = self.read(number)
         if self.config.model.dropout:

@@ -45,6 +45,7 @@ def test_the_loss_is_the_mean_over_the_targets(arch: Arch) -> None:
     picked = logits.log_softmax(-1).gather(2, targets.unsqueeze(2)).squeeze(2)
     assert loss is not None
     assert torch.allclose(loss, -picked.mean())
+    assert loss.requires_grad and not logits.requires_grad, "FSDP2 hooks each output that has a gradient"
     assert torch.equal(LossModule(model)(inputs, targets), loss)
     assert model(inputs)[1] is None
 

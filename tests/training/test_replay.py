@@ -1,5 +1,6 @@
 """Which ranks are named when workers compute differently, and which snapshots are trusted then."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,12 @@ import pytest
 import torch
 from conftest import SMALL, Finish, Start, changed_program, command, error_of, final_hash
 from support.jobs import read_history
-from support.ranks import run_ranks
+from support.ranks import lone_rank, run_ranks
 
 from mingpt.base.errors import NodeRefused, NonRetryableError, PeersMissing
 from mingpt.config.cli import build
 from mingpt.distributed import DistributedContext
+from mingpt.parallel import digest, strategy
 from mingpt.snapshot.manifest import is_suspect
 from mingpt.tools.jobs import torchrun
 from mingpt.training.replay import Replay
@@ -60,10 +62,10 @@ class Computer(Replay):
     def can_read(self, *numbers: int) -> bool:
         return True
 
-    def digests(self, number: int) -> dict[str, str]:
+    def digests(self, number: int) -> dict[str, torch.Tensor]:
         self.calls += 1
         is_wrong = self.wrong == "always" or self.calls in self.wrong
-        return {"a": "same", "b": f"{number} of {self.context.rank if is_wrong else 'all'}"}
+        return {"a": torch.tensor(0), "b": torch.tensor(10 * number + is_wrong * (1 + self.context.rank))}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,36 @@ def test_who_differs_from_itself_or_from_most_is_named(
 def test_a_copy_that_has_drifted_is_told_from_a_gradient(workers: int, named: list[int]) -> None:
     found = run_ranks(workers, lambda context: Computer(context, {}, {1: 2.0}).compare_copies())
     assert found == [(named, "holds another copy of model.a")] * workers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+def test_the_digest_changes_with_any_bit_of_any_element(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy, "DIGEST_PIECE", 5)  # the last piece is shorter than those before
+    monkeypatch.setattr(strategy, "digest_weights", strategy.digest_weights.__wrapped__)
+    content = torch.arange(24 * dtype.itemsize).to(torch.uint8)
+    found = [digest(content.view(dtype).view(2, 12))]
+    for byte, bit in itertools.product(range(len(content)), range(8)):
+        changed = content.clone()
+        changed[byte] ^= 1 << bit
+        found.append(digest(changed.view(dtype).view(2, 12)))
+    assert len({int(one) for one in found}) == 1 + 8 * len(content)
+
+
+def test_the_digest_tells_elements_that_have_changed_places_or_signs() -> None:
+    values = torch.randn(3 * strategy.DIGEST_PIECE)
+    swapped, negated = values.clone(), values.clone()
+    swapped[[7, 7 + strategy.DIGEST_PIECE]] = values[[7 + strategy.DIGEST_PIECE, 7]]
+    negated[[7, 7 + strategy.DIGEST_PIECE]] *= -1
+    assert len({int(digest(one)) for one in (values, swapped, negated, values.flip(0))}) == 4
+    assert digest(values) == digest(values.clone())
+
+
+def test_a_single_worker_has_no_copies_to_compare() -> None:
+    computer = Computer(lone_rank(), {}, {})
+    computer.state = Mock(tensors=Mock(side_effect=AssertionError))
+    assert computer.compare_copies() is None
 
 
 @pytest.mark.parametrize(("kinds", "is_due"), [("aaa", True), ("aab", False)])
