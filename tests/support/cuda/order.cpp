@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -93,22 +94,24 @@ void issue(Stream& stream) {
     stream.clock[stream.index]++;
 }
 
-static void add_unfinished(Pending& pending, const Pending& more) {
-    Pending result;
-    for (const Pending* list : {(const Pending*)&pending, &more})
-        for (auto& work : *list) {
-            bool known = false;
-            for (auto& other : result) known = known || other == work;
-            if (!work->done && !known) result.push_back(work);
-        }
-    pending.swap(result);
+// Add what has not ended yet, once, and drop what has.
+template <class T>
+static void add_unfinished(std::vector<T>& list, const std::vector<T>& more) {
+    std::vector<T> all = list, result;
+    all.insert(all.end(), more.begin(), more.end());
+    for (auto& item : all)
+        if (!item->done && std::find(result.begin(), result.end(), item) == result.end()) result.push_back(item);
+    list.swap(result);
+}
+
+void add_host_copy(Stream& stream, HostCopy copy) {
+    add_unfinished(stream.host_copies, {std::make_shared<HostCopy>(std::move(copy))});
 }
 
 void wait_for(Stream& stream, const Event& event) {
     join(stream.clock, event.clock);
     add_unfinished(stream.pending, event.pending);
-    for (auto& copy : event.host_copies)
-        if (!copy->done) stream.host_copies.push_back(copy);
+    add_unfinished(stream.host_copies, event.host_copies);
 }
 
 void finish(Lock& lock, const Pending& pending) {

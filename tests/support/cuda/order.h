@@ -87,6 +87,7 @@ Stream& new_stream();
 
 // Issue an operation on a stream: it follows what the stream has waited for and what the host knows to be done.
 void issue(Stream& stream);
+void add_host_copy(Stream& stream, HostCopy copy);
 // Make work that is issued later on the stream follow the event.
 void wait_for(Stream& stream, const Event& event);
 // Wait until the operations of NCCL have ended. Releases the lock meanwhile.

@@ -323,8 +323,7 @@ API cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t si
     if (pageable) synchronize(lock, stream.pending, stream.host_copies, stream.clock);
     if (pageable || to_device == from_device) return cudaSuccess;
     const char* bytes = (const char*)source;
-    HostCopy copy{destination, source, std::vector<char>(bytes, bytes + size), from_device};
-    stream.host_copies.push_back(std::make_shared<HostCopy>(std::move(copy)));
+    add_host_copy(stream, {destination, source, std::vector<char>(bytes, bytes + size), from_device});
     return cudaSuccess;
 }
 
@@ -371,7 +370,6 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream& stream = stream_of(handle);
     if (stream.graph) return forbidden(stream, "cudaStreamSynchronize");
     synchronize(lock, stream.pending, stream.host_copies, stream.clock);
-    stream.host_copies.clear();
     return cudaSuccess;
 }
 
@@ -391,8 +389,7 @@ API cudaError_t cudaDeviceSynchronize() {
         Stream& stream = *all_streams()[i];
         if (stream.device != current_device) continue;
         synchronize(lock, stream.pending, stream.host_copies, stream.clock);
-        stream.host_copies.clear();
-    }
+        }
     return cudaSuccess;
 }
 
