@@ -265,3 +265,44 @@ def test_a_failure_of_nccl_is_told_in_its_own_words_and_costs_no_restart(
     job = begin(trainer__workers=2, env={"STANDIN_NCCL_FAIL": reason})
     assert job.wait() not in (0, -signal.SIGABRT) and job.err().count(reason) == 1, job.err()
     assert "restart" not in job.err()
+
+
+# Work on two streams, right and with one call left out each; prints how many hazards and what the host reads.
+ORDER = """
+import os, torch
+def work(fault):
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.ones(1000, device="cuda")
+    host = torch.zeros(1000).pin_memory()
+    if fault != "wait before":
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        if fault != "record_stream":
+            x.record_stream(side)
+        y = x * 2
+    del x
+    z = torch.ones(1000, device="cuda")
+    if fault != "wait after":
+        main.wait_stream(side)
+    host.copy_(y + z, non_blocking=True)
+    if fault != "synchronize":
+        torch.cuda.synchronize()
+    read = int(host.sum())
+    torch.cuda.synchronize()
+    hazards = open(f"{os.environ['STANDIN_DIR']}/{os.getpid()}.records").read().count("HAZARD")
+    print(fault, hazards - sum(found), read, sep=":")
+    found.append(hazards - sum(found))
+found = []
+for fault in ("none", "wait before", "record_stream", "wait after", "synchronize"):
+    work(fault)
+"""
+
+
+def test_the_stand_in_notices_each_way_to_break_the_order_of_streams(
+    start: Start, libraries: Path, tmp_path: Path
+) -> None:
+    job = start([sys.executable, "-c", ORDER], **environment(libraries, tmp_path))
+    assert job.wait() == 0, job.err()
+    none, before, record, after, synchronize = (line.split(":") for line in job.out().splitlines())
+    assert none[1:] == ["0", "3000"] and synchronize[1:] == ["0", "0"]
+    assert all(int(hazards) > 0 for _, hazards, _ in (before, record, after)), job.out()

@@ -14,25 +14,14 @@ API CUresult cuInit(unsigned) {
     return cudaGetDeviceCount(&count) ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS;
 }
 
-API CUresult cuDriverGetVersion(int* version) {
-    *version = 13000;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuDeviceGet(CUdevice* device, int number) {
-    *device = number;
-    return CUDA_SUCCESS;
-}
+API CUresult cuDriverGetVersion(int* version) { *version = 13000; return CUDA_SUCCESS; }
+API CUresult cuDeviceGet(CUdevice* device, int number) { *device = number; return CUDA_SUCCESS; }
 
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
     return (CUresult)cudaDeviceGetAttribute(value, (cudaDeviceAttr)attribute, device);
 }
 
-API CUresult cuCtxGetCurrent(CUcontext* context) {
-    *context = the_context;
-    return CUDA_SUCCESS;
-}
-
+API CUresult cuCtxGetCurrent(CUcontext* context) { *context = the_context; return CUDA_SUCCESS; }
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
@@ -63,11 +52,7 @@ API CUresult cuModuleLoadData(CUmodule* module, const void*) {
 }
 
 API CUresult cuModuleLoad(CUmodule* module, const char*) { return cuModuleLoadData(module, nullptr); }
-
-API CUresult cuModuleUnload(CUmodule module) {
-    free(module);
-    return CUDA_SUCCESS;
-}
+API CUresult cuModuleUnload(CUmodule module) { free(module); return CUDA_SUCCESS; }
 
 API CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
     *function = static_cast<CUfunction>(malloc(8));

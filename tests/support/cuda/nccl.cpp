@@ -155,10 +155,7 @@ static void serve(Communicator* communicator) {
     }
 }
 
-API int ncclGetVersion(int* version) {
-    *version = 23007;
-    return SUCCESS;
-}
+API int ncclGetVersion(int* version) { *version = 23007; return SUCCESS; }
 
 API const char* ncclGetErrorString(int result) {
     switch (result) {
@@ -211,21 +208,14 @@ API int ncclCommInitRankConfig(Communicator** result, int size, UniqueId id, int
     return SUCCESS;
 }
 
-API int ncclCommAbort(Communicator* communicator) {
-    communicator->aborted = true;
-    return SUCCESS;
-}
+API int ncclCommAbort(Communicator* communicator) { communicator->aborted = true; return SUCCESS; }
 
 API int ncclCommGetAsyncError(Communicator* communicator, int* error) {
     *error = communicator->error;
     return SUCCESS;
 }
 
-API int ncclCommCount(Communicator* communicator, int* count) {
-    *count = communicator->size;
-    return SUCCESS;
-}
-
+API int ncclCommCount(Communicator* communicator, int* count) { *count = communicator->size; return SUCCESS; }
 API int ncclCommDestroy(Communicator*) { return SUCCESS; }
 API int ncclCommFinalize(Communicator*) { return SUCCESS; }
 
@@ -419,10 +409,7 @@ static bool exchange_messages(Communicator* c, long number, const std::vector<Me
     return true;
 }
 
-API int ncclGroupStart() {
-    group_depth++;
-    return SUCCESS;
-}
+API int ncclGroupStart() { group_depth++; return SUCCESS; }
 
 API int ncclGroupEnd() {
     if (--group_depth || group.empty()) return SUCCESS;

@@ -137,11 +137,16 @@ void synchronize(Lock& lock, Pending pending, HostCopies copies, const Clock& cl
     join(host_clock, known);
 }
 
+// A GPU is behind the host: what was issued just now has not ended, unless the host has waited for it.
+static const double LAG_MS = 100;
+
 bool is_done(Event& event) {
     for (auto& work : event.pending)
         if (!work->done) return false;
+    bool known = true;
+    for (size_t i = 0; i < event.clock.size(); i++) known = known && has_seen(host_clock, i, event.clock[i]);
+    if (!known && now_ms() < event.at_ms + LAG_MS) return false;
     deliver(event.host_copies);
-    event.host_copies.clear();
     // Only this thread knows: torch's watchdog queries all the time, and tells no other thread the result.
     join(thread_clock, event.clock);
     return true;
@@ -234,10 +239,7 @@ API void standin_begin(cudaStream_t handle) {
     issue(stream);
 }
 
-API int standin_captures(cudaStream_t handle) {
-    Guard lock;
-    return stream_of(handle).graph != nullptr;
-}
+API int standin_captures(cudaStream_t handle) { Guard lock; return stream_of(handle).graph != nullptr; }
 
 API void standin_access(cudaStream_t handle, const void* address, size_t bytes, int writes, const char* what) {
     static auto* names = new std::set<std::string>;  // `what` lives only during the call

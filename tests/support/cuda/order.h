@@ -70,7 +70,6 @@ struct Event {
     Pending pending;
     HostCopies host_copies;
     Graph* graph = nullptr;  // the capture that it was recorded in
-    bool recorded = false;
     double at_ms = 0;
 };
 

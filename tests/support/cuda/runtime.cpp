@@ -17,10 +17,7 @@ using namespace standin;
 static thread_local cudaError_t last_error = cudaSuccess;
 static thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
-static cudaError_t fail(cudaError_t error) {
-    last_error = error;
-    return error;
-}
+static cudaError_t fail(cudaError_t error) { last_error = error; return error; }
 
 // ---------------------------------------------------------------------------------------------- devices
 // The numbers in CUDA_VISIBLE_DEVICES, or all of STANDIN_GPUS.
@@ -42,7 +39,6 @@ static const std::vector<int>& devices() {
 int standin::physical_device(int device) { return devices().at(device); }
 
 static bool is_device(int device) { return device >= 0 && device < (int)devices().size(); }
-
 static size_t memory_bytes() { return (size_t)(atof(setting("STANDIN_MEMORY_GB", "80")) * (1 << 30)); }
 
 API cudaError_t cudaGetDeviceCount(int* count) {
@@ -134,11 +130,7 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     return cudaSuccess;
 }
 
-API cudaError_t cudaDriverGetVersion(int* version) {
-    *version = 13000;
-    return cudaSuccess;
-}
-
+API cudaError_t cudaDriverGetVersion(int* version) { *version = 13000; return cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 
 API cudaError_t cudaGetLastError() {
@@ -353,10 +345,7 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned, int
     return cudaSuccess;
 }
 
-API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-    *priority = 0;
-    return cudaSuccess;
-}
+API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     bool is_wait;
@@ -377,7 +366,7 @@ API cudaError_t cudaStreamQuery(cudaStream_t handle) {
     Guard lock;
     Stream& stream = stream_of(handle);
     if (stream.graph) return forbidden(stream, "cudaStreamQuery");
-    Event event{stream.clock, stream.pending, stream.host_copies};
+    Event event{stream.clock, stream.pending, stream.host_copies, nullptr, now_ms()};
     return is_done(event) ? cudaSuccess : fail(cudaErrorNotReady);
 }
 
@@ -409,7 +398,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
     Stream& stream = stream_of(stream_handle);
     issue(stream);
     *reinterpret_cast<Event*>(handle) =
-        Event{stream.clock, stream.pending, stream.host_copies, stream.graph, true, now_ms()};
+        Event{stream.clock, stream.pending, stream.host_copies, stream.graph, now_ms()};
     return cudaSuccess;
 }
 
@@ -493,10 +482,7 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* memo
     return cudaSuccess;
 }
 
-API void** __cudaRegisterFatBinary(void*) {
-    static void* handle[4];
-    return handle;
-}
+API void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
 API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
@@ -616,31 +602,11 @@ struct Blas {
     int math_mode = 0;
 };
 
-static int product(void* handle) {
-    launch(dim3(1), static_cast<Blas*>(handle)->stream);
-    return 0;
-}
-
-API int cublasCreate_v2(void** handle) {
-    *handle = new Blas;
-    return 0;
-}
-
-API int cublasSetStream_v2(Blas* handle, cudaStream_t stream) {
-    handle->stream = stream;
-    return 0;
-}
-
-API int cublasSetMathMode(Blas* handle, int mode) {
-    handle->math_mode = mode;
-    return 0;
-}
-
-API int cublasGetMathMode(Blas* handle, int* mode) {
-    *mode = handle->math_mode;
-    return 0;
-}
-
+static int product(void* handle) { launch(dim3(1), static_cast<Blas*>(handle)->stream); return 0; }
+API int cublasCreate_v2(void** handle) { *handle = new Blas; return 0; }
+API int cublasSetStream_v2(Blas* handle, cudaStream_t stream) { handle->stream = stream; return 0; }
+API int cublasSetMathMode(Blas* handle, int mode) { handle->math_mode = mode; return 0; }
+API int cublasGetMathMode(Blas* handle, int* mode) { *mode = handle->math_mode; return 0; }
 API int cublasDestroy_v2(void*) { return 0; }
 API int cublasSetWorkspace_v2(void*, void*, size_t) { return 0; }
 API int cublasGemmEx(void* handle) { return product(handle); }
@@ -652,16 +618,8 @@ API int cublasDgemm_v2(void* handle) { return product(handle); }
 API int cublasSdot_v2(void* handle) { return product(handle); }
 
 // cublasLt: its descriptions are never read, and there is one algorithm, all zeros.
-static int describe(void** description) {
-    *description = calloc(1, 256);
-    return 0;
-}
-
-static int discard(void* description) {
-    free(description);
-    return 0;
-}
-
+static int describe(void** description) { *description = calloc(1, 256); return 0; }
+static int discard(void* description) { free(description); return 0; }
 API int cublasLtMatmulDescCreate(void** d) { return describe(d); }
 API int cublasLtMatmulDescDestroy(void* d) { return discard(d); }
 API int cublasLtMatmulDescSetAttribute() { return 0; }
