@@ -41,7 +41,8 @@ API CUresult cuGetErrorString(CUresult, const char** text) {
 }
 
 // The runtime's way to a function; Triton and torch then look it up in this library.
-API CUresult cuGetProcAddress_v2(const char*, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult*) {
+API CUresult cuGetProcAddress_v2(const char*, void** function, int, cuuint64_t,
+                                 CUdriverProcAddressQueryResult*) {
     *function = nullptr;
     return CUDA_ERROR_NOT_FOUND;
 }
@@ -79,8 +80,8 @@ static CUresult launch(unsigned x, unsigned y, unsigned z, CUstream stream) {
     return (CUresult)cudaLaunchKernel(nullptr, dim3{x, y, z}, dim3{1, 1, 1}, nullptr, 0, stream);
 }
 
-API CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned y, unsigned z, unsigned, unsigned, unsigned, unsigned,
-                            CUstream stream, void**, void**) {
+API CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned y, unsigned z, unsigned, unsigned, unsigned,
+                            unsigned, CUstream stream, void**, void**) {
     return launch(x, y, z, stream);
 }
 

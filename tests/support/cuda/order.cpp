@@ -54,7 +54,7 @@ Guard::~Guard() {
     for (auto& hazard : found) record("HAZARD", hazard, true);
 }
 
-// ---------------------------------------------------------------------------------------------- streams
+// ------------------------------------------------------------ streams
 std::vector<Stream*>& all_streams() {
     static auto* streams = new std::vector<Stream*>;
     return *streams;
@@ -77,7 +77,7 @@ Stream& stream_of(cudaStream_t handle) {
     return *stream;
 }
 
-// ---------------------------------------------------------------------------------------------- clocks
+// ------------------------------------------------------------ clocks
 static void join(Clock& clock, const Clock& other) {
     if (clock.size() < other.size()) clock.resize(other.size());
     for (size_t i = 0; i < other.size(); i++) clock[i] = std::max(clock[i], other[i]);
@@ -99,8 +99,10 @@ template <class T>
 static void add_unfinished(std::vector<T>& list, const std::vector<T>& more) {
     std::vector<T> all = list, result;
     all.insert(all.end(), more.begin(), more.end());
-    for (auto& item : all)
-        if (!item->done && std::find(result.begin(), result.end(), item) == result.end()) result.push_back(item);
+    for (auto& item : all) {
+        bool is_new = std::find(result.begin(), result.end(), item) == result.end();
+        if (is_new && !item->done) result.push_back(item);
+    }
     list.swap(result);
 }
 
@@ -152,7 +154,7 @@ bool is_done(Event& event) {
     return true;
 }
 
-// ---------------------------------------------------------------------------------------------- hazards
+// ------------------------------------------------------------ hazards
 struct Segment {
     uintptr_t end;
     int writer = -1;  // the stream that wrote last; -1: none is known
@@ -191,8 +193,9 @@ static void cover(uintptr_t begin, uintptr_t end) {
 static void report(const Stream& stream, const char* what, const char* did, int other, const char* before) {
     static int count = 0;
     if (count++ >= 50) return;
-    hazards.push_back(std::string(what) + " on stream " + std::to_string(stream.index) + " " + did + " stream " +
-                         std::to_string(other) + " without waiting for it (" + before + ")");
+    std::string here = std::to_string(stream.index), there = std::to_string(other);
+    std::string text = std::string(what) + " on stream " + here + " " + did + " stream " + there;
+    hazards.push_back(text + " without waiting for it (" + before + ")");
 }
 
 void access(Stream& stream, const void* address, size_t bytes, bool writes, const char* what) {
@@ -226,7 +229,7 @@ void forget(const void* address, size_t bytes) {
 
 }  // namespace standin
 
-// ---------------------------------------------------------------------------------------------- for numerics.py
+// ------------------------------------------------------------ for numerics.py
 using namespace standin;
 
 API void standin_set_place(void (*function)(char*, int)) { find_place = function; }
@@ -241,7 +244,8 @@ API void standin_begin(cudaStream_t handle) {
 
 API int standin_captures(cudaStream_t handle) { Guard lock; return stream_of(handle).graph != nullptr; }
 
-API void standin_access(cudaStream_t handle, const void* address, size_t bytes, int writes, const char* what) {
+API void standin_access(cudaStream_t handle, const void* address, size_t bytes, int writes,
+                        const char* what) {
     static auto* names = new std::set<std::string>;  // `what` lives only during the call
     Guard lock;
     access(stream_of(handle), address, bytes, writes, names->insert(what).first->c_str());

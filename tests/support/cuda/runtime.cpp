@@ -19,7 +19,7 @@ static thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlo
 
 static cudaError_t fail(cudaError_t error) { last_error = error; return error; }
 
-// ---------------------------------------------------------------------------------------------- devices
+// ------------------------------------------------------------ devices
 // The numbers in CUDA_VISIBLE_DEVICES, or all of STANDIN_GPUS.
 static const std::vector<int>& devices() {
     static auto* found = [] {
@@ -114,16 +114,6 @@ API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int
     return cudaSuccess;
 }
 
-API cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
-    snprintf(text, size, "0000:%02x:00.0", 1 + physical_device(device));
-    return cudaSuccess;
-}
-
-API cudaError_t cudaDeviceCanAccessPeer(int* value, int device, int other) {
-    *value = device != other;
-    return cudaSuccess;
-}
-
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     *least = 0;
     *greatest = -5;
@@ -149,7 +139,7 @@ API const char* cudaGetErrorString(cudaError_t error) {
         case cudaErrorInvalidDevice: return "invalid device ordinal";
         case cudaErrorNotReady: return "device not ready";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-        case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+        case cudaErrorStreamCaptureInvalidated: return "operation failed due to an error during capture";
         default: return "an error of the CUDA stand-in";
     }
 }
@@ -166,14 +156,14 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, u
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- capture rules
+// ------------------------------------------------------------ capture rules
 // The stream whose capture forbids this thread a call that waits, allocates or queries; else nullptr.
 static Stream* forbidding_stream() {
     if (thread_mode == cudaStreamCaptureModeRelaxed) return nullptr;
     for (Stream* stream : all_streams()) {
         if (!stream->graph || stream->mode == cudaStreamCaptureModeRelaxed) continue;
-        bool global = stream->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
-        if (global || stream->owner == std::this_thread::get_id()) return stream;
+        bool is_global = stream->mode == cudaStreamCaptureModeGlobal && thread_mode == stream->mode;
+        if (is_global || stream->owner == std::this_thread::get_id()) return stream;
     }
     return nullptr;
 }
@@ -189,7 +179,7 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode)
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- memory
+// ------------------------------------------------------------ memory
 enum Kind { DEVICE, PINNED, REGISTERED };
 struct Block {
     size_t size;
@@ -246,7 +236,9 @@ static cudaError_t release(void* address, const char* call) {
     return cudaSuccess;
 }
 
-API cudaError_t cudaMalloc(void** address, size_t size) { return allocate(address, size, DEVICE, "cudaMalloc"); }
+API cudaError_t cudaMalloc(void** address, size_t size) {
+    return allocate(address, size, DEVICE, "cudaMalloc");
+}
 API cudaError_t cudaFree(void* address) { return release(address, "cudaFree"); }
 API cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
     return allocate(address, size, PINNED, "cudaHostAlloc");
@@ -334,18 +326,12 @@ API cudaError_t cudaMemsetAsync(void* address, int value, size_t size, cudaStrea
     return cudaSuccess;
 }
 
-API cudaError_t cudaMemset(void* address, int value, size_t size) {
-    return cudaMemsetAsync(address, value, size, nullptr);
-}
-
-// ---------------------------------------------------------------------------------------------- streams
+// ------------------------------------------------------------ streams
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned, int) {
     Guard lock;
     *handle = reinterpret_cast<cudaStream_t>(&new_stream());
     return cudaSuccess;
 }
-
-API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     bool is_wait;
@@ -382,7 +368,7 @@ API cudaError_t cudaDeviceSynchronize() {
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- events
+// ------------------------------------------------------------ events
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned) {
     *handle = reinterpret_cast<cudaEvent_t>(new Event);
     return cudaSuccess;
@@ -441,7 +427,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handl
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- kernels
+// ------------------------------------------------------------ kernels
 static cudaError_t launch(dim3 grid, cudaStream_t handle) {
     if (!grid.x || !grid.y || !grid.z) return fail(cudaErrorInvalidConfiguration);
     Guard lock;
@@ -456,14 +442,6 @@ API cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3, void**, size_t, c
 }
 
 API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
-    return launch(grid, stream);
-}
-
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
-    return launch(config->gridDim, config->stream);
-}
-
-API cudaError_t cudaLaunchCooperativeKernel(const void*, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
     return launch(grid, stream);
 }
 
@@ -485,7 +463,8 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* memo
 API void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
-API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
+API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*,
+                                int*) {}
 API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 
 API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
@@ -504,18 +483,7 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void
 
 API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
-    *blocks = 4;
-    return cudaSuccess;
-}
-
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
-                                                                       unsigned) {
-    *blocks = 4;
-    return cudaSuccess;
-}
-
-// ---------------------------------------------------------------------------------------------- graphs
+// ------------------------------------------------------------ graphs
 API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
     static unsigned long long captures = 0;
     Guard lock;
@@ -578,7 +546,8 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* c
     return cudaSuccess;
 }
 
-API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* result, cudaGraph_t graph, unsigned long long) {
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* result, cudaGraph_t graph,
+                                              unsigned long long) {
     *result = reinterpret_cast<cudaGraphExec_t>(graph);
     return cudaSuccess;
 }
@@ -595,7 +564,7 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t handle) {
 API cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
-// ---------------------------------------------------------------------------------------------- cuBLAS
+// ------------------------------------------------------------ cuBLAS
 // Products do nothing, as other kernels. Arguments that are not used are left out of the declarations.
 struct Blas {
     cudaStream_t stream = nullptr;
