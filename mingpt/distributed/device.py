@@ -25,8 +25,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 def find_device(wanted: str, launch: Launch) -> "torch.device":
     """Return the device for `wanted`, the value of `trainer.device`. UserError if there is no such device.
 
-    auto is GPU `local_rank` if the node has a GPU for each of its workers, else mps if there is one and a
-    single worker, else the CPU. A GPU becomes the current device.
+    auto is GPU `local_rank` if the node has a GPU for each of its workers, else the CPU. A GPU becomes the
+    current device.
     """
     import torch
 
@@ -40,12 +40,24 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
             )
         torch.cuda.set_device(launch.local_rank)
         return torch.device("cuda", launch.local_rank)
-    can_use_mps = torch.backends.mps.is_available() and launch.world_size == 1
-    if wanted == "mps" and not can_use_mps:
+    if wanted == "mps" and not (torch.backends.mps.is_available() and launch.world_size == 1):
         raise UserError(
             "trainer.device=mps is for one process on a machine with Apple's GPU: set trainer.device=cpu"
         )
-    return torch.device("mps" if wanted != "cpu" and can_use_mps else "cpu")
+    return torch.device("mps" if wanted == "mps" else "cpu")
+
+
+def idle_gpus(wanted: str, launch: Launch) -> str | None:
+    """Return a sentence if auto takes the CPU although this machine has GPUs, since they are too few."""
+    import torch
+
+    gpus, workers = torch.cuda.device_count(), launch.local_world_size
+    if wanted != "auto" or not torch.cuda.is_available() or gpus >= workers:
+        return None
+    return (
+        f"trainer.device=auto takes the CPU, since {platform.node()} has GPUs for {gpus} of its {workers} "
+        f"workers: start {gpus} there, or set trainer.device=cpu"
+    )
 
 
 def check_device_types(types: list[str]) -> None:

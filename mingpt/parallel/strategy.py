@@ -75,7 +75,8 @@ def row_norms(gradient: Tensor) -> Tensor:
 
 def total_norm(norms: Tensor) -> Tensor:
     """Return the norm, a scalar tensor, of a gradient whose rows have these norms."""
-    return norms.double().square_().sum().sqrt_().float()
+    wide = norms.clone() if norms.is_mps else norms.double()  # Apple's GPU has no float64
+    return wide.square_().sum().sqrt_().float()
 
 
 class RowGatherer:

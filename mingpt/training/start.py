@@ -112,6 +112,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
     report_warmup(config, found)
+    if context.idle_gpus:
+        log.info(context.idle_gpus)
     return StartPoint(
         **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
     )

@@ -20,6 +20,7 @@ from mingpt.distributed.device import (
     check_gloo,
     find_device,
     find_program,
+    idle_gpus,
     resolve_dtype,
     usable_cores,
 )
@@ -123,14 +124,25 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
         find_device("mps", Launch())
 
 
-def test_apples_gpu_is_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apples_gpu_is_asked_for_by_name_and_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     two = Launch(world_size=2, local_world_size=2, master_addr="localhost")
-    assert find_device("auto", Launch()).type == "mps"
-    assert find_device("auto", two) == CPU
+    assert find_device("mps", Launch()).type == "mps"
+    assert find_device("auto", Launch()) == CPU
     with pytest.raises(UserError, match="is for one process on a machine with Apple's GPU"):
         find_device("mps", two)
+
+
+def test_auto_takes_the_cpu_and_says_so_if_there_are_fewer_gpus_than_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    three, two = (Launch(world_size=4, local_world_size=n, master_addr="localhost") for n in (3, 2))
+    assert find_device("auto", three) == CPU
+    assert "has GPUs for 2 of its 3 workers: start 2 there" in str(idle_gpus("auto", three))
+    assert idle_gpus("auto", two) is None and idle_gpus("cpu", three) is None
 
 
 @pytest.mark.parametrize(
