@@ -23,6 +23,9 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
 
 API CUresult cuCtxGetCurrent(CUcontext* context) { *context = the_context; return CUDA_SUCCESS; }
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+API CUresult cuCtxGetDevice(CUdevice* device) { return (CUresult)cudaGetDevice(device); }
+API CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
+API CUresult cuCtxGetLimit(size_t* value, CUlimit) { *value = 1 << 20; return CUDA_SUCCESS; }
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
     *context = the_context;
