@@ -259,8 +259,12 @@ def test_compiled_steps_are_captured_without_a_forbidden_call(
     reduction: str, begin: Begin, tmp_path: Path
 ) -> None:
     """Compiled kernels do nothing here, so losses mean nothing."""
-    env = {"STANDIN_NUMERICS": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    job = begin(env=env, gpus=1, trainer__compile=True, trainer__reduction=reduction)
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+    settings = {"trainer__compile": True, "trainer__reduction": reduction, "trainer__replay_every": 0}
+    job = begin(env=caches | {"STANDIN_NUMERICS": "0"}, gpus=1, **settings)
     captures = of_kind(finished(job, tmp_path), "CAPTURE")
     assert "torch.compile failed" not in job.err()
     assert any(int(record.what) > 0 for record in captures) == (reduction == "exact")
