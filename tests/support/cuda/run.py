@@ -1,0 +1,93 @@
+"""Run any command, with all its processes, on GPUs that a stand-in for CUDA and NCCL pretends.
+
+    python tests/support/cuda/run.py --gpus 2 python train.py trainer.workers=2
+
+It needs g++ and torch built for CUDA, no GPU. Kernels do nothing, and results are computed on the CPU, so no
+speed is measured. These environment variables change what is pretended:
+
+STANDIN_GPUS          number of GPUs; CUDA_VISIBLE_DEVICES chooses among them (1)
+STANDIN_CAPABILITY    compute capability (8.0)
+STANDIN_MEMORY_GB     memory of a GPU, GiB (80)
+STANDIN_NCCL_FAIL     the reason with which no communicator can be made
+STANDIN_NCCL_NOTICES  1: NCCL reports an error when a peer has exited, as it does between nodes
+STANDIN_NUMERICS      0: no arithmetic, which torch.compile needs
+STANDIN_DIR           folder for records and messages
+"""
+
+import argparse
+import os
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+INCLUDE = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvidia" / "include"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One of WAIT, FORBIDDEN, MISMATCH, HAZARD, COLLECTIVE, ALLOCATION and CAPTURE, and what it was."""
+
+    pid: int
+    kind: str
+    what: str
+    place: str  # file, line and function of the program, or ""
+
+
+def build(folder: Path) -> None:
+    """Compile the libraries into a folder. Raises CalledProcessError."""
+    compiler = ["g++", "-O1", "-shared", "-fPIC", "-std=c++17", f"-I{INCLUDE}"]
+    sources = [str(HERE / name) for name in ("order.cpp", "runtime.cpp", "nccl.cpp")]
+    subprocess.run(
+        [*compiler, "-o", str(folder / "libstandin.so"), *sources, "-ldl", "-lpthread"], check=True
+    )
+    driver = folder / "libcuda.so.1"
+    subprocess.run([*compiler, "-o", str(driver), str(HERE / "driver.cpp")], check=True)
+
+
+def environment(libraries: Path, records: Path, gpus: int = 1, **more: str) -> dict[str, str]:
+    """Return the environment variables of a command on the stand-in, whose libraries `build` has made.
+
+    `records` is an existing folder, for `read_records`. Names in `more` are those above without STANDIN_.
+    """
+    path = os.pathsep.join(filter(None, [str(HERE / "hook"), os.environ.get("PYTHONPATH")]))
+    return {
+        "LD_PRELOAD": str(libraries / "libstandin.so"),
+        "LD_LIBRARY_PATH": str(libraries),
+        "TRITON_LIBCUDA_PATH": str(libraries),
+        "PYTHONPATH": path,
+        "STANDIN_DIR": str(records),
+        "STANDIN_GPUS": str(gpus),
+    } | {f"STANDIN_{name}": value for name, value in more.items()}
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Return what the processes have recorded, each process's records in their order."""
+    return [
+        Record(int(path.stem), *line.split("\t"))
+        for path in sorted(folder.glob("*.records"))
+        for line in path.read_text().splitlines()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command on pretended GPUs.")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: %(default)s)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="standin-") as folder:
+        build(Path(folder))
+        records = Path(os.environ.get("STANDIN_DIR", folder))
+        code = subprocess.run(
+            given.command, env=os.environ | environment(Path(folder), records, given.gpus)
+        ).returncode
+        for record in read_records(records):
+            if record.kind in ("FORBIDDEN", "MISMATCH", "HAZARD"):
+                print(f"{record.kind} in process {record.pid}: {record.what} {record.place}")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
