@@ -7,6 +7,7 @@ can agree on a request to stop. torch is imported late, so that a wrong setting 
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,12 +97,11 @@ class DistributedContext:
             process_exit.join(self.rendezvous, config.timeout_s)
             self.repeated_failure = self.rendezvous.repeated_failure
             self.previous_generation = self.rendezvous.previous_generation
-            has_gpus = torch.cuda.is_available()
-            if has_gpus:
-                nccl.configure()
+            for name, value in nccl.ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
             try:
                 torch.distributed.init_process_group(
-                    "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                     store=self.rendezvous.process_group_store,
                     rank=self.rank,
                     world_size=self.world_size,
@@ -120,8 +120,10 @@ class DistributedContext:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
-            process_exit.nccl = nccl.NcclWatch(config.timeout_s)
-            process_exit.nccl.connect(self.device)
+            watch = process_exit.nccl = nccl.NcclWatch(config.timeout_s)
+            lost = self.raise_on_all_ranks(lambda: watch.connect(self.device))
+            if lost is not None:  # no other rank knows why, and all are alive
+                raise lost
 
     def environment(self) -> Environment:
         """Return what the weights' bits depend on besides the configuration; the caller sets `compiled`."""

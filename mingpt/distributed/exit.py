@@ -38,7 +38,7 @@ NOTE_FAILURE_S = 0.5
 STACKS_AFTER = 0.9  # share of timeout_s: a stuck worker writes its stacks before others time out
 MAX_STACK_FILES = 20
 RELEASE_S = 5.0
-NCCL_LOST = "NCCL: remote process exited or there was a network error"
+NCCL_LOST = "remote process exited or there was a network error"  # the one error of NCCL's that means it
 JOB_ENDS = ("SIGUSR1", "STOP")  # requests that end the job; after any other one, the agent decides
 
 
@@ -214,39 +214,31 @@ class ProcessExit:
         return PeerEnd.of(reason) if answers else None
 
     def exit_without_peer(self, rank: int) -> None:
-        """Exit with code 1 since worker `rank` has exited. Does nothing if another thread is exiting."""
+        """Exit with code 1 since worker `rank` has exited; see `exit_beside_main_thread`."""
+        reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
+        self.exit_beside_main_thread(f"worker {rank} {reason['why'] if reason else 'vanished'}")
 
-        def why() -> str:
-            reason = self.rendezvous.read_exit_reason(rank)[1] if self.rendezvous else None
-            return f"worker {rank} {reason['why']}" if reason else f"worker {rank} vanished"
-
-        said = f"worker {rank} has exited"
-        self._exit_beside_main_thread(f"{LOST_PEER} ({said})", said, why)
-
-    def exit_if_nccl_waits(self) -> None:
+    def exit_if_nccl_stuck(self) -> None:
         """Exit with code 1 if a collective on GPUs has waited for `timeout_s`, or NCCL has failed."""
-        if self.nccl is None:
-            return
-        if self.nccl.waited_s() > self.timeout_s:
-            why = f"{TIMED_OUT} {self.timeout_s:g} s"
-            self._exit_beside_main_thread(why, why, lambda: why, are_frozen=True)
-        elif self.nccl.has_failed():
-            self._exit_beside_main_thread(f"{LOST_PEER} ({NCCL_LOST})", NCCL_LOST, lambda: NCCL_LOST)
+        if self.nccl and self.nccl.waited_s() > self.timeout_s:
+            self.exit_beside_main_thread(f"{TIMED_OUT} {self.timeout_s:g} s")
+        elif self.nccl and self.nccl.backend.get_error().name == "COMM_ERROR":
+            self.exit_beside_main_thread(f"NCCL: {NCCL_LOST}")
 
-    def _exit_beside_main_thread(
-        self, reason: str, said: str, why: Callable[[], str], are_frozen: bool = False
-    ) -> None:
-        """Exit with code 1 without a peer; do nothing if another thread is exiting. See `leave_peers`.
+    def exit_beside_main_thread(self, said: str) -> None:
+        """Exit with code 1 since a worker is gone or silent. The thread of StopSignal calls this.
 
-        If no restart is left, prints what is `said`, and notes the result of `why` as the job's end.
+        `said`, what is known of that, is the exit reason. Calls `leave_peers` first, and `note_end_of_job` if
+        no restart is left. Does nothing if another thread is exiting.
         """
         is_first = self.exiting.acquire(blocking=False)
         if not is_first:
             return
-        self.leave_peers(reason, are_frozen)
+        are_frozen = said.startswith(TIMED_OUT)
+        self.leave_peers(said if are_frozen else f"{LOST_PEER} ({said})", are_frozen)
         if not self.launch.has_restarts_left():
             # With a time limit: the main thread may be noting the failure, or be stuck because of the disk.
-            try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(why()))
+            try_within(NOTE_FAILURE_S, lambda: self.note_end_of_job(said))
         self.report_lost_peer(said)
         os._exit(1)
 
@@ -378,7 +370,9 @@ def before_first_step(reason: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return redact(str(error)).splitlines()[0][:200] if str(error) else ""
+    """Return the first line of an error's text; for an error of NCCL's the last one, which has its reason."""
+    lines = redact(str(error)).split("\n")
+    return (f"NCCL: {lines[-1]}" if lines[0].startswith("NCCL error") else lines[0])[:200]
 
 
 def describe_failure(error: BaseException) -> str:
@@ -389,9 +383,13 @@ def describe_failure(error: BaseException) -> str:
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that a worker is gone or silent, by its type and the place of its origin.
 
-    That is a DistError, or a RuntimeError that torch.distributed has raised: gloo's errors have no type.
+    That is a DistError, or a RuntimeError that torch.distributed has raised: gloo's errors have no type. Of
+    NCCL's errors only NCCL_LOST counts: the others come from this machine, such as no room in /dev/shm.
     """
     from torch.distributed import DistError
+
+    if str(error).startswith("NCCL error"):
+        return NCCL_LOST in str(error)
 
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = frames[-1].f_globals.get("__name__", "") if frames else ""

@@ -5,7 +5,7 @@ NCCL's. The watchdog, a thread of torch's, can only end the process by SIGABRT, 
 """
 
 import json
-import os
+import platform
 import time
 from datetime import timedelta
 
@@ -13,58 +13,62 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d
 
-ENVIRONMENT = {
-    # Otherwise an error leaves a signal in the agent's store, which ends all later generations.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_TIMING": "1",  # the watchdog then sees when the GPU has reached a collective
-}
+from mingpt.base.errors import UserError
+from mingpt.distributed.exit import first_line, is_lost_peer
+
+# Read by torch. A dump would leave a signal in the agent's store, which ends all later generations; by the
+# timing the watchdog sees when a GPU has reached a collective.
+ENVIRONMENT = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_TIMING": "1"}
 # torch counts a collective's time from its call, when the GPU may have much to compute before it. So torch's
 # own limit is only for a process in which nothing else acts.
 SLACK = 10
 
 
-def configure() -> None:
-    """Set what torch's NCCL backend reads in the environment, apart from variables that are set already."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
 class NcclWatch:
-    """Tells another thread whether the GPUs' collectives fail, or wait for a peer."""
+    """Tells another thread whether the GPUs' collectives wait for a peer; `backend` tells if they failed."""
 
     def __init__(self, timeout_s: float) -> None:
-        cuda = torch.device("cuda")
-        assert distributed.group.WORLD is not None
-        self.backend = distributed.group.WORLD._get_backend(cuda)
+        group = distributed.distributed_c10d._get_default_group()
+        self.backend = group._get_backend(torch.device("cuda"))
         self.backend._set_default_timeout(timedelta(seconds=SLACK * timeout_s))
-        self.connects_since: float | None = None
-        self.waiting: dict[str, tuple[int, float]] = {}  # process group -> (collective, first seen waiting)
+        self.connects = False
+        self.waiting: list[str] = []  # names of the collectives that wait
+        self.since = 0.0
         self.waited_s()  # raises here if this torch does not tell
 
-    def connect(self, device: torch.device) -> None:
-        """Connect the GPUs of all ranks by a first collective. Raises NCCL's errors. Collective."""
-        self.connects_since = time.monotonic()
-        distributed.all_reduce(torch.zeros(1, device=device))
-        torch.cuda.synchronize()
-        self.connects_since = None
+    def connect(self, device: torch.device) -> distributed.DistError | None:
+        """Connect the GPUs of all ranks by a first collective. Collective.
 
-    def has_failed(self) -> bool:
-        """Return whether NCCL has failed: a peer is gone, or the network."""
-        return self.backend.get_error() == _distributed_c10d.ErrorType.COMM_ERROR
+        Raises UserError if NCCL cannot work on this machine; returns its error if a peer or the network is
+        the cause, since another rank may know more.
+        """
+        self.connects = True
+        try:
+            distributed.all_reduce(torch.zeros(1, device=device))
+            torch.cuda.synchronize()
+        except distributed.DistError as error:
+            if is_lost_peer(error):
+                return error
+            raise UserError(
+                f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
+                "trainer.device=cpu"
+            ) from None
+        finally:
+            self.connects = False
+        return None
 
     def waited_s(self) -> float:
-        """Return for how long a collective on the GPU has waited for a peer; 0.0 if none does.
+        """Return for how long a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none does.
 
-        What the GPU computes before the collective does not count. Only one thread may call this; a wait is
-        noticed by two calls, and counts from the first.
+        What the GPU computes before the collective does not count. Only one thread may call this, and often:
+        the time counts from the first call that finds the wait.
         """
-        now = time.monotonic()
         told = json.loads(_distributed_c10d._dump_nccl_trace_json(False, False))  # type: ignore[attr-defined]
-        before, self.waiting = self.waiting, {}
+        waiting = ["connect"] * self.connects
         for name, status in told.get("pg_status", {}).items():
-            number = int(status["last_started_collective"])
-            if number > int(status["last_completed_collective"]):
-                last, since = before.get(name, (number, now))
-                self.waiting[name] = (number, since if number == last else now)
-        since_all = [since for _, since in self.waiting.values()]
-        return now - min([*since_all, self.connects_since or now])
+            started = status["last_started_collective"]
+            if int(started) > int(status["last_completed_collective"]):
+                waiting.append(f"{started} of process group {name}")
+        if waiting != self.waiting or not waiting:
+            self.waiting, self.since = waiting, time.monotonic()
+        return time.monotonic() - self.since if waiting else 0.0

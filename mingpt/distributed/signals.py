@@ -117,7 +117,7 @@ class StopSignal:
             if is_there and not self.reason:
                 self.request("STOP")
             self.check_peers()
-            self.exit.exit_if_nccl_waits()
+            self.exit.exit_if_nccl_stuck()
             if self.deferred and self.launch.world_size > 1 and self.reason not in (None, *JOB_ENDS):
                 since = max(self.received_at, self.exit.progress_at)
                 if time.monotonic() - since > self.exit.timeout_s:  # nothing has moved

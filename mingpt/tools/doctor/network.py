@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mingpt.base.system import ipv4_addresses, run_within
+from mingpt.distributed.exit import first_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -169,7 +170,7 @@ def measure_all_reduce(exchange: Exchange, gpu: int | None) -> tuple[float | Non
     try:
         return run_within(2 * GROUP_TIMEOUT_S, lambda: all_reduce_rate(exchange, gpu)), None
     except Exception as error:  # a backend raises exceptions of many kinds, and any is an answer
-        return None, (str(error).splitlines() or [""])[0][:200]
+        return None, first_line(error)
 
 
 def all_reduce_rate(exchange: Exchange, gpu: int | None) -> float:
