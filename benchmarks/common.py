@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -152,7 +151,7 @@ def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
     return codes
 
 
-def signal_one(pids: Sequence[int], number: signal.Signals, rng: random.Random) -> int | None:
+def signal_one(pids: Sequence[int], number: int, rng: random.Random) -> int | None:
     """Send a signal to a random process; returns its place in `pids`, None if there is none or it ended."""
     if not pids:
         return None
@@ -208,10 +207,10 @@ def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "rat
     }
 
 
-def median_step_s(run_dir: Path) -> float:
-    """Median seconds per step over the records of a run after the first quarter."""
-    recorded = list(read_metric(run_dir, "step_s").values())
-    return statistics.median(recorded[max(1, len(recorded) // 4) :])
+def median_metric(run_dir: Path, name: str = "step_s") -> float | None:
+    """Median of a metric over the records of a run after the first quarter; None if there is none."""
+    recorded = list(read_metric(run_dir, name).values())
+    return statistics.median(recorded[max(1, len(recorded) // 4) :] or recorded) if recorded else None
 
 
 def seconds_to_import_torch() -> float:

@@ -103,12 +103,9 @@ class Trial:
 
 def inflict(fault: str, node: Node) -> None:
     faults: dict[str, Callable[[], None]] = {
-        "kill": node.kill,
-        "network": node.cut_network,
-        "storage": node.cut_storage,
-        "both": node.cut,
+        "kill": node.kill, "network": node.cut_network, "storage": node.cut_storage, "both": node.cut,
         "frozen": node.freeze,
-    }
+    }  # fmt: skip
     faults[fault]()
 
 

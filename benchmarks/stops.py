@@ -154,18 +154,10 @@ def stop_once(
     if history["status"] == "stopped":  # it had begun to train: its last step must have a snapshot
         is_good = is_good and newest == history["generations"][-1]["to_step"]
     return {
-        "kind": kind,
-        "moment": moment,
-        "after_s": round(after_s, 2),
-        "gone_s": round(took, 2),
-        "agent_gone_s": round(agent_took, 2),
-        "imports_s": round(imports_s, 2),
-        "status": history["status"],
-        "snapshot_before": before,
-        "snapshot": newest,
-        "agent_code": code,
-        "ok": is_good,
-    }
+        "kind": kind, "moment": moment, "after_s": round(after_s, 2), "gone_s": round(took, 2),
+        "agent_gone_s": round(agent_took, 2), "imports_s": round(imports_s, 2), "status": history["status"],
+        "snapshot_before": before, "snapshot": newest, "agent_code": code, "ok": is_good,
+    }  # fmt: skip
 
 
 def records(run_dir: Path) -> list[tuple[int, float]]:

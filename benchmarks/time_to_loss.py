@@ -64,15 +64,10 @@ def main() -> int:
         times.append(took)
         row(seed=seed, parameters=parameters, val_loss=round(loss, 4), seconds=round(took, 2))
     row(
-        target=arguments.target,
-        within_s=arguments.within_s,
-        seeds=arguments.seeds,
-        reached=reached,
-        loss_mean=round(statistics.fmean(losses), 4),
-        loss_worst=round(max(losses), 4),
-        seconds_median=round(statistics.median(times), 2),
-        seconds_worst=round(max(times), 2),
-    )
+        target=arguments.target, within_s=arguments.within_s, seeds=arguments.seeds, reached=reached,
+        loss_mean=round(statistics.fmean(losses), 4), loss_worst=round(max(losses), 4),
+        seconds_median=round(statistics.median(times), 2), seconds_worst=round(max(times), 2),
+    )  # fmt: skip
     return 0 if reached == arguments.seeds else 1
 
 
