@@ -108,8 +108,8 @@ def freeze_before_meeting(
     tally.add(is_good, job)
 
 
-def run_worker(mark: Path, rank: int, step: int, event: str, call: str, argv: list[str]) -> None:
-    """Run train.py, in which one worker waits in C code for ever, once."""
+def stick_once(mark: Path, rank: int, step: int, event: str, call: str) -> None:
+    """Have one worker wait in C code for ever, once."""
     libc = ctypes.CDLL(None)
 
     def stick(**details: Any) -> None:
@@ -125,10 +125,6 @@ def run_worker(mark: Path, rank: int, step: int, event: str, call: str, argv: li
                 os.read(os.pipe()[0], 1)
 
     events.subscribe(event, stick)
-    sys.argv = argv
-    import train
-
-    train.main()
 
 
 def kill_beside_stuck(
@@ -139,9 +135,11 @@ def kill_beside_stuck(
     workers, step = rng.choice([2, 3]), rng.randrange(1, STEPS)
     rank, event = rng.randrange(workers), rng.choice(["step_start", "backward_end"])
     call = rng.choice(["pause", "sleep", "read"])
-    program = [__file__, "--worker", str(mark), str(rank), str(step), event, call]
     settings = SETTINGS | {"run_dir": run_dir, "trainer.timeout_s": 300}
-    command = [*torchrun(workers, restarts=2), *program, "train.py", *common.arguments_of(settings)]
+    code = f"import freeze, pathlib; mark = pathlib.Path({str(mark)!r})\n"
+    code += f"freeze.stick_once(mark, {rank}, {step}, {event!r}, {call!r})"
+    program = common.changed_program(folder, code)
+    command = [*torchrun(workers, restarts=2), program, *common.arguments_of(settings)]
     job = Job(command, run_dir)
     job.wait_until(lambda: mark.exists() and mark.read_text())
     pids, stuck = job.workers(), int(mark.read_text())
@@ -205,8 +203,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        path, rank_text, step_text, event_name, c_call = sys.argv[2:7]
-        run_worker(Path(path), int(rank_text), int(step_text), event_name, c_call, sys.argv[7:])
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -27,7 +27,7 @@ import torch
 from support.jobs import Job
 
 from mingpt.base import events
-from mingpt.tools.jobs import ROOT, torchrun
+from mingpt.tools.jobs import torchrun
 
 SETTINGS = common.SMALL | {
     "trainer.max_steps": 100, "trainer.replay_every": 20, "trainer.eval_every": 50, "snapshot.every": 10,
@@ -40,9 +40,6 @@ KINDS = {  # (workers, strategy, reduction) of each job
     "once": [(workers, name, "exact") for name in STRATEGIES for workers in (3, 4)],
     "copy": [(workers, name, "exact") for name in ("ddp", "sharded") for workers in (2, 3)],
 }
-PROGRAM = (
-    "import sys\nsys.path[:0] = [{root!r}, {here!r}]\nimport replay, train\nreplay.lie()\ntrain.main()\n"
-)
 
 
 def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,14 +77,8 @@ def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, 
     workers, strategy, reduction = case
     words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
     name = "-".join(map(str, (kind, *case)))
-    run_dir, program = folder / name, folder / "lying_train.py"
-    program.write_text(PROGRAM.format(root=str(ROOT), here=str(Path(__file__).parent)))
-    command = [
-        *torchrun(workers, 2),
-        str(program),
-        f"run_dir={run_dir}",
-        *common.arguments_of(SETTINGS, words),
-    ]
+    run_dir, program = folder / name, common.changed_program(folder, "import replay; replay.lie()")
+    command = [*torchrun(workers, 2), program, f"run_dir={run_dir}", *common.arguments_of(SETTINGS, words)]
     liar = Job(command, run_dir, LIE=kind)
     codes = [liar.wait(600)]
     sentence = next((line for line in liar.err().splitlines() if " is not made" in line), "")

@@ -27,7 +27,6 @@ from support.jobs import Job, last_step, read_history
 
 from mingpt.tools.jobs import ROOT, torchrun
 
-POLL_S = 0.002
 SETTINGS = {
     "trainer.eval_at_start": False, "trainer.log_every": 1, "trainer.max_steps": 3,
     "trainer.sample_tokens": 0, "trainer.device": "cpu",
@@ -43,14 +42,8 @@ def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
     launcher, workers = LAUNCHES[launch]
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     settings = SETTINGS | {"run_dir": run_dir, "trainer.workers": workers}
-    record = run_dir / "metrics.jsonl"
-    began = time.monotonic()
-    job = Job([*launcher, "train.py", *common.arguments_of(settings)], run_dir, cwd=checkout)
-    while job.is_running() and not (record.exists() and record.read_text().endswith("\n")):
-        time.sleep(POLL_S)
-    took = time.monotonic() - began
-    common.wait_for_success(job)
-    return took
+    command = [*launcher, "train.py", *common.arguments_of(settings)]
+    return common.seconds_until(command, run_dir, "\n", checkout)
 
 
 def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:

@@ -57,14 +57,22 @@ SIZES: dict[str, dict[str, Any]] = {"default": {"trainer.max_steps": 60}, "cpu":
 EFFICIENCY, EFFICIENCY_OF_10M = 0.92, 0.95
 PEER = {
     "cpu": [
-        "--block_size=64", "--batch_size=12",
-        "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0",
+        "--block_size=64",
+        "--batch_size=12",
+        "--n_layer=4",
+        "--n_head=4",
+        "--n_embd=128",
+        "--dropout=0.0",
     ],
     "10M": [
-        "--block_size=256", "--batch_size=64",
-        "--n_layer=6", "--n_head=6", "--n_embd=384", "--dropout=0.2",
+        "--block_size=256",
+        "--batch_size=64",
+        "--n_layer=6",
+        "--n_head=6",
+        "--n_embd=384",
+        "--dropout=0.2",
     ],
-}  # fmt: skip
+}
 PEER_VARIANTS = {
     "not compiled": ["--compile=False"],
     "bfloat16": ["--compile=False", "--dtype=bfloat16"],

@@ -30,7 +30,6 @@ from support.jobs import Job
 
 from mingpt.base import events
 from mingpt.config import Config
-from mingpt.config.cli import parse
 from mingpt.tools.jobs import torchrun
 
 if TYPE_CHECKING:
@@ -56,6 +55,7 @@ ENDS = {
 # Rank 0's CPU seconds and page faults per step, and its peak memory.
 USAGE = ("user_s", "system_s", "page_faults", "peak_mb")
 TIMES = "times.json"
+CODE = "import throughput; throughput.StepTimes(throughput.parse(sys.argv[1:]))"
 
 
 class StepTimes:
@@ -116,21 +116,12 @@ class StepTimes:
         Path(self.config.run_dir, TIMES).write_text(json.dumps(measured))
 
 
-def work(arguments: list[str]) -> None:
-    """Run train.py with its steps timed."""
-    StepTimes(parse(arguments))
-    import train
-
-    sys.argv = ["train.py", *arguments]
-    train.main()
-
-
 def measure(settings: common.Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
     """Do one run; returns rank 0's measurements, and torch and the device from its snapshot."""
     with common.work_folder() as folder:
         run_dir = folder / "run"
         given = common.arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)
-        command = [*torchrun(workers), __file__, "--worker", *given]
+        command = [*torchrun(workers), common.changed_program(folder, CODE), *given]
         job = Job(command, run_dir, OMP_NUM_THREADS="1")
         common.wait_for_success(job)
         measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())
@@ -174,6 +165,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2:])
     sys.exit(main())
