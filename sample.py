@@ -78,7 +78,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--dtype",
-        choices=["auto", "float32", "bfloat16"],
+        choices=["auto", "float32", "bfloat16", "float16"],
         default="float32",
         help="of weights and products; auto: bfloat16 where it is fast, which pays for several samples "
         "(default: %(default)s)",

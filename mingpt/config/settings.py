@@ -166,11 +166,11 @@ class TrainerConfig:
     sample_tokens: int = Field(200, "tokens of sample text generated at each evaluation; 0 for none", ge=0)
     eval_only: bool = Field(False, "evaluate the newest snapshot and train nothing")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        "auto", "auto takes cuda, else mps for a single process, else cpu"
+        "auto", "auto takes cuda if there is a GPU for each worker, else cpu; mps only by its name"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        "autocast type of the matrix products; auto takes bfloat16 where it is fast",
+        "autocast type of the matrix products; auto: bfloat16 where it is fast, float16 on older CUDA GPUs",
         affects_result=True,
     )
     compile: Literal["auto"] | bool = Field(

@@ -8,6 +8,7 @@ can agree on a request to stop. torch is imported late, so that a wrong setting 
 
 import logging
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,11 @@ from mingpt.distributed.device import (
     check_gloo,
     find_device,
     find_environment,
+    idle_gpus,
     keep_freed_memory,
     resolve_dtype,
 )
-from mingpt.distributed.exit import ProcessExit
+from mingpt.distributed.exit import ProcessExit, first_line, is_lost_peer
 from mingpt.distributed.launch import Launch
 from mingpt.distributed.rendezvous import GenerationEnd, Rendezvous
 from mingpt.distributed.signals import REASONS, StopSignal
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from mingpt.config import TrainerConfig
+    from mingpt.distributed.nccl import NcclWatch
     from mingpt.distributed.shared_memory import SharedMemory
 T = TypeVar("T")
 HEARTBEAT_S = 0.5
@@ -54,6 +57,25 @@ def wait_for(work: "torch.distributed.Work | None") -> None:
         if type(error) is RuntimeError:
             raise DistNetworkError(str(error)) from error
         raise
+
+
+def connect_gpus(watch: "NcclWatch", device: "torch.device") -> Exception | None:
+    """Have NCCL connect the GPUs of all ranks; return its error if a peer or the network is the cause.
+
+    Another rank may know more then. Raises UserError for any other error of NCCL's. Collective.
+    """
+    from torch.distributed import DistError
+
+    try:
+        watch.connect(device)
+    except DistError as error:
+        if is_lost_peer(error):
+            return error
+        raise UserError(
+            f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
+            "trainer.device=cpu"
+        ) from None
+    return None
 
 
 class StepStatus(NamedTuple):
@@ -97,8 +119,9 @@ class DistributedContext:
             process_exit.join(self.rendezvous, config.timeout_s)
             self.repeated_failure = self.rendezvous.repeated_failure
             self.previous_generation = self.rendezvous.previous_generation
-            for name, value in nccl.ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
+            # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
             try:
                 torch.distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -114,14 +137,16 @@ class DistributedContext:
                 raise
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
-        # If bfloat16 is not native on every rank, auto is float32.
+        self.idle_gpus = idle_gpus(config.device, launch)
         dtypes = set(self.all_gather_object(resolve_dtype(config.dtype, self.device)))
-        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        # If auto is not the same on all ranks, it is what all can do: all GPUs have float16.
+        common = torch.float16 if self.device.type == "cuda" else torch.float32
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else common
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.device.type == "cuda" and self.world_size > 1:
             watch = process_exit.nccl = nccl.NcclWatch(config.timeout_s)
-            lost = self.raise_on_all_ranks(lambda: watch.connect(self.device))
+            lost = self.raise_on_all_ranks(lambda: connect_gpus(watch, self.device))
             if lost is not None:  # no other rank knows why, and all are alive
                 raise lost
 

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import resource
 import socket
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mingpt.distributed.launch import Launch
 if TYPE_CHECKING:
     import torch
 
+DRIVER = Path("/proc/driver/nvidia/version")
 FILES_OF_AGENT, FILES_PER_WORKER = 24, 6  # measured with up to 8 workers, under fsdp, too
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
@@ -25,8 +27,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 def find_device(wanted: str, launch: Launch) -> "torch.device":
     """Return the device for `wanted`, the value of `trainer.device`. UserError if there is no such device.
 
-    auto is GPU `local_rank` if the node has a GPU for each of its workers, else mps if there is one and a
-    single worker, else the CPU. A GPU becomes the current device.
+    auto is GPU `local_rank` if the node has a GPU for each of its workers, else the CPU. A GPU becomes the
+    current device.
     """
     import torch
 
@@ -40,12 +42,24 @@ def find_device(wanted: str, launch: Launch) -> "torch.device":
             )
         torch.cuda.set_device(launch.local_rank)
         return torch.device("cuda", launch.local_rank)
-    can_use_mps = torch.backends.mps.is_available() and launch.world_size == 1
-    if wanted == "mps" and not can_use_mps:
+    if wanted == "mps" and not (torch.backends.mps.is_available() and launch.world_size == 1):
         raise UserError(
             "trainer.device=mps is for one process on a machine with Apple's GPU: set trainer.device=cpu"
         )
-    return torch.device("mps" if wanted != "cpu" and can_use_mps else "cpu")
+    return torch.device("mps" if wanted == "mps" else "cpu")
+
+
+def idle_gpus(wanted: str, launch: Launch) -> str | None:
+    """Return a sentence if auto takes the CPU although this machine has GPUs, since they are too few."""
+    import torch
+
+    gpus, workers = torch.cuda.device_count(), launch.local_world_size
+    if wanted != "auto" or not torch.cuda.is_available() or gpus >= workers:
+        return None
+    return (
+        f"trainer.device=auto takes the CPU, since {platform.node()} has GPUs for {gpus} of its {workers} "
+        f"workers: start {gpus} there, or set trainer.device=cpu"
+    )
 
 
 def check_device_types(types: list[str]) -> None:
@@ -92,16 +106,19 @@ def has_fast_bfloat16() -> bool:
 
 
 def resolve_dtype(wanted: str, device: "torch.device") -> "torch.dtype":
-    """Return the dtype of matrix products for `trainer.dtype`; auto is bfloat16 where fast, else float32."""
+    """Return the dtype of matrix products for `trainer.dtype`.
+
+    auto is bfloat16 where that is fast, float16 on CUDA GPUs without bfloat16, else float32.
+    """
     import torch
 
-    if wanted == "auto":
-        if device.type == "cuda":
-            is_fast = torch.cuda.get_device_capability() >= (8, 0)
-        else:
-            is_fast = device.type == "cpu" and has_fast_bfloat16()
-        return torch.bfloat16 if is_fast else torch.float32
-    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+    if wanted == "auto" and device.type == "cuda":
+        wanted = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    elif wanted == "auto":
+        wanted = "bfloat16" if device.type == "cpu" and has_fast_bfloat16() else "float32"
+    dtype = getattr(torch, wanted)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def autocast(device: "torch.device", dtype: "torch.dtype") -> "torch.autocast":
@@ -138,6 +155,27 @@ def device_name(device: "torch.device") -> str:
     # AMX computes products with other bits than AVX512.
     amx = " AMX" if torch.cpu._is_amx_tile_supported() else ""
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}{amx}"
+
+
+def gpu_facts(device: "torch.device") -> dict[str, str]:
+    """Return what a GPU and its software are, in words: card, memory, driver and so on; {} for no GPU."""
+    import torch
+
+    if device.type != "cuda":
+        return {}
+    card = torch.cuda.get_device_properties(device)
+    try:
+        driver = re.search(r"\s(\d+\.[.\d]+)\s", DRIVER.read_text())
+    except OSError:
+        driver = None  # such as a container without the driver's folder
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {
+        "card": card.name,
+        "memory": f"{card.total_memory / 2**30:.1f} GiB",
+        "compute capability": f"{card.major}.{card.minor}",
+        "driver": driver[1] if driver else "unknown",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "unknown",
+    }
 
 
 def find_environment(device: "torch.device", threads: int, dtype: "torch.dtype") -> Environment:

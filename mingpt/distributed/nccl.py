@@ -5,7 +5,6 @@ NCCL's. The watchdog, a thread of torch's, can only end the process by SIGABRT, 
 """
 
 import json
-import platform
 import time
 from datetime import timedelta
 
@@ -13,12 +12,6 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d
 
-from mingpt.base.errors import UserError
-from mingpt.distributed.exit import first_line, is_lost_peer
-
-# Read by torch. A dump would leave a signal in the agent's store, which ends all later generations; by the
-# timing the watchdog sees when a GPU has reached a collective.
-ENVIRONMENT = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_TIMING": "1"}
 # torch counts a collective's time from its call, when the GPU may have much to compute before it. So torch's
 # own limit is only for a process in which nothing else acts.
 SLACK = 10
@@ -32,30 +25,16 @@ class NcclWatch:
         self.backend = group._get_backend(torch.device("cuda"))
         self.backend._set_default_timeout(timedelta(seconds=SLACK * timeout_s))
         self.connects = False
-        self.waiting: list[str] = []  # names of the collectives that wait
-        self.since = 0.0
+        self.waiting: list[str] = []  # names of the collectives that wait, unchanged since then
+        self.since = time.monotonic()
         self.waited_s()  # raises here if this torch does not tell
 
-    def connect(self, device: torch.device) -> distributed.DistError | None:
-        """Connect the GPUs of all ranks by a first collective. Collective.
-
-        Raises UserError if NCCL cannot work on this machine; returns its error if a peer or the network is
-        the cause, since another rank may know more.
-        """
+    def connect(self, device: torch.device) -> None:
+        """Connect the GPUs of all ranks by a first collective. Raises NCCL's errors. Collective."""
         self.connects = True
-        try:
-            distributed.all_reduce(torch.zeros(1, device=device))
-            torch.cuda.synchronize()
-        except distributed.DistError as error:
-            if is_lost_peer(error):
-                return error
-            raise UserError(
-                f"{platform.node()} cannot connect its GPUs ({first_line(error)}): remove the cause, or set "
-                "trainer.device=cpu"
-            ) from None
-        finally:
-            self.connects = False
-        return None
+        distributed.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize()
+        self.connects = False
 
     def waited_s(self) -> float:
         """Return for how long a collective on the GPU, or `connect`, has waited for a peer; 0.0 if none does.
@@ -64,11 +43,11 @@ class NcclWatch:
         the time counts from the first call that finds the wait.
         """
         told = json.loads(_distributed_c10d._dump_nccl_trace_json(False, False))  # type: ignore[attr-defined]
-        waiting = ["connect"] * self.connects
-        for name, status in told.get("pg_status", {}).items():
-            started = status["last_started_collective"]
-            if int(started) > int(status["last_completed_collective"]):
-                waiting.append(f"{started} of process group {name}")
+        waiting = ["connect"] * self.connects + [
+            f"{status['last_started_collective']} of process group {name}"
+            for name, status in told.get("pg_status", {}).items()
+            if int(status["last_started_collective"]) > int(status["last_completed_collective"])
+        ]
         if waiting != self.waiting or not waiting:
             self.waiting, self.since = waiting, time.monotonic()
-        return time.monotonic() - self.since if waiting else 0.0
+        return time.monotonic() - self.since

@@ -46,7 +46,7 @@ def choose_workers(config: Config, launch: Launch) -> int:
     """Return the number of workers for `trainer.workers`. UserError if a step has fewer micro-batches.
 
     auto is one per GPU, else one per `Launch.threads` cores, but at most MAX_WORKERS and the number of
-    micro-batches in a step. It is one with Apple's GPU, and with snapshots in a process's memory.
+    micro-batches in a step. It is one with trainer.device=mps, and with snapshots in a process's memory.
     """
     trainer = config.trainer
     if trainer.workers != "auto":
@@ -60,8 +60,6 @@ def choose_workers(config: Config, launch: Launch) -> int:
 
         if torch.cuda.is_available():
             available = torch.cuda.device_count()
-        elif torch.backends.mps.is_available():
-            return 1
     return max(1, min(available, MAX_WORKERS, trainer.batch_size // trainer.micro_batch_size))
 
 

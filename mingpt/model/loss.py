@@ -47,6 +47,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         features, head = x.to(dtype), F.pad(weight.to(dtype), (0, 0, 0, padding(weight)))
         columns = torch.arange(head.size(0), device=x.device)
         size = max(ROW_MULTIPLE, MAX_LOGITS // vocab_size // ROW_MULTIPLE * ROW_MULTIPLE)
+        # Divided by the rows, most gradients of logits would be zero in float16: `backward` divides the rest.
+        ctx.boost = float(1 << rows.bit_length()) if dtype == torch.float16 else 1.0
         total = x.new_zeros((), dtype=torch.float32)
         d_x, d_head = [], torch.zeros_like(head, dtype=torch.float32) if needs_grad else None
         for part, target in zip(features.split(size), targets.split(size), strict=True):
@@ -55,7 +57,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total = total + (norm - scores.gather(1, target.unsqueeze(1))).sum()
             if d_head is not None:
                 softmax = torch.exp(scores - norm)
-                d_scores = ((softmax - (columns == target.unsqueeze(1)).float()) / rows).to(dtype)
+                d_scores = ((softmax - (columns == target.unsqueeze(1)).float()) / (rows / ctx.boost)).to(
+                    dtype
+                )
                 d_x.append(d_scores @ head)
                 d_head += d_scores.T @ part
         if d_head is not None:
@@ -65,6 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_x, d_weight = ctx.saved_tensors
+        grad = grad / ctx.boost
         return d_x * grad, d_weight * grad, None, None, None
 
 

@@ -57,8 +57,9 @@ class Muon:
         shapes: Mapping[str, Shape],
         config: OptimizerConfig,
         exchange: Exchange,
+        product_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.config, self.exchange = config, exchange
+        self.config, self.exchange, self.product_dtype = config, exchange, product_dtype
         self.weights = {name: weight.detach() for name, weight in weights.items()}
         assert all(weight.is_contiguous() for weight in self.weights.values())
         self.shapes = {name: shapes[name] for name in weights}
@@ -130,7 +131,8 @@ class Muon:
         """
         updates = {}
         for batch in self.batches_by_rank[self.exchange.rank]:
-            computed = newton_schulz(torch.stack([wide(matrices[name]) for name in batch]))
+            stacked = torch.stack([wide(matrices[name]) for name in batch])
+            computed = newton_schulz(stacked, self.product_dtype).bfloat16()
             for name, update in zip(batch, computed, strict=True):
                 updates[name] = update if is_wide(self.shapes[name]) else update.T
         return updates
@@ -178,13 +180,14 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix if is_wide(tuple(matrix.shape)) else matrix.T
 
 
-def newton_schulz(matrices: Tensor) -> Tensor:
-    """Return (N, rows, columns) matrices in bfloat16 with all singular values brought near one (Jordan 2024).
+def newton_schulz(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return (N, rows, columns) matrices in `dtype` with all singular values brought near one (Jordan 2024).
 
     `matrices` may have no more rows than columns.
     """
-    x = matrices.bfloat16()
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    # Small numbers are zero in float16 before they are divided by the norm.
+    x = matrices.float() if dtype == torch.float16 else matrices.to(dtype)
+    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(dtype)
     for a, b, c in NEWTON_SCHULZ:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -132,7 +132,7 @@ class Optimizer:
 
     `weights` are this worker's rows of each parameter (all of them, unless `exchange.is_sharded`),
     contiguous, updated in place; there may be no rows. `shapes` are the shapes of the whole parameters, in
-    the same order on all workers. All workers call `step` together.
+    the same order on all workers. All workers call `step` together. Muon's products are in `product_dtype`.
     """
 
     def __init__(
@@ -141,12 +141,13 @@ class Optimizer:
         shapes: Mapping[str, tuple[int, ...]],
         config: OptimizerConfig,
         exchange: Exchange,
+        product_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         hidden = {name: weight for name, weight in weights.items() if uses_muon(name, shapes[name], config)}
         rest = {name: weight for name, weight in weights.items() if name not in hidden}
         self.parts: list[AdamW | Muon] = [AdamW(rest, shapes, config)]
         if hidden:
-            self.parts.append(Muon(hidden, shapes, config, exchange))
+            self.parts.append(Muon(hidden, shapes, config, exchange, product_dtype))
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """Update the weights in place from gradients of the same shapes; keep the gradients. Collective."""

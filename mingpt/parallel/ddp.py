@@ -153,7 +153,7 @@ class DDPReduction(WholeWeights):
             options: dict[str, Any] = {"gradient_as_bucket_view": True, SYNC_BUFFERS: False}
             self.ddp = DistributedDataParallel(forward, **options)  # type: ignore[arg-type]
             self.forward = self.ddp
-            self.loss_scale *= self.world_size  # DDP takes the mean over the ranks
+            self.loss_weight *= self.world_size  # DDP takes the mean over the ranks
 
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:

@@ -205,7 +205,8 @@ class ExactReduction(WholeWeights):
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         self.forward, self.grads_are_static = forward, grads_are_static
 
-    def start_step(self) -> None:
+    def start_step(self, loss_scale: float = 1.0) -> None:
+        super().start_step(loss_scale)
         self.partial_sums, self.sent, self.is_last = [], [], False
         self.missing = [set(bucket) for bucket in self.buckets]
 

@@ -78,7 +78,7 @@ class FSDPReduction(Strategy):
 
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         self.forward = forward
-        self.loss_scale *= self.world_size  # FSDP2 takes the mean over the ranks
+        self.loss_weight *= self.world_size  # FSDP2 takes the mean over the ranks
 
     def pieces(self) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -155,7 +155,8 @@ class ExactFSDPReduction(FSDPReduction):
     def prepare(self, forward: Forward, grads_are_static: bool = False) -> None:
         self.forward = forward
 
-    def start_step(self) -> None:
+    def start_step(self, loss_scale: float = 1.0) -> None:
+        super().start_step(loss_scale)
         self.partial_sums = []
         for scatter in self.scatters:
             scatter.partial_sums = []

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from mingpt.distributed import DistributedContext
 
 DIGEST_PIECE = 1 << 18  # elements
-DIGEST_FACTOR = (
-    -7046029254386353131
-)  # between the weights of a piece and of the next: 2 ** 64 / golden ratio, odd
+# Between the weights of a piece and of the next: 2 ** 64 over the golden ratio, odd, as int64.
+DIGEST_FACTOR = -7046029254386353131
 DIGEST_TYPES = {1: torch.uint8, 2: torch.int16}  # by an element's bytes
 Forward = Callable[[Tensor, Tensor], Tensor]  # (B, T) tokens and targets to the mean loss
 
@@ -75,7 +74,8 @@ def row_norms(gradient: Tensor) -> Tensor:
 
 def total_norm(norms: Tensor) -> Tensor:
     """Return the norm, a scalar tensor, of a gradient whose rows have these norms."""
-    return norms.double().square_().sum().sqrt_().float()
+    wide = norms.clone() if norms.is_mps else norms.double()  # Apple's GPU has no float64
+    return wide.square_().sum().sqrt_().float()
 
 
 class RowGatherer:
@@ -143,10 +143,10 @@ class Strategy(ABC):
 
     Then `prepare` is called once. One step is
 
-        strategy.start_step()
+        strategy.start_step(loss_scale)
         for micro_batch in strategy.my_micro_batches:
             with strategy.micro_batch(micro_batch):
-                (strategy.forward(inputs, targets) * strategy.loss_scale).backward()
+                strategy.backward(strategy.forward(inputs, targets))
         strategy.finish_step()
         strategy.clip_grad_norm_(max_norm)
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
@@ -159,7 +159,6 @@ class Strategy(ABC):
     takes_turns = False  # rank r has micro-batches r, r + workers, ... instead of neighbours
     weights_are_sharded = False  # if so, every forward pass is collective
     updates_are_sharded = False  # whether gradients and the optimizer's state are sharded
-    loss_scale: float
     forward: Forward
 
     def __init__(self, setup: StrategySetup) -> None:
@@ -167,7 +166,8 @@ class Strategy(ABC):
         self.rank, self.world_size = setup.context.rank, setup.context.world_size
         self.shapes = {name: tuple(weight.shape) for name, weight in setup.model.named_parameters()}
         self.my_micro_batches = setup.micro_batches_by_rank[self.rank]
-        self.loss_scale = 1.0 / setup.micro_batches
+        self.loss_weight = 1.0 / setup.micro_batches  # of each micro-batch in the step's mean loss
+        self.loss_scale = 1.0
         self.row_gatherer: RowGatherer | None = None
 
     @abstractmethod
@@ -185,8 +185,17 @@ class Strategy(ABC):
     def held_weights(self) -> dict[str, Tensor]:
         """Return, by name, all rows of parameters that this rank holds, in the parameters' own memory."""
 
-    def start_step(self) -> None:  # noqa: B027 - most strategies have nothing to do
-        """Prepare for the first micro-batch of a step. Gradients were freed after the step before."""
+    def start_step(self, loss_scale: float = 1.0) -> None:
+        """Prepare for the first micro-batch of a step. Gradients were freed after the step before.
+
+        Backward passes multiply the loss by `loss_scale`, a power of two that float16 needs, and
+        `clip_grad_norm_` divides the gradients by it.
+        """
+        self.loss_scale = loss_scale
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a micro-batch's loss, weighted and scaled."""
+        (loss * (self.loss_weight * self.loss_scale)).backward()  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
@@ -215,7 +224,7 @@ class Strategy(ABC):
         with self.unreduced() as found:
             with self.setup.autocasts():
                 loss = self.forward(inputs, targets)
-            loss.mul(self.loss_scale).backward()  # type: ignore[no-untyped-call]
+            self.backward(loss)
         return found
 
     @abstractmethod
@@ -229,9 +238,12 @@ class Strategy(ABC):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm` (0: leave them); return the norm before, a scalar.
 
-        The norm's bits do not depend on the number of workers. Collective.
+        The norm is that without the loss scale, by which the gradients are divided first. Its bits do not
+        depend on the number of workers. Collective.
         """
         gradients = self.gradients()
+        if self.loss_scale != 1.0:
+            torch._foreach_mul_(list(gradients.values()), 1.0 / self.loss_scale)
         norms = torch.cat([row_norms(gradient) for gradient in gradients.values()])
         if self.updates_are_sharded:
             if self.row_gatherer is None:

@@ -10,11 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Dense bfloat16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets.
+# Dense bfloat16 peak in FLOP/s (float16 on T4 and V100, which have no bfloat16) by the first of these parts
+# of the device's name. From NVIDIA's data sheets; those of H100 and later give twice this, for sparse ones.
 PEAK_FLOPS = {
+    "V100-PCIE": 112e12,
+    "V100": 125e12,
+    "Tesla T4": 65e12,
     "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
     "L40S": 362e12,
     "A10G": 70e12,
     "RTX 4090": 165e12,
@@ -38,6 +47,7 @@ class StepStats:
     flops_per_token: float  # of a forward and backward pass
     world_size: int
     device_name: str
+    loss_scale: float | None = None  # of float16, after the step
 
 
 def tokens_per_s(stats: StepStats) -> float:
@@ -45,7 +55,7 @@ def tokens_per_s(stats: StepStats) -> float:
 
 
 def model_flops_utilization(stats: StepStats) -> float | None:
-    """Return the FLOP/s as a share of the devices' bfloat16 peak (Chowdhery et al. 2022); None if unknown."""
+    """Return the FLOP/s as a share of the devices' peak (Chowdhery et al. 2022); None if unknown."""
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in stats.device_name), None)
     return stats.flops_per_token * tokens_per_s(stats) / stats.world_size / peak if peak else None
 
@@ -60,6 +70,7 @@ METRICS: dict[str, Callable[[StepStats], float | None]] = {
     "step_s": lambda stats: stats.step_s,
     "data_s": lambda stats: stats.data_s,
     "mfu": model_flops_utilization,
+    "loss_scale": lambda stats: stats.loss_scale,
 }
 
 

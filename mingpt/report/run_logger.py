@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from mingpt.base.files import reason_of
 from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
 from mingpt.data import CharDataset, Corpus
 from mingpt.data.shards import TokenShards
-from mingpt.distributed.device import Environment, usable_cores
+from mingpt.distributed.device import Environment, gpu_facts, usable_cores
 from mingpt.report.files import JsonlSink, MayWrite, SmallFile, always, read_records
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink, RisingLoss
@@ -91,6 +93,7 @@ class RunLogger:
         self.config_file = SmallFile(run_dir / "config.yaml", may_write)
         self.config_file.write(to_yaml(config))
         self.history = RunHistory(run_dir, start.run_id, {"torch": environment.torch}, may_write)
+        self.history.content["gpu"] = self.gpu = gpu_facts(torch.device(environment.device_type))
         self.history.content["inputs"] = {
             "data": corpus.fingerprint,
             "tokenizer": corpus.tokenizer.fingerprint() if corpus.tokenizer else "none",
@@ -243,6 +246,9 @@ class RunLogger:
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
         log.info(f"{how} at step {step}: {self.history.summary()}")
+        if self.gpu:
+            peak_gib = torch.cuda.max_memory_allocated() / 2**30
+            log.info(f"tensors took {peak_gib:.1f} GiB of the GPU's {self.gpu['memory']} at most")
         log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.config.run_dir}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:

@@ -286,9 +286,8 @@ class StagingBuffer:
         try:
             torch.cuda.check_error(runtime.cudaHostRegister(address, self.buffer.nbytes, 0))
         except RuntimeError as error:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # CUDA reports the error again, where a kernel starts next
+            # CUDA reports the error again, where a kernel starts next.
+            with contextlib.suppress(RuntimeError):
                 torch.ones(1, device="cuda")
             log_unlocked(str(error).partition(" (")[0])
         else:

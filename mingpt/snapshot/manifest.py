@@ -100,6 +100,20 @@ class ShardFields(pydantic.BaseModel):
         return self
 
 
+class LossScaleFields(pydantic.BaseModel):
+    """The loss scale of a run in float16: a power of two, and the steps without overflow at it so far."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+    scale: float = pydantic.Field(ge=1, le=2.0**127)
+    good_steps: Count
+
+    @pydantic.model_validator(mode="after")
+    def check_scale(self) -> "LossScaleFields":
+        if math.frexp(self.scale)[0] != 0.5:
+            raise ValueError(f"the loss scale {self.scale} is no power of two")
+        return self
+
+
 class Fields(Part):
     """The fields of a manifest of schema 1, with types and ranges; schema 2 has them, too."""
 
@@ -120,6 +134,7 @@ class Fields(Part):
     discarded_after: list[Count] = []  # see is_suspect
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
+    loss_scale: LossScaleFields | None = None  # of a run in float16
 
 
 class PartedFields(Fields):

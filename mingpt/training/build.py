@@ -27,7 +27,7 @@ from mingpt.parallel import STRATEGIES, Strategy, StrategySetup, split_rows
 from mingpt.training.audit import make_sampler
 from mingpt.training.initial_weights import match_weights
 from mingpt.training.start import StartPoint
-from mingpt.training.state import TrainState, copy_rows, load_state
+from mingpt.training.state import LossScale, TrainState, copy_rows, load_state
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +66,12 @@ def build_run(
     )
     strategy = strategy_class(setup)
     model.init_buffers()
-    exchange = Exchange(  # how a rank's part of the optimizer communicates with the others' parts
-        context.rank,
-        context.world_size,
-        strategy.updates_are_sharded,
-        rows=functools.partial(split_rows, workers=context.world_size),
-        all_to_all=context.all_to_all,
-        all_gather=context.all_gather_parts,
-    )
-    optimizer = Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange)
+    optimizer = build_optimizer(config, context, strategy)
     windows, skipped = start.manifest["windows"], start.manifest.get("skipped", (0, 0))
-    state = TrainState(model, optimizer, strategy, start.step, windows, skipped)
+    loss_scale = None
+    if context.dtype == torch.float16:
+        loss_scale = LossScale(**start.manifest.get("loss_scale", {}))
+    state = TrainState(model, optimizer, strategy, start.step, windows, skipped, loss_scale)
     if start.snapshot:
         load_state(state, start.snapshot, context)
     else:
@@ -92,6 +87,21 @@ def build_run(
         compare_environment(start.manifest["software"], environment)
     failed = choice.is_compiled and not compiled
     return state, sampler, environment, "not compiled: torch.compile failed" if failed else str(choice)
+
+
+def build_optimizer(config: Config, context: DistributedContext, strategy: Strategy) -> Optimizer:
+    """Return the optimizer of this rank's rows of the parameters, with an empty state."""
+    exchange = Exchange(  # how a rank's part of the optimizer communicates with the others' parts
+        context.rank,
+        context.world_size,
+        strategy.updates_are_sharded,
+        rows=functools.partial(split_rows, workers=context.world_size),
+        all_to_all=context.all_to_all,
+        all_gather=context.all_gather_parts,
+    )
+    # GPUs without bfloat16 compute in float16, Muon's products, too.
+    product_dtype = torch.float16 if context.dtype == torch.float16 else torch.bfloat16
+    return Optimizer(strategy.pieces(), strategy.shapes, config.optimizer, exchange, product_dtype)
 
 
 def init_weights(state: TrainState, config: Config, context: DistributedContext, start: StartPoint) -> None:

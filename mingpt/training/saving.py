@@ -220,6 +220,7 @@ class Saving:
             "step": self.state.step,
             "windows": self.state.windows_seen,
             "skipped": list(self.state.skipped),
+            **({"loss_scale": asdict(self.state.loss_scale)} if self.state.loss_scale else {}),
             "config": to_dict(self.config),
             **self.tokenizer_fields,
             "data": {

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mingpt.base.errors import CorruptSnapshot, NonRetryableError, UnreadableSnapshot, UserError
 from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus, Data
@@ -112,6 +114,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
     report_warmup(config, found)
+    if context.idle_gpus:
+        log.info(context.idle_gpus)
     return StartPoint(
         **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
     )
@@ -319,12 +323,14 @@ def describe_other_data(path: str, data: Data, url: str, then: dict[str, Any]) -
 
 
 def choose_environment(config: Config, context: DistributedContext, found: FoundSnapshot) -> Environment:
-    """Use as many CPU threads as the snapshot says; return the environment, on which the bits depend.
+    """Use the CPU threads, and the float16, of the snapshot; return the environment: bits depend on it.
 
     Raises UserError as `check_environment` does.
     """
     if found.snapshot:
         context.use_threads(found.manifest["software"]["threads"])
+        if config.trainer.dtype == "auto" and found.manifest["software"]["dtype"] == "float16":
+            context.dtype = torch.float16  # other GPUs have it, too
     # build_run replaces `compiled` when it prepares the forward pass.
     compiled = found.manifest["software"].get("compiled", False)
     environment = replace(context.environment(), compiled=compiled)

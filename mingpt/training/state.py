@@ -25,6 +25,7 @@ from mingpt.parallel import Strategy, split_rows
 from mingpt.snapshot import Entries, Snapshot, read_config
 
 TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
+GROWTH_STEPS = 2000  # steps in a row without overflow after which the loss scale doubles
 
 Shape = tuple[int, ...]
 
@@ -212,11 +213,33 @@ def load_weights(model: GPT, tensors: dict[str, Tensor], origin: str) -> None:
     model.load_state_dict(fit_weights(tensors, shapes, origin), strict=False)  # buffers are not stored
 
 
+@dataclass
+class LossScale:
+    """The power of two by which a run in float16 multiplies its loss (Micikevicius et al. 2018, section 3.2).
+
+    Without it, small gradients are zero in float16. The values are those of torch.amp.GradScaler.
+    """
+
+    scale: float = 65_536.0
+    good_steps: int = 0  # in a row, at this scale
+
+    def after_step(self, is_finite: bool) -> bool:
+        """Adapt to a step whose gradient is finite or not; return whether the scale has been halved."""
+        if not is_finite and self.scale > 1.0:
+            self.scale, self.good_steps = self.scale / 2, 0
+            return True
+        self.good_steps = self.good_steps + 1 if is_finite else 0
+        if self.good_steps == GROWTH_STEPS:
+            self.scale, self.good_steps = self.scale * 2, 0
+        return False
+
+
 class TrainState:
     """The state that a snapshot holds.
 
     `step` counts completed steps, `windows_seen` the windows (block_size + 1 tokens) that all ranks together
     have read. `skipped` counts the updates left out as not finite: (in all, in a row up to `step`).
+    `loss_scale` is None unless the run computes in float16.
     """
 
     def __init__(
@@ -227,9 +250,11 @@ class TrainState:
         step: int = 0,
         windows_seen: int = 0,
         skipped: Sequence[int] = (0, 0),
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.step, self.windows_seen, self.skipped = step, windows_seen, skipped
+        self.loss_scale = loss_scale
 
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's rows of each tensor, by "model.<name>" or "optimizer.<parameter>.<state>".

@@ -4,7 +4,7 @@ This holds on hardware of one kind, with one version of torch and one number of 
 `batch_size / micro_batch_size` micro-batches, shared among the workers. A micro-batch's data depend on the
 seed and on the number of windows (training sequences) before it, its dropout on (seed, step, micro-batch),
 and the gradients are summed in one order. The state between two steps, which a snapshot holds, is the model,
-the optimizer, the step, the number of windows seen and the counts of skipped updates.
+the optimizer, the step, the number of windows seen, the counts of skipped updates and float16's loss scale.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 import platform
+import re
 import time
 from collections.abc import Iterator
 
@@ -141,7 +142,7 @@ class Trainer:
         config, state, strategy = self.config, self.state, self.strategy
         step = state.step
         events.emit("step_start", step=step)
-        strategy.start_step()
+        strategy.start_step(state.loss_scale.scale if state.loss_scale else 1.0)
         with out_of_memory_explained():
             self.replay.check(self.run_logger)
             for micro_batch in strategy.my_micro_batches:
@@ -150,7 +151,7 @@ class Trainer:
                     with autocast(self.context.device, self.context.dtype):
                         loss = strategy.forward(inputs, targets)
                     events.emit("forward_end", step=step, micro_batch=micro_batch)
-                    (loss * strategy.loss_scale).backward()
+                    strategy.backward(loss)
                     events.emit("backward_end", step=step, micro_batch=micro_batch)
                 self.losses[micro_batch] = math.nan if self.batches.error else loss.detach()
             strategy.finish_step()
@@ -158,8 +159,10 @@ class Trainer:
             status = self.context.reduce_step_status(self.losses, self.saving.newest_written)
             grad_norm_tensor = strategy.clip_grad_norm_(config.optimizer.grad_clip)
             self.lr = learning_rate(step + 1, config.optimizer, config.trainer.max_steps)
-            # With on_nonfinite=skip, this line waits for a GPU, too.
-            if config.trainer.on_nonfinite == "stop" or math.isfinite(float(grad_norm_tensor)):
+            may_skip = config.trainer.on_nonfinite == "skip" or state.loss_scale is not None
+            if may_skip:
+                grad_norm_tensor = grad_norm_tensor.cpu()  # waits for a GPU
+            if not may_skip or math.isfinite(float(grad_norm_tensor)):
                 state.optimizer.step(self.lr, strategy.gradients())
             strategy.finish_update()
             events.emit("optimizer_end", step=step)
@@ -263,14 +266,17 @@ class Trainer:
     def handle_nonfinite(self, grad_norm: float) -> None:
         """Count the update as skipped, or end the run, if the gradient or a loss is not finite. Collective.
 
-        All ranks raise UserError if one of them could not use its data, else NonFiniteError. With
-        on_nonfinite=skip, a gradient that is not finite is counted instead, up to MAX_SKIPPED - 1 in a row.
+        All ranks raise UserError if one of them could not use its data, else NonFiniteError. A gradient that
+        is not finite halves the loss scale instead, down to 1; else, with on_nonfinite=skip, it is counted,
+        up to MAX_SKIPPED - 1 in a row.
         """
         config, state = self.config.trainer, self.state
         total, in_a_row = state.skipped
         bad = [number for number, loss in enumerate(self.step_losses) if not math.isfinite(loss)]
         if math.isfinite(grad_norm) and not bad:
             state.skipped = total, 0
+            if state.loss_scale:
+                state.loss_scale.after_step(is_finite=True)
             return
         micro_batch_size, windows_seen = config.micro_batch_size, state.windows_seen
         where = []
@@ -287,6 +293,13 @@ class Trainer:
         for data_error in self.context.all_gather_object(self.batches.error):
             if data_error is not None:
                 raise UserError(data_error)
+        if state.loss_scale and not math.isfinite(grad_norm) and state.loss_scale.after_step(is_finite=False):
+            if self.run_logger:
+                log.warning(
+                    f"step {state.step + 1}: the gradient overflows float16: its update is left out, and the "
+                    f"loss scale halved to {state.loss_scale.scale:g}"
+                )
+            return
         if is_skipped and in_a_row + 1 < MAX_SKIPPED:
             state.skipped = total + 1, in_a_row + 1
             if self.run_logger:
@@ -316,6 +329,7 @@ class Trainer:
                 flops_per_token=self.state.model.flops_per_token(),
                 world_size=self.context.world_size,
                 device_name=self.environment.device,
+                loss_scale=self.state.loss_scale.scale if self.state.loss_scale else None,
             )
             self.run_logger.log_training(stats, self.timer.phases)
         self.timer.reset(self.state.step)
@@ -363,10 +377,20 @@ def out_of_memory_explained() -> Iterator[None]:
         messages = ("can't allocate memory", "not enough memory")
         if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in messages):
             raise ExpectedError(
-                "out of memory: lower trainer.micro_batch_size, the batch stays the same; "
-                "or train a smaller model"
+                f"out of memory{gpu_memory(str(error))}: lower trainer.micro_batch_size, the batch stays the "
+                "same; or train a smaller model"
             ) from error
         raise
+
+
+def gpu_memory(message: str) -> str:
+    """Return the memory of the GPU that torch's `message` finds too little, as a phrase; "" for another."""
+    asked = re.search(r"Tried to allocate (\S+ \w+)", message)
+    if not asked or not torch.cuda.is_initialized():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    used = f"{(total - free) / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB were in use"
+    return f" ({used}, and {asked[1]} more were asked for)"
 
 
 class Batches:

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -20,6 +21,8 @@ from mingpt.distributed.device import (
     check_gloo,
     find_device,
     find_program,
+    gpu_facts,
+    idle_gpus,
     resolve_dtype,
     usable_cores,
 )
@@ -43,6 +46,31 @@ touch()
 thread.start()
 thread.join()
 """
+
+
+@pytest.mark.parametrize(
+    ("version", "driver"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+            "550.54.15",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
+        (None, "unknown"),
+    ],
+)
+def test_a_gpu_is_described_without_its_vendors_tools(
+    version: str | None, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(name="Tesla T4", total_memory=15 << 30, major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
+    if version is not None:
+        device.DRIVER.write_text(f"{version}\nGCC version:  gcc version 12.2.0\n")
+    assert list(gpu_facts(torch.device("cuda")).values()) == ["Tesla T4", "15.0 GiB", "7.5", driver, "2.30.7"]
+    assert gpu_facts(CPU) == {}
 
 
 def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -123,14 +151,25 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
         find_device("mps", Launch())
 
 
-def test_apples_gpu_is_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apples_gpu_is_asked_for_by_name_and_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     two = Launch(world_size=2, local_world_size=2, master_addr="localhost")
-    assert find_device("auto", Launch()).type == "mps"
-    assert find_device("auto", two) == CPU
+    assert find_device("mps", Launch()).type == "mps"
+    assert find_device("auto", Launch()) == CPU
     with pytest.raises(UserError, match="is for one process on a machine with Apple's GPU"):
         find_device("mps", two)
+
+
+def test_auto_takes_the_cpu_and_says_so_if_there_are_fewer_gpus_than_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    three, two = (Launch(world_size=4, local_world_size=n, master_addr="localhost") for n in (3, 2))
+    assert find_device("auto", three) == CPU
+    assert "has GPUs for 2 of its 3 workers: start 2 there" in str(idle_gpus("auto", three))
+    assert idle_gpus("auto", two) is None and idle_gpus("cpu", three) is None
 
 
 @pytest.mark.parametrize(
@@ -154,7 +193,17 @@ def test_auto_takes_bfloat16_where_it_is_fast(
     assert resolve_dtype(wanted, CPU) == dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
+)
+def test_auto_takes_float16_on_gpus_without_bfloat16(
+    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_dtype("auto", torch.device("cuda", 0)) == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) -> None:
     with autocast(CPU, dtype):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

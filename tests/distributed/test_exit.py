@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError
+from torch.distributed import DistBackendError, DistNetworkError
 
 from mingpt.distributed.exit import MAX_STACK_FILES, ProcessExit, is_lost_peer
 from mingpt.distributed.launch import Launch
@@ -21,6 +21,15 @@ from mingpt.distributed.rendezvous import LOST_PEER, stuck_place
         ("torch.distributed.fsdp", torch.OutOfMemoryError("Connection closed by peer"), False),
         ("torch.distributed.distributed_c10d", ValueError("Connection closed by peer"), False),
         ("mingpt.distributed.context", DistNetworkError("anything"), True),
+        (
+            "mingpt.distributed.nccl",
+            DistBackendError(
+                "NCCL error in: a.cpp:9, remote process exited or "
+                "there was a network error, NCCL version 2.30.7"
+            ),
+            True,
+        ),
+        ("mingpt.distributed.nccl", DistBackendError("NCCL error in: a.cpp:9, invalid usage"), False),
         ("mingpt.training.trainer", RuntimeError("gloo: Connection closed, Connection reset by peer"), False),
         ("torch.nn.functional", RuntimeError("Connection closed by peer [127.0.0.1]:27271"), False),
     ],

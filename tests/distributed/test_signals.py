@@ -110,6 +110,29 @@ def test_without_progress_sigterm_ends_the_process_after_timeout_s() -> None:
     assert code_of(process) == 143 and time.monotonic() - began > 0.5
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "error", "said"),
+    [
+        (0.6, "SUCCESS", "timed out waiting for a peer after 0.5 s"),
+        (0.0, "COMM_ERROR", "NCCL: remote process exited or there was a network error"),
+        (0.4, "SUCCESS", None),
+    ],
+)
+def test_a_stuck_or_failed_collective_on_gpus_ends_the_process_though_its_main_thread_waits(
+    waited_s: float, error: str, said: str | None
+) -> None:
+    watch = f"from types import SimpleNamespace as S\nbackend = S(get_error=lambda: S(name='{error}'))"
+    process = listen(f"{watch}\nlistener.exit.nccl = S(waited_s=lambda: {waited_s}, backend=backend)")
+    if said is None:
+        time.sleep(1.0)
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+    else:
+        assert code_of(process) == 1
+        assert process.stderr is not None and said in process.stderr.read()
+
+
 @pytest.mark.parametrize("end", ["PeerEnd.LOST", "None"])
 def test_a_peer_that_is_gone_without_an_orderly_reason_ends_the_process(end: str) -> None:
     """`end` None: the store does not answer for longer than an orderly end could take."""

@@ -90,3 +90,15 @@ def test_a_large_vocabulary_never_has_all_its_logits(training: bool, monkeypatch
     torch.testing.assert_close(value, whole)
     assert model(tokens, tokens)[0] is None
     assert model(tokens)[0] is not None
+
+
+def test_chunks_keep_small_gradients_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divided by 20,000 rows, the gradients of most logits would be zero in float16."""
+    monkeypatch.setattr(loss, "MAX_LOGITS", 1)
+    torch.manual_seed(0)
+    x, weight = torch.randn(20_000, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)
+    targets = torch.randint(0, 250, (20_000,))
+    expected = gradients(F.cross_entropy(x @ weight.T, targets), weight)[0]
+    with torch.autocast("cpu", dtype=torch.float16):
+        value = loss.chunked_cross_entropy(x, weight, targets)
+    torch.testing.assert_close(gradients(value, weight)[0], expected, rtol=0.02, atol=1e-5)

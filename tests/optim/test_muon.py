@@ -55,10 +55,14 @@ def test_rows_of_several_workers_have_the_bits_of_whole_matrices(workers: int) -
             assert torch.equal(together, expected[name]), name
 
 
-def test_newton_schulz_brings_all_singular_values_near_one() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 1e-9])  # such numbers are zero in float16
+def test_newton_schulz_brings_all_singular_values_near_one(dtype: torch.dtype, size: float) -> None:
     """The iteration's coefficients are chosen to give about 0.7 to 1.2."""
     torch.manual_seed(1)
-    values = torch.linalg.svdvals(newton_schulz(torch.randn(5, 12, 30)).float())
+    computed = newton_schulz(size * torch.randn(5, 128, 300), dtype)
+    assert computed.dtype == dtype
+    values = torch.linalg.svdvals(computed.float())
     assert 0.6 < values.min() < values.max() < 1.3
 
 

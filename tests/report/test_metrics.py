@@ -18,7 +18,17 @@ def test_every_metric_of_a_step_has_its_value() -> None:
     }
 
 
-def test_utilization_is_the_part_of_the_peak_of_all_devices() -> None:
-    stats = replace(STATS, device_name="NVIDIA H200")
-    expected = 1e6 * (8 * 32 / 0.5) / (2 * PEAK_FLOPS["H200"])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GB200", "GB200"),
+        ("Tesla V100-PCIE-16GB", "V100-PCIE"),
+    ],
+)
+def test_utilization_is_the_part_of_the_peak_of_all_devices(name: str, part: str) -> None:
+    stats = replace(STATS, device_name=name)
+    expected = 1e6 * (8 * 32 / 0.5) / (2 * PEAK_FLOPS[part])
     assert training_values(stats)["mfu"] == pytest.approx(expected)

@@ -135,6 +135,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("shard.generation", {"shard": SHARD | {"generation": "x"}}),
     ("shard.more", {"shard": SHARD | {"more": 1}}),
     ("shard.weights", {"shard": {"rank": 1, "workers": 2, "generation": "0" * 32}}),
+    ("the loss scale 3.0 is no power of two", {"loss_scale": {"scale": 3.0, "good_steps": 0}}),
+    ("loss_scale.scale", {"loss_scale": {"scale": 0.5, "good_steps": 0}}),
+    ("loss_scale.good_steps", {"loss_scale": {"scale": 1.0, "good_steps": -1}}),
     ("schema", {"schema": "1"}),
     ("schema", {"schema": True}),
 ]

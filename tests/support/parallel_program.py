@@ -155,7 +155,7 @@ def run_step(case: Case, strategy: Strategy, step: int) -> None:
         with strategy.micro_batch(number):
             with autocast(case):
                 loss = strategy.forward(*make_batch(100 * step + number))
-            (loss * strategy.loss_scale).backward()
+            strategy.backward(loss)
     strategy.finish_step()
 
 

@@ -56,6 +56,7 @@ def make_saving(
     )
     state: Any = SimpleNamespace(
         skipped=(0, 0),
+        loss_scale=None,
         step=10,
         windows_seen=80,
         tensors=lambda: TENSORS,

@@ -8,8 +8,9 @@ import pytest
 from conftest import SMALL
 from support.single_process import SingleProcess
 
-from mingpt.base.errors import NonFiniteError
+from mingpt.base.errors import NonFiniteError, UserError
 from mingpt.config.cli import build
+from mingpt.training.state import GROWTH_STEPS, LossScale
 from mingpt.training.trainer import Trainer
 
 
@@ -17,7 +18,7 @@ def make_trainer(order: list[str], losses: list[float], **settings: str) -> Any:
     """A Trainer at step 4, without a snapshot; it appends what it does to `order`."""
     trainer: Any = Trainer.__new__(Trainer)
     trainer.config, trainer.step_losses = build({**SMALL, **settings}), losses
-    trainer.state = SimpleNamespace(step=4, windows_seen=32, skipped=(0, 0))
+    trainer.state = SimpleNamespace(step=4, windows_seen=32, skipped=(0, 0), loss_scale=None)
     trainer.sampler = SimpleNamespace(window_starts=lambda first, count: [0] * count)
     trainer.context, trainer.batches = SingleProcess(), SimpleNamespace(error=None)
     trainer.saving = SimpleNamespace(
@@ -48,3 +49,34 @@ def test_ten_updates_that_are_skipped_one_after_the_other_end_the_job() -> None:
     assert trainer.state.skipped == (10, 9)
     with pytest.raises(NonFiniteError):
         trainer.handle_nonfinite(math.inf)
+
+
+def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
+    trainer = make_trainer([], [1.0])
+    trainer.state.loss_scale = LossScale()
+    for grad_norm in [1.0] * (GROWTH_STEPS - 1) + [math.inf] + [1.0] * (GROWTH_STEPS - 1):
+        trainer.handle_nonfinite(grad_norm)
+    assert trainer.state.loss_scale == LossScale(32_768.0, GROWTH_STEPS - 1)
+    trainer.handle_nonfinite(1.0)
+    assert trainer.state.loss_scale == LossScale(65_536.0, 0)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_on_nonfinite_decides_once_the_loss_scale_is_one(on_nonfinite: str) -> None:
+    trainer = make_trainer([], [math.nan], **{"trainer.on_nonfinite": on_nonfinite})
+    trainer.state.loss_scale = LossScale(2.0, 5)
+    trainer.handle_nonfinite(math.nan)
+    assert (trainer.state.loss_scale, trainer.state.skipped) == (LossScale(1.0, 0), (0, 0))
+    if on_nonfinite == "stop":
+        with pytest.raises(NonFiniteError):
+            trainer.handle_nonfinite(math.nan)
+    else:
+        trainer.handle_nonfinite(math.nan)
+        assert trainer.state.skipped == (1, 1)
+
+
+def test_data_that_cannot_be_read_end_the_job_under_float16_too() -> None:
+    trainer = make_trainer([], [math.nan])
+    trainer.state.loss_scale, trainer.batches.error = LossScale(), "the shard is gone"
+    with pytest.raises(UserError, match="the shard is gone"):
+        trainer.handle_nonfinite(math.nan)

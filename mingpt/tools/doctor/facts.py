@@ -41,6 +41,7 @@ COLUMNS = {
 # {fact that a worker has only if something failed: sentence on it}
 BROKEN = {
     "device_error": "{name}: {reason}",
+    "gpus_error": "{reason}",
     "name_error": "{name}: {reason}, but torchrun looks it up: add --local_addr=127.0.0.1 to torchrun on one "
     "node, and --local_addr with the node's address on several",
     "address_error": "{name}: {reason}: set GLOO_SOCKET_IFNAME there to one that the others reach",
@@ -75,13 +76,16 @@ def find_own(launch: Launch, config: Config) -> Facts:
     """
     import torch
 
-    from mingpt.distributed.device import device_name, find_device
+    from mingpt.distributed.device import device_name, find_device, gpu_facts, idle_gpus
 
     found: Facts = {"torch": torch.__version__, "threads": launch.threads(config.trainer)}
     found["config"] = result_settings(to_dict(config))
     try:
         device = find_device(config.trainer.device, launch)
-        found |= {"device_type": device.type, "device": device_name(device)}
+        gpu = {name: fact for name, fact in gpu_facts(device).items() if name != "card"}
+        about = ", ".join([device_name(device), *(f"{name} {fact}" for name, fact in gpu.items())])
+        found |= {"device_type": device.type, "device": about}
+        found["gpus_error"] = idle_gpus(config.trainer.device, launch)
     except UserError as error:
         found["device_error"] = str(error)
     return found
@@ -203,10 +207,16 @@ def describe_wrong_interface(name: str, nodes: Mapping[str, Facts]) -> str | Non
 def find_group_faults(workers: Sequence[Facts], names: Mapping[int, str]) -> list[str]:
     """Return one sentence if an all-reduce, tried if all can connect, failed on a worker; else none."""
     errors = {names[one["rank"]]: one["all_reduce_error"] for one in workers if one.get("all_reduce_error")}
+    reason = next(iter(errors.values()), "")
+    advice = (
+        "remove the cause, or set trainer.device=cpu"
+        if reason.startswith("NCCL: ")  # a reason in NCCL's own words, by first_line
+        else "see whether the network drops large packets (MTU), and set NCCL_SOCKET_IFNAME as "
+        "GLOO_SOCKET_IFNAME"
+    )
     sentence = (
         f"all workers can connect to each other, but an all-reduce fails on {' and '.join(errors)} "
-        f"({next(iter(errors.values()), '')}): see whether the network drops large packets (MTU), and set "
-        "NCCL_SOCKET_IFNAME as GLOO_SOCKET_IFNAME"
+        f"({reason}): {advice}"
     )
     return [sentence] if errors else []
 

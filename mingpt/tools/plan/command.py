@@ -159,7 +159,7 @@ def memory_limit(config: Config, workers: int, gpu_memory: int | None) -> tuple[
 
 
 def planned_dtype(config: Config, on_cpu: bool) -> str:
-    """Return "float32" or "bfloat16" for trainer.dtype; auto is bfloat16 on a GPU, or if fast on this CPU."""
+    """Return the name of trainer.dtype; auto is bfloat16 on a GPU, or if fast on this CPU, else float32."""
     if not on_cpu and config.trainer.dtype == "auto":
         return "bfloat16"
     return str(resolve_dtype(config.trainer.dtype, torch.device("cpu"))).removeprefix("torch.")

@@ -54,6 +54,8 @@ def only_fault(*workers: Facts) -> str:
         ({"address_error": "ib0 names no interface"}, ["node3: ib0", "GLOO_SOCKET_IFNAME"]),
         ({"name_error": "its host name does not resolve"}, ["node3: its", "--local_addr=127.0.0.1"]),
         ({"all_reduce_error": "timed out"}, ["fails on node3 (timed out)", "MTU"]),
+        ({"all_reduce_error": "NCCL: Duplicate GPU"}, ["fails on node3 (NCCL: Duplicate GPU): remove"]),
+        ({"gpus_error": "node3 has GPUs for 1 of its 2 workers"}, ["node3 has GPUs for 1"]),
         (
             {"config": CONFIG | {"seed": 2, "optimizer.learning_rate": 0.1}},
             ["started with optimizer.learning_rate=0.1, the others with 0.007; seed=2, the others with 1"],
