@@ -14,25 +14,14 @@ API CUresult cuInit(unsigned) {
     return cudaGetDeviceCount(&count) ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS;
 }
 
-API CUresult cuDriverGetVersion(int* version) {
-    *version = 13000;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuDeviceGet(CUdevice* device, int number) {
-    *device = number;
-    return CUDA_SUCCESS;
-}
+API CUresult cuDriverGetVersion(int* version) { *version = 13000; return CUDA_SUCCESS; }
+API CUresult cuDeviceGet(CUdevice* device, int number) { *device = number; return CUDA_SUCCESS; }
 
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
     return (CUresult)cudaDeviceGetAttribute(value, (cudaDeviceAttr)attribute, device);
 }
 
-API CUresult cuCtxGetCurrent(CUcontext* context) {
-    *context = the_context;
-    return CUDA_SUCCESS;
-}
-
+API CUresult cuCtxGetCurrent(CUcontext* context) { *context = the_context; return CUDA_SUCCESS; }
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
@@ -52,7 +41,8 @@ API CUresult cuGetErrorString(CUresult, const char** text) {
 }
 
 // The runtime's way to a function; Triton and torch then look it up in this library.
-API CUresult cuGetProcAddress_v2(const char*, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult*) {
+API CUresult cuGetProcAddress_v2(const char*, void** function, int, cuuint64_t,
+                                 CUdriverProcAddressQueryResult*) {
     *function = nullptr;
     return CUDA_ERROR_NOT_FOUND;
 }
@@ -63,11 +53,7 @@ API CUresult cuModuleLoadData(CUmodule* module, const void*) {
 }
 
 API CUresult cuModuleLoad(CUmodule* module, const char*) { return cuModuleLoadData(module, nullptr); }
-
-API CUresult cuModuleUnload(CUmodule module) {
-    free(module);
-    return CUDA_SUCCESS;
-}
+API CUresult cuModuleUnload(CUmodule module) { free(module); return CUDA_SUCCESS; }
 
 API CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
     *function = static_cast<CUfunction>(malloc(8));
@@ -94,8 +80,8 @@ static CUresult launch(unsigned x, unsigned y, unsigned z, CUstream stream) {
     return (CUresult)cudaLaunchKernel(nullptr, dim3{x, y, z}, dim3{1, 1, 1}, nullptr, 0, stream);
 }
 
-API CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned y, unsigned z, unsigned, unsigned, unsigned, unsigned,
-                            CUstream stream, void**, void**) {
+API CUresult cuLaunchKernel(CUfunction, unsigned x, unsigned y, unsigned z, unsigned, unsigned, unsigned,
+                            unsigned, CUstream stream, void**, void**) {
     return launch(x, y, z, stream);
 }
 

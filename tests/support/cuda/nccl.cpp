@@ -1,8 +1,8 @@
 // NCCL: collectives whose peers exchange files in a folder in memory, as processes of one machine.
 //
-// Each communicator has a thread that does its operations one after the other, each when the work before it on
-// its stream has ended. An operation waits for its peers for ever, or until its communicator is aborted. Each
-// message names the collective, so that ranks which call different ones are recorded.
+// Each communicator has a thread that does its operations one after the other, each when the work before it
+// on its stream has ended. An operation waits for its peers for ever, or until its communicator is aborted.
+// Each message names the collective, so that ranks which call different ones are recorded.
 #include "order.h"
 
 #include <fcntl.h>
@@ -60,7 +60,7 @@ static void fail(Communicator* communicator, Result error, const std::string& re
     communicator->error = error;
 }
 
-// ---------------------------------------------------------------------------------------------- messages
+// ------------------------------------------------------------ messages
 static void write_whole(const std::string& path, const void* first, size_t first_size, const void* second,
                         size_t second_size) {
     std::string unfinished = path + ".unfinished";
@@ -121,9 +121,10 @@ static bool receive(Communicator* c, long number, int from, const Header& header
     Header other;
     memcpy(&other, content.data(), sizeof other);
     if (memcmp(&other, &header, sizeof header)) {
-        record("MISMATCH", "collective " + std::to_string(number) + ": rank " + std::to_string(c->rank) + " has " +
-                               header.name + " of " + std::to_string(header.bytes) + " bytes, rank " +
-                               std::to_string(from) + " " + other.name + " of " + std::to_string(other.bytes));
+        char text[200];
+        snprintf(text, sizeof text, "collective %ld: rank %d has %s of %zu bytes, rank %d %s of %zu", number,
+                 c->rank, header.name, header.bytes, from, other.name, other.bytes);
+        record("MISMATCH", text);
         fail(c, INVALID_USAGE, "ranks have called different collectives");
         return false;
     }
@@ -131,7 +132,7 @@ static bool receive(Communicator* c, long number, int from, const Header& header
     return true;
 }
 
-// ---------------------------------------------------------------------------------------------- communicators
+// ------------------------------------------------------------ communicators
 static void serve(Communicator* communicator) {
     for (long number = 0;; number++) {
         Operation operation;
@@ -155,10 +156,7 @@ static void serve(Communicator* communicator) {
     }
 }
 
-API int ncclGetVersion(int* version) {
-    *version = 23007;
-    return SUCCESS;
-}
+API int ncclGetVersion(int* version) { *version = 23007; return SUCCESS; }
 
 API const char* ncclGetErrorString(int result) {
     switch (result) {
@@ -211,25 +209,18 @@ API int ncclCommInitRankConfig(Communicator** result, int size, UniqueId id, int
     return SUCCESS;
 }
 
-API int ncclCommAbort(Communicator* communicator) {
-    communicator->aborted = true;
-    return SUCCESS;
-}
+API int ncclCommAbort(Communicator* communicator) { communicator->aborted = true; return SUCCESS; }
 
 API int ncclCommGetAsyncError(Communicator* communicator, int* error) {
     *error = communicator->error;
     return SUCCESS;
 }
 
-API int ncclCommCount(Communicator* communicator, int* count) {
-    *count = communicator->size;
-    return SUCCESS;
-}
-
+API int ncclCommCount(Communicator* communicator, int* count) { *count = communicator->size; return SUCCESS; }
 API int ncclCommDestroy(Communicator*) { return SUCCESS; }
 API int ncclCommFinalize(Communicator*) { return SUCCESS; }
 
-// ---------------------------------------------------------------------------------------------- collectives
+// ------------------------------------------------------------ collectives
 static size_t size_of(int type) {
     static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
     return sizes[type];
@@ -250,8 +241,8 @@ struct Range {
     size_t bytes;
 };
 
-static int enqueue(Communicator* communicator, cudaStream_t handle, const Header& header, std::vector<Range> reads,
-                   std::vector<Range> writes, std::function<bool(long)> run) {
+static int enqueue(Communicator* communicator, cudaStream_t handle, const Header& header,
+                   std::vector<Range> reads, std::vector<Range> writes, std::function<bool(long)> run) {
     std::string name = std::string(header.name) + " " + std::to_string(header.bytes);
     Operation operation{std::make_shared<Work>(), {}, name, run};
     {
@@ -320,8 +311,8 @@ static void divide(char* values, size_t count, int type, int size) {
 }
 
 // Send each rank its part of `source` (a `stride` of 0: all get the same), and combine what all ranks send.
-static bool reduce_parts(Communicator* c, long number, const Header& header, const char* source, size_t stride,
-                         char* destination) {
+static bool reduce_parts(Communicator* c, long number, const Header& header, const char* source,
+                         size_t stride, char* destination) {
     for (int rank = 0; rank < c->size; rank++) send(c, number, rank, header, source + rank * stride);
     size_t count = header.bytes / size_of(header.type);
     Bytes total(header.bytes), received(header.bytes);
@@ -337,7 +328,8 @@ static bool reduce_parts(Communicator* c, long number, const Header& header, con
 API int ncclAllReduce(const void* source, void* destination, size_t count, int type, int reduction,
                       Communicator* c, cudaStream_t stream) {
     Header header = describe("all_reduce", count * size_of(type), type, reduction);
-    return enqueue(c, stream, header, {{source, header.bytes}}, {{destination, header.bytes}}, [=](long number) {
+    std::vector<Range> reads = {{source, header.bytes}}, writes = {{destination, header.bytes}};
+    return enqueue(c, stream, header, reads, writes, [=](long number) {
         return reduce_parts(c, number, header, (const char*)source, 0, (char*)destination);
     });
 }
@@ -352,8 +344,8 @@ API int ncclReduceScatter(const void* source, void* destination, size_t count, i
 }
 
 // Send each rank its part of `source` (a `stride` of 0: all get the same), and gather what all ranks send.
-static bool exchange_parts(Communicator* c, long number, const Header& header, const char* source, size_t stride,
-                           char* destination) {
+static bool exchange_parts(Communicator* c, long number, const Header& header, const char* source,
+                           size_t stride, char* destination) {
     for (int rank = 0; rank < c->size; rank++) send(c, number, rank, header, source + rank * stride);
     for (int rank = 0; rank < c->size; rank++)
         if (!receive(c, number, rank, header, destination + rank * header.bytes)) return false;
@@ -372,14 +364,15 @@ API int ncclAllGather(const void* source, void* destination, size_t count, int t
 API int ncclAlltoAll(const void* source, void* destination, size_t count, int type, Communicator* c,
                      cudaStream_t stream) {
     Header header = describe("all_to_all", count * size_of(type));
-    std::vector<Range> reads = {{source, header.bytes * c->size}}, writes = {{destination, header.bytes * c->size}};
+    size_t all = header.bytes * c->size;
+    std::vector<Range> reads = {{source, all}}, writes = {{destination, all}};
     return enqueue(c, stream, header, reads, writes, [=](long number) {
         return exchange_parts(c, number, header, (const char*)source, header.bytes, (char*)destination);
     });
 }
 
-API int ncclBroadcast(const void* source, void* destination, size_t count, int type, int root, Communicator* c,
-                      cudaStream_t stream) {
+API int ncclBroadcast(const void* source, void* destination, size_t count, int type, int root,
+                      Communicator* c, cudaStream_t stream) {
     Header header = describe("broadcast", count * size_of(type));
     std::vector<Range> reads, writes = {{destination, header.bytes}};
     if (c->rank == root) reads.push_back({source, header.bytes});
@@ -419,10 +412,7 @@ static bool exchange_messages(Communicator* c, long number, const std::vector<Me
     return true;
 }
 
-API int ncclGroupStart() {
-    group_depth++;
-    return SUCCESS;
-}
+API int ncclGroupStart() { group_depth++; return SUCCESS; }
 
 API int ncclGroupEnd() {
     if (--group_depth || group.empty()) return SUCCESS;
@@ -439,7 +429,8 @@ API int ncclGroupEnd() {
                    [=](long number) { return exchange_messages(c, number, messages); });
 }
 
-static int add_message(bool is_sent, void* data, size_t bytes, int peer, Communicator* c, cudaStream_t stream) {
+static int add_message(bool is_sent, void* data, size_t bytes, int peer, Communicator* c,
+                       cudaStream_t stream) {
     ncclGroupStart();
     group.push_back({is_sent, peer, (char*)data, describe("message", bytes)});
     group_communicator = c;

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -53,7 +54,7 @@ Guard::~Guard() {
     for (auto& hazard : found) record("HAZARD", hazard, true);
 }
 
-// ---------------------------------------------------------------------------------------------- streams
+// ------------------------------------------------------------ streams
 std::vector<Stream*>& all_streams() {
     static auto* streams = new std::vector<Stream*>;
     return *streams;
@@ -76,7 +77,7 @@ Stream& stream_of(cudaStream_t handle) {
     return *stream;
 }
 
-// ---------------------------------------------------------------------------------------------- clocks
+// ------------------------------------------------------------ clocks
 static void join(Clock& clock, const Clock& other) {
     if (clock.size() < other.size()) clock.resize(other.size());
     for (size_t i = 0; i < other.size(); i++) clock[i] = std::max(clock[i], other[i]);
@@ -93,22 +94,26 @@ void issue(Stream& stream) {
     stream.clock[stream.index]++;
 }
 
-static void add_unfinished(Pending& pending, const Pending& more) {
-    Pending result;
-    for (const Pending* list : {(const Pending*)&pending, &more})
-        for (auto& work : *list) {
-            bool known = false;
-            for (auto& other : result) known = known || other == work;
-            if (!work->done && !known) result.push_back(work);
-        }
-    pending.swap(result);
+// Add what has not ended yet, once, and drop what has.
+template <class T>
+static void add_unfinished(std::vector<T>& list, const std::vector<T>& more) {
+    std::vector<T> all = list, result;
+    all.insert(all.end(), more.begin(), more.end());
+    for (auto& item : all) {
+        bool is_new = std::find(result.begin(), result.end(), item) == result.end();
+        if (is_new && !item->done) result.push_back(item);
+    }
+    list.swap(result);
+}
+
+void add_host_copy(Stream& stream, HostCopy copy) {
+    add_unfinished(stream.host_copies, {std::make_shared<HostCopy>(std::move(copy))});
 }
 
 void wait_for(Stream& stream, const Event& event) {
     join(stream.clock, event.clock);
     add_unfinished(stream.pending, event.pending);
-    for (auto& copy : event.host_copies)
-        if (!copy->done) stream.host_copies.push_back(copy);
+    add_unfinished(stream.host_copies, event.host_copies);
 }
 
 void finish(Lock& lock, const Pending& pending) {
@@ -134,17 +139,22 @@ void synchronize(Lock& lock, Pending pending, HostCopies copies, const Clock& cl
     join(host_clock, known);
 }
 
+// A GPU is behind the host: what was issued just now has not ended, unless the host has waited for it.
+static const double LAG_MS = 100;
+
 bool is_done(Event& event) {
     for (auto& work : event.pending)
         if (!work->done) return false;
+    bool known = true;
+    for (size_t i = 0; i < event.clock.size(); i++) known = known && has_seen(host_clock, i, event.clock[i]);
+    if (!known && now_ms() < event.at_ms + LAG_MS) return false;
     deliver(event.host_copies);
-    event.host_copies.clear();
     // Only this thread knows: torch's watchdog queries all the time, and tells no other thread the result.
     join(thread_clock, event.clock);
     return true;
 }
 
-// ---------------------------------------------------------------------------------------------- hazards
+// ------------------------------------------------------------ hazards
 struct Segment {
     uintptr_t end;
     int writer = -1;  // the stream that wrote last; -1: none is known
@@ -183,8 +193,9 @@ static void cover(uintptr_t begin, uintptr_t end) {
 static void report(const Stream& stream, const char* what, const char* did, int other, const char* before) {
     static int count = 0;
     if (count++ >= 50) return;
-    hazards.push_back(std::string(what) + " on stream " + std::to_string(stream.index) + " " + did + " stream " +
-                         std::to_string(other) + " without waiting for it (" + before + ")");
+    std::string here = std::to_string(stream.index), there = std::to_string(other);
+    std::string text = std::string(what) + " on stream " + here + " " + did + " stream " + there;
+    hazards.push_back(text + " without waiting for it (" + before + ")");
 }
 
 void access(Stream& stream, const void* address, size_t bytes, bool writes, const char* what) {
@@ -218,7 +229,7 @@ void forget(const void* address, size_t bytes) {
 
 }  // namespace standin
 
-// ---------------------------------------------------------------------------------------------- for numerics.py
+// ------------------------------------------------------------ for numerics.py
 using namespace standin;
 
 API void standin_set_place(void (*function)(char*, int)) { find_place = function; }
@@ -231,12 +242,10 @@ API void standin_begin(cudaStream_t handle) {
     issue(stream);
 }
 
-API int standin_captures(cudaStream_t handle) {
-    Guard lock;
-    return stream_of(handle).graph != nullptr;
-}
+API int standin_captures(cudaStream_t handle) { Guard lock; return stream_of(handle).graph != nullptr; }
 
-API void standin_access(cudaStream_t handle, const void* address, size_t bytes, int writes, const char* what) {
+API void standin_access(cudaStream_t handle, const void* address, size_t bytes, int writes,
+                        const char* what) {
     static auto* names = new std::set<std::string>;  // `what` lives only during the call
     Guard lock;
     access(stream_of(handle), address, bytes, writes, names->insert(what).first->c_str());

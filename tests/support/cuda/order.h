@@ -21,8 +21,8 @@ namespace standin {
 using Lock = std::unique_lock<std::mutex>;
 extern std::mutex& state_mutex;           // guards all state of the stand-in but a communicator's queue
 
-// Holds the mutex. Hazards that are found meanwhile are recorded after it is released: looking for the place in
-// the program needs Python's lock, which another thread may hold while it waits for the mutex.
+// Holds the mutex. Hazards that are found meanwhile are recorded after it is released: looking for the place
+// in the program needs Python's lock, which another thread may hold while it waits for the mutex.
 struct Guard : Lock {
     Guard() : Lock(state_mutex) {}
     ~Guard();
@@ -70,7 +70,6 @@ struct Event {
     Pending pending;
     HostCopies host_copies;
     Graph* graph = nullptr;  // the capture that it was recorded in
-    bool recorded = false;
     double at_ms = 0;
 };
 
@@ -85,8 +84,9 @@ void record(const char* kind, const std::string& what, bool with_place = false);
 Stream& stream_of(cudaStream_t handle);
 Stream& new_stream();
 
-// Issue an operation on a stream: it follows what the stream has waited for and what the host knows to be done.
+// Issue an operation on a stream: it follows what the stream has waited for, and the host knows to be done.
 void issue(Stream& stream);
+void add_host_copy(Stream& stream, HostCopy copy);
 // Make work that is issued later on the stream follow the event.
 void wait_for(Stream& stream, const Event& event);
 // Wait until the operations of NCCL have ended. Releases the lock meanwhile.

@@ -17,12 +17,9 @@ using namespace standin;
 static thread_local cudaError_t last_error = cudaSuccess;
 static thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
-static cudaError_t fail(cudaError_t error) {
-    last_error = error;
-    return error;
-}
+static cudaError_t fail(cudaError_t error) { last_error = error; return error; }
 
-// ---------------------------------------------------------------------------------------------- devices
+// ------------------------------------------------------------ devices
 // The numbers in CUDA_VISIBLE_DEVICES, or all of STANDIN_GPUS.
 static const std::vector<int>& devices() {
     static auto* found = [] {
@@ -42,7 +39,6 @@ static const std::vector<int>& devices() {
 int standin::physical_device(int device) { return devices().at(device); }
 
 static bool is_device(int device) { return device >= 0 && device < (int)devices().size(); }
-
 static size_t memory_bytes() { return (size_t)(atof(setting("STANDIN_MEMORY_GB", "80")) * (1 << 30)); }
 
 API cudaError_t cudaGetDeviceCount(int* count) {
@@ -118,27 +114,13 @@ API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int
     return cudaSuccess;
 }
 
-API cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
-    snprintf(text, size, "0000:%02x:00.0", 1 + physical_device(device));
-    return cudaSuccess;
-}
-
-API cudaError_t cudaDeviceCanAccessPeer(int* value, int device, int other) {
-    *value = device != other;
-    return cudaSuccess;
-}
-
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     *least = 0;
     *greatest = -5;
     return cudaSuccess;
 }
 
-API cudaError_t cudaDriverGetVersion(int* version) {
-    *version = 13000;
-    return cudaSuccess;
-}
-
+API cudaError_t cudaDriverGetVersion(int* version) { *version = 13000; return cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 
 API cudaError_t cudaGetLastError() {
@@ -157,7 +139,7 @@ API const char* cudaGetErrorString(cudaError_t error) {
         case cudaErrorInvalidDevice: return "invalid device ordinal";
         case cudaErrorNotReady: return "device not ready";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-        case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+        case cudaErrorStreamCaptureInvalidated: return "operation failed due to an error during capture";
         default: return "an error of the CUDA stand-in";
     }
 }
@@ -174,14 +156,14 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, u
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- capture rules
+// ------------------------------------------------------------ capture rules
 // The stream whose capture forbids this thread a call that waits, allocates or queries; else nullptr.
 static Stream* forbidding_stream() {
     if (thread_mode == cudaStreamCaptureModeRelaxed) return nullptr;
     for (Stream* stream : all_streams()) {
         if (!stream->graph || stream->mode == cudaStreamCaptureModeRelaxed) continue;
-        bool global = stream->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
-        if (global || stream->owner == std::this_thread::get_id()) return stream;
+        bool is_global = stream->mode == cudaStreamCaptureModeGlobal && thread_mode == stream->mode;
+        if (is_global || stream->owner == std::this_thread::get_id()) return stream;
     }
     return nullptr;
 }
@@ -197,7 +179,7 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode)
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- memory
+// ------------------------------------------------------------ memory
 enum Kind { DEVICE, PINNED, REGISTERED };
 struct Block {
     size_t size;
@@ -254,7 +236,9 @@ static cudaError_t release(void* address, const char* call) {
     return cudaSuccess;
 }
 
-API cudaError_t cudaMalloc(void** address, size_t size) { return allocate(address, size, DEVICE, "cudaMalloc"); }
+API cudaError_t cudaMalloc(void** address, size_t size) {
+    return allocate(address, size, DEVICE, "cudaMalloc");
+}
 API cudaError_t cudaFree(void* address) { return release(address, "cudaFree"); }
 API cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
     return allocate(address, size, PINNED, "cudaHostAlloc");
@@ -323,8 +307,7 @@ API cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t si
     if (pageable) synchronize(lock, stream.pending, stream.host_copies, stream.clock);
     if (pageable || to_device == from_device) return cudaSuccess;
     const char* bytes = (const char*)source;
-    HostCopy copy{destination, source, std::vector<char>(bytes, bytes + size), from_device};
-    stream.host_copies.push_back(std::make_shared<HostCopy>(std::move(copy)));
+    add_host_copy(stream, {destination, source, std::vector<char>(bytes, bytes + size), from_device});
     return cudaSuccess;
 }
 
@@ -343,19 +326,10 @@ API cudaError_t cudaMemsetAsync(void* address, int value, size_t size, cudaStrea
     return cudaSuccess;
 }
 
-API cudaError_t cudaMemset(void* address, int value, size_t size) {
-    return cudaMemsetAsync(address, value, size, nullptr);
-}
-
-// ---------------------------------------------------------------------------------------------- streams
+// ------------------------------------------------------------ streams
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned, int) {
     Guard lock;
     *handle = reinterpret_cast<cudaStream_t>(&new_stream());
-    return cudaSuccess;
-}
-
-API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-    *priority = 0;
     return cudaSuccess;
 }
 
@@ -371,7 +345,6 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream& stream = stream_of(handle);
     if (stream.graph) return forbidden(stream, "cudaStreamSynchronize");
     synchronize(lock, stream.pending, stream.host_copies, stream.clock);
-    stream.host_copies.clear();
     return cudaSuccess;
 }
 
@@ -379,7 +352,7 @@ API cudaError_t cudaStreamQuery(cudaStream_t handle) {
     Guard lock;
     Stream& stream = stream_of(handle);
     if (stream.graph) return forbidden(stream, "cudaStreamQuery");
-    Event event{stream.clock, stream.pending, stream.host_copies};
+    Event event{stream.clock, stream.pending, stream.host_copies, nullptr, now_ms()};
     return is_done(event) ? cudaSuccess : fail(cudaErrorNotReady);
 }
 
@@ -391,12 +364,11 @@ API cudaError_t cudaDeviceSynchronize() {
         Stream& stream = *all_streams()[i];
         if (stream.device != current_device) continue;
         synchronize(lock, stream.pending, stream.host_copies, stream.clock);
-        stream.host_copies.clear();
-    }
+        }
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- events
+// ------------------------------------------------------------ events
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned) {
     *handle = reinterpret_cast<cudaEvent_t>(new Event);
     return cudaSuccess;
@@ -412,7 +384,7 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
     Stream& stream = stream_of(stream_handle);
     issue(stream);
     *reinterpret_cast<Event*>(handle) =
-        Event{stream.clock, stream.pending, stream.host_copies, stream.graph, true, now_ms()};
+        Event{stream.clock, stream.pending, stream.host_copies, stream.graph, now_ms()};
     return cudaSuccess;
 }
 
@@ -455,7 +427,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handl
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------- kernels
+// ------------------------------------------------------------ kernels
 static cudaError_t launch(dim3 grid, cudaStream_t handle) {
     if (!grid.x || !grid.y || !grid.z) return fail(cudaErrorInvalidConfiguration);
     Guard lock;
@@ -470,14 +442,6 @@ API cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3, void**, size_t, c
 }
 
 API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
-    return launch(grid, stream);
-}
-
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
-    return launch(config->gridDim, config->stream);
-}
-
-API cudaError_t cudaLaunchCooperativeKernel(const void*, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
     return launch(grid, stream);
 }
 
@@ -496,13 +460,11 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* memo
     return cudaSuccess;
 }
 
-API void** __cudaRegisterFatBinary(void*) {
-    static void* handle[4];
-    return handle;
-}
+API void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
-API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
+API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*,
+                                int*) {}
 API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 
 API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
@@ -521,18 +483,7 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void
 
 API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
-    *blocks = 4;
-    return cudaSuccess;
-}
-
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
-                                                                       unsigned) {
-    *blocks = 4;
-    return cudaSuccess;
-}
-
-// ---------------------------------------------------------------------------------------------- graphs
+// ------------------------------------------------------------ graphs
 API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
     static unsigned long long captures = 0;
     Guard lock;
@@ -595,7 +546,8 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* c
     return cudaSuccess;
 }
 
-API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* result, cudaGraph_t graph, unsigned long long) {
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* result, cudaGraph_t graph,
+                                              unsigned long long) {
     *result = reinterpret_cast<cudaGraphExec_t>(graph);
     return cudaSuccess;
 }
@@ -612,38 +564,18 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t handle) {
 API cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
-// ---------------------------------------------------------------------------------------------- cuBLAS
+// ------------------------------------------------------------ cuBLAS
 // Products do nothing, as other kernels. Arguments that are not used are left out of the declarations.
 struct Blas {
     cudaStream_t stream = nullptr;
     int math_mode = 0;
 };
 
-static int product(void* handle) {
-    launch(dim3(1), static_cast<Blas*>(handle)->stream);
-    return 0;
-}
-
-API int cublasCreate_v2(void** handle) {
-    *handle = new Blas;
-    return 0;
-}
-
-API int cublasSetStream_v2(Blas* handle, cudaStream_t stream) {
-    handle->stream = stream;
-    return 0;
-}
-
-API int cublasSetMathMode(Blas* handle, int mode) {
-    handle->math_mode = mode;
-    return 0;
-}
-
-API int cublasGetMathMode(Blas* handle, int* mode) {
-    *mode = handle->math_mode;
-    return 0;
-}
-
+static int product(void* handle) { launch(dim3(1), static_cast<Blas*>(handle)->stream); return 0; }
+API int cublasCreate_v2(void** handle) { *handle = new Blas; return 0; }
+API int cublasSetStream_v2(Blas* handle, cudaStream_t stream) { handle->stream = stream; return 0; }
+API int cublasSetMathMode(Blas* handle, int mode) { handle->math_mode = mode; return 0; }
+API int cublasGetMathMode(Blas* handle, int* mode) { *mode = handle->math_mode; return 0; }
 API int cublasDestroy_v2(void*) { return 0; }
 API int cublasSetWorkspace_v2(void*, void*, size_t) { return 0; }
 API int cublasGemmEx(void* handle) { return product(handle); }
@@ -655,16 +587,8 @@ API int cublasDgemm_v2(void* handle) { return product(handle); }
 API int cublasSdot_v2(void* handle) { return product(handle); }
 
 // cublasLt: its descriptions are never read, and there is one algorithm, all zeros.
-static int describe(void** description) {
-    *description = calloc(1, 256);
-    return 0;
-}
-
-static int discard(void* description) {
-    free(description);
-    return 0;
-}
-
+static int describe(void** description) { *description = calloc(1, 256); return 0; }
+static int discard(void* description) { free(description); return 0; }
 API int cublasLtMatmulDescCreate(void** d) { return describe(d); }
 API int cublasLtMatmulDescDestroy(void* d) { return discard(d); }
 API int cublasLtMatmulDescSetAttribute() { return 0; }

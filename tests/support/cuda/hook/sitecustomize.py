@@ -10,9 +10,7 @@ from types import ModuleType
 class InstallAfterTorch:
     """Finds torch as usual, and installs numerics.py when torch's import ends, in the thread that imports."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == "torch" else None
         if spec and spec.loader:
             sys.meta_path.remove(self)

@@ -1,0 +1,316 @@
+"""Whole jobs on CUDA and NCCL: all host code runs as on GPUs, over a stand-in that computes on the CPU.
+
+After each job its records are read: no forbidden call while a stream captured, no collective that differs
+between ranks, no stream that used memory without waiting for the stream that wrote or read it.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, Start, all_gone, changed_program, command, final_hash, reached, wait_until
+from support.cuda.run import Record, build, environment, read_records
+from support.jobs import Job, free_port, read_history, read_metric
+from support.shards import write_nanogpt
+
+from mingpt.tools.jobs import torchrun
+
+pytestmark = [
+    pytest.mark.weekly,
+    pytest.mark.skipif(
+        torch.version.cuda is None or shutil.which("g++") is None or torch.cuda.is_available(),
+        reason="needs torch built for CUDA, g++ and no GPU",
+    ),
+]
+TIMEOUT_S, STEPS = 10, 6
+SETTINGS: dict[str, Any] = {
+    "trainer__device": "auto",
+    "trainer__compile": False,
+    "trainer__timeout_s": TIMEOUT_S,
+    "trainer__max_steps": STEPS,
+    "trainer__eval_every": STEPS,
+    "trainer__eval_windows": 4,
+    "trainer__replay_every": 3,
+    "snapshot__every": STEPS,
+    "snapshot__memory_every": 1,
+    "trainer__micro_batch_size": 2,
+    "model__n_layer": 1,
+    "data__block_size": 16,
+}
+Begin = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("standin")
+    build(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def one_worker(libraries: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one worker that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("one-worker")
+    words = command(run_dir=folder / "run", data__path=text, **SETTINGS)
+    job = Job(words, folder / "job", cwd=ROOT, **environment(libraries, folder))
+    assert job.wait() == 0, job.err()
+    return folder / "run"
+
+
+@pytest.fixture
+def begin(start: Start, text: Path, libraries: Path, tmp_path: Path) -> Iterator[Begin]:
+    """A function that starts a job on so many GPUs, of run folder `tmp_path / "run"`."""
+
+    def begin_job(*words: str, gpus: int = 2, env: dict[str, str] | None = None, **settings: Any) -> Job:
+        given: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text} | SETTINGS | settings
+        pretended = environment(libraries, tmp_path, gpus) | (env or {})
+        return start(words or command(**given), **pretended)
+
+    yield begin_job
+    assert not of_kind(read_records(tmp_path), "FORBIDDEN", "MISMATCH", "HAZARD")
+
+
+def of_kind(records: list[Record], *kinds: str) -> list[Record]:
+    return [record for record in records if record.kind in kinds]
+
+
+def finished(job: Job, folder: Path) -> list[Record]:
+    """Wait for a job that nothing disturbs, and return its records. Its ranks call the same collectives."""
+    assert job.wait(200) == 0, job.err()
+    records = read_records(folder)
+    assert len(set(Counter(record.pid for record in of_kind(records, "COLLECTIVE")).values())) <= 1
+    return records
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "shard_optimizer"])
+def test_strategies_and_numbers_of_workers_have_one_hash(
+    parallel: str, workers: int, begin: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    strategy = {"trainer__parallel": "fsdp"} if parallel == "fsdp" else {}
+    sharded = parallel == "shard_optimizer"
+    job = begin(gpus=4, trainer__workers=workers, trainer__shard_optimizer=sharded, **strategy)
+    allocations = [r for r in of_kind(finished(job, tmp_path), "ALLOCATION") if "device" in r.what]
+    assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)
+    assert read_metric(tmp_path / "run", "val/loss") == read_metric(one_worker, "val/loss")
+    cards = {(record.pid, record.what.split()[-1]) for record in allocations}
+    assert sorted(card for _, card in cards) == [str(rank) for rank in range(workers)]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_fast_reduction_learns_the_same(
+    parallel: str, begin: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    finished(begin(trainer__workers=2, trainer__reduction="fast", trainer__parallel=parallel), tmp_path)
+    expected = read_metric(one_worker)
+    assert read_metric(tmp_path / "run") == pytest.approx(expected, rel=2e-3) and len(expected) == STEPS
+
+
+def test_gpt2_learns_on_a_card_without_bfloat16_with_its_loss_in_chunks(begin: Begin, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model__arch": "gpt2", "optimizer__name": "adamw", "model__dropout": 0.1}
+    program = changed_program(tmp_path, "import mingpt.model.loss\nmingpt.model.loss.MAX_LOGITS = 64")
+    settings |= {"program": program, "trainer__workers": 2, "trainer__dtype": "float32"}
+    finished(begin(env={"STANDIN_CAPABILITY": "7.5"}, **settings), tmp_path)
+    losses = list(read_metric(tmp_path / "run").values())
+    assert losses[-1] < losses[0]
+
+
+DEVICES = """
+import torch
+from mingpt.distributed.device import find_device
+from mingpt.distributed.launch import Launch
+for rank in range(2):
+    print(find_device("auto", Launch(rank, 2, local_rank=rank, local_world_size=2)))
+print(torch.cuda.device_count())
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(1, "cpu cpu 1"), (2, "cuda:0 cuda:1 2"), (4, "cuda:0 cuda:1 4")]
+)
+def test_each_worker_has_its_gpu_or_all_have_the_cpu(gpus: int, expected: str, begin: Begin) -> None:
+    job = begin(sys.executable, "-c", DEVICES, gpus=gpus)
+    assert job.wait() == 0, job.err()
+    assert job.out().split() == expected.split()
+
+
+@pytest.mark.parametrize("kind", ["text", "shards"])
+def test_a_step_waits_for_the_gpu_twice_and_a_save_to_memory_at_most_twice(
+    kind: str, begin: Begin, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"trainer__workers": 2, "trainer__replay_every": 0, "trainer__eval_windows": 1}
+    if kind == "shards":
+        for name, count in (("train", 5000), ("val", 500)):
+            write_nanogpt(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(0, 90, count))
+        settings |= {"data__path": tmp_path, "data__vocab_size": 90}
+    steps = 2 * STEPS
+    records = finished(begin(trainer__max_steps=steps, trainer__eval_every=steps, **settings), tmp_path)
+    waits = Counter((record.pid, record.place) for record in of_kind(records, "WAIT"))
+    often = {key: count // steps for key, count in waits.items() if count >= steps}
+    for pid in {pid for pid, _ in often}:
+        in_save = sum(count for (one, place), count in often.items() if one == pid and "snapshot/" in place)
+        in_step = sum(count for (one, _), count in often.items() if one == pid) - in_save
+        assert in_step == 2 and in_save <= 2, often
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_costs_no_bit(
+    number: signal.Signals, begin: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    job = begin(trainer__workers=2)
+    job.wait_until(reached(run_dir, 2))
+    victim, *others = job.workers()[::-1]
+    os.kill(victim, number)
+    began = time.monotonic()
+    wait_until(lambda: all_gone(others))
+    assert time.monotonic() - began < TIMEOUT_S + 4
+    assert job.wait() == 0, job.err()
+    assert final_hash(run_dir, STEPS) == final_hash(one_worker, STEPS)
+    assert len(read_history(run_dir)["generations"]) == 2
+    assert "SIGABRT" not in job.err()
+
+
+def test_a_stop_is_resumed_by_another_number_of_workers(
+    begin: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    job = begin(trainer__workers=2)
+    job.wait_until(reached(run_dir, 2))
+    (run_dir / "STOP").touch()
+    assert job.wait() == 0, job.err()
+    assert read_history(run_dir)["status"] == "stopped"
+    assert begin(gpus=3, trainer__workers=3).wait() == 0
+    assert final_hash(run_dir, STEPS) == final_hash(one_worker, STEPS)
+
+
+def test_two_nodes_that_see_one_gpu_each_have_the_same_hash(
+    begin: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    endpoint = f"--rdzv_endpoint=localhost:{free_port()}"
+    options = ["--nnodes=2", "--rdzv_backend=c10d", endpoint, "--rdzv_id=test"]
+    jobs = [begin(launcher=torchrun(1, 0, options), env={"CUDA_VISIBLE_DEVICES": card}) for card in "01"]
+    for job in jobs:
+        finished(job, tmp_path)
+    assert final_hash(tmp_path / "run", STEPS) == final_hash(one_worker, STEPS)
+
+
+# Worker 1 changes a weight after step 2, as a GPU with bad memory would.
+FLIP = """
+import os
+def on_run_start(state, strategy):
+    def flip(step):
+        if step == 2 and os.environ["RANK"] == "1":
+            next(state.model.parameters()).data.view(-1)[0].add_(1)
+    events.subscribe("optimizer_end", flip)
+events.subscribe("run_start", on_run_start)
+"""
+# Step 3 has gradients that are not finite.
+NOT_FINITE = """
+def on_run_start(state, strategy):
+    begun = []
+    events.subscribe("step_start", lambda step: begun.append(step))
+    def spoil(module, inputs, output):
+        if 2 in begun and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+    state.model.h[0].register_forward_hook(spoil)
+events.subscribe("run_start", on_run_start)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (FLIP, "holds another copy of model.wte.weight"),
+        (NOT_FINITE, "the gradient of windows 16 to 23 is not finite"),
+    ],
+)
+def test_wrong_results_end_the_job(
+    fault: str, sentence: str, begin: Begin, tmp_path: Path, text: Path
+) -> None:
+    job = begin(trainer__workers=2, program=changed_program(tmp_path, fault))
+    assert job.wait() != 0 and sentence in job.err(), job.err()
+
+
+def test_evaluation_and_samples_of_a_snapshot_are_those_of_its_run(
+    begin: Begin, one_worker: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(one_worker, tmp_path / "run")
+    assert begin(trainer__eval_only=True).wait() == 0
+    assert read_metric(tmp_path / "run", "val/loss") == read_metric(one_worker, "val/loss")
+    words = ["sample.py", str(one_worker), "--prompt", "O", "--tokens", "20", "--dtype", "float32"]
+    job = begin(sys.executable, *words, "--device", "cuda")
+    on_cpu = subprocess.run([sys.executable, *words, "--device", "cpu"], cwd=ROOT, capture_output=True)
+    assert job.wait() == 0 and job.out() == on_cpu.stdout.decode() != ""
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_compiled_steps_are_captured_without_a_forbidden_call(
+    reduction: str, begin: Begin, tmp_path: Path
+) -> None:
+    """Compiled kernels do nothing here, so losses mean nothing."""
+    env = {"STANDIN_NUMERICS": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    job = begin(env=env, gpus=1, trainer__compile=True, trainer__reduction=reduction)
+    captures = of_kind(finished(job, tmp_path), "CAPTURE")
+    assert "torch.compile failed" not in job.err()
+    assert any(int(record.what) > 0 for record in captures) == (reduction == "exact")
+
+
+def test_a_failure_of_nccl_is_told_in_its_own_words_and_costs_no_restart(
+    begin: Begin, tmp_path: Path
+) -> None:
+    reason = "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
+    job = begin(trainer__workers=2, env={"STANDIN_NCCL_FAIL": reason})
+    assert job.wait() not in (0, -signal.SIGABRT) and job.err().count(reason) == 1, job.err()
+    assert "restart" not in job.err()
+
+
+# Work on two streams, right and with one call left out each; prints how many hazards and what the host reads.
+ORDER = """
+import os, torch
+def work(fault):
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = torch.ones(1000, device="cuda")
+    host = torch.zeros(1000).pin_memory()
+    if fault != "wait before":
+        side.wait_stream(main)
+    with torch.cuda.stream(side):
+        if fault != "record_stream":
+            x.record_stream(side)
+        y = x * 2
+    del x
+    z = torch.ones(1000, device="cuda")
+    if fault != "wait after":
+        main.wait_stream(side)
+    host.copy_(y + z, non_blocking=True)
+    if fault != "synchronize":
+        torch.cuda.synchronize()
+    read = int(host.sum())
+    torch.cuda.synchronize()
+    hazards = open(f"{os.environ['STANDIN_DIR']}/{os.getpid()}.records").read().count("HAZARD")
+    print(fault, hazards - sum(found), read, sep=":")
+    found.append(hazards - sum(found))
+found = []
+for fault in ("none", "wait before", "record_stream", "wait after", "synchronize"):
+    work(fault)
+"""
+
+
+def test_the_stand_in_notices_each_way_to_break_the_order_of_streams(
+    start: Start, libraries: Path, tmp_path: Path
+) -> None:
+    job = start([sys.executable, "-c", ORDER], **environment(libraries, tmp_path))
+    assert job.wait() == 0, job.err()
+    none, before, record, after, synchronize = (line.split(":") for line in job.out().splitlines())
+    assert none[1:] == ["0", "3000"] and synchronize[1:] == ["0", "0"]
+    assert all(int(hazards) > 0 for _, hazards, _ in (before, record, after)), job.out()
