@@ -55,7 +55,7 @@ ENDS = {
 # Rank 0's CPU seconds and page faults per step, and its peak memory.
 USAGE = ("user_s", "system_s", "page_faults", "peak_mb")
 TIMES = "times.json"
-CODE = "import throughput; throughput.StepTimes(throughput.parse(sys.argv[1:]))"
+CODE = "import throughput; from mingpt.config.cli import parse; throughput.StepTimes(parse(sys.argv[1:]))"
 
 
 class StepTimes:
