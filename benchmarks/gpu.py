@@ -110,7 +110,7 @@ class Bench:
         """A size's settings, under those in `more`, by their dotted names."""
         data = self.folder / "tokens" if size == "124M" else self.text or ROOT / "data/input.txt"
         small = {"trainer.micro_batch_size": 4} if size == "124M" and self.facts["memory_gb"] < 40 else {}
-        return SIZES[size] | ALL | {"data.path": data} | small | (TINY if self.is_tiny else {}) | more
+        return SIZES[size] | ALL | {"data.path": str(data)} | small | (TINY if self.is_tiny else {}) | more
 
     def start(self, run_dir: Path, settings: Row, workers: int = 1, **env: str) -> Job:
         """Start a job whose rank 0 leaves device.json in its run folder."""
