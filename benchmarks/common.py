@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from support.jobs import Job, free_port, read_metric, tensor_hash
 from mingpt.tools.jobs import ROOT, clean_environment, torchrun
 
 Settings = Mapping[str, Any]
+POLL_S = 0.002
 # A run whose steps take a few milliseconds.
 SMALL: dict[str, Any] = {
     "data.block_size": 32, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32,
@@ -119,6 +119,14 @@ def start_agents(run_dir: Path, settings: Settings, agents: int, workers: int, r
     return [Job([*command, "train.py", *given], Path(f"{run_dir}.{agent}")) for agent in range(agents)]
 
 
+def changed_program(folder: Path, code: str) -> str:
+    """Write a program like train.py that runs `code` first, which may import this folder's modules."""
+    path, places = folder / "changed_train.py", [str(ROOT), str(Path(__file__).parent)]
+    imports = f"import sys\nsys.path[:0] = {places!r}\nimport train\nfrom mingpt.base import events\n"
+    path.write_text(f"{imports}{code}\ntrain.main()\n")
+    return str(path)
+
+
 def train(run_dir: Path, settings: Settings, *more: str, workers: int = 2, checkout: Path = ROOT) -> None:
     """Start a job as `start` does, and wait for its end. Raises RuntimeError if it fails."""
     wait_for_success(start(run_dir, settings, *more, workers=workers, checkout=checkout))
@@ -140,6 +148,17 @@ def wait_for_success(job: Job, timeout_s: float = 24 * 3600) -> None:
         raise RuntimeError(f"the job ended with code {code}:\n{job.err()[-3000:]}")
 
 
+def seconds_until(command: Sequence[str], run_dir: Path, recorded: str, checkout: Path = ROOT) -> float:
+    """The seconds from the start of a command until metrics.jsonl has this text. RuntimeError if it fails."""
+    record, began = run_dir / "metrics.jsonl", time.monotonic()
+    job = Job(command, run_dir, cwd=checkout)
+    while job.is_running() and not (record.exists() and recorded in record.read_text()):
+        time.sleep(POLL_S)
+    took = time.monotonic() - began
+    wait_for_success(job)
+    return took
+
+
 def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
     """The exit code of each job; None for one that did not end in time and was killed."""
     deadline = time.monotonic() + timeout_s
@@ -152,7 +171,7 @@ def exit_codes(jobs: Sequence[Job], timeout_s: float) -> list[int | None]:
     return codes
 
 
-def signal_one(pids: Sequence[int], number: signal.Signals, rng: random.Random) -> int | None:
+def signal_one(pids: Sequence[int], number: int, rng: random.Random) -> int | None:
     """Send a signal to a random process; returns its place in `pids`, None if there is none or it ended."""
     if not pids:
         return None
@@ -208,10 +227,10 @@ def median_and_spread(values: Sequence[float], digits: int = 3, name: str = "rat
     }
 
 
-def median_step_s(run_dir: Path) -> float:
-    """Median seconds per step over the records of a run after the first quarter."""
-    recorded = list(read_metric(run_dir, "step_s").values())
-    return statistics.median(recorded[max(1, len(recorded) // 4) :])
+def median_metric(run_dir: Path, name: str = "step_s") -> float | None:
+    """Median of a metric over the records of a run after the first quarter; None if there is none."""
+    recorded = list(read_metric(run_dir, name).values())
+    return statistics.median(recorded[max(1, len(recorded) // 4) :] or recorded) if recorded else None
 
 
 def seconds_to_import_torch() -> float:

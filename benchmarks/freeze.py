@@ -28,26 +28,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import (
-    SMALL,
-    Tally,
-    argument_parser,
-    arguments_of,
-    busy_processes,
-    exit_codes,
-    row,
-    short_hash,
-    start,
-    train_undisturbed,
-    work_folder,
-)
+import common
 from support.jobs import Job, last_step, read_history
 
 from mingpt.base import events
 from mingpt.tools.jobs import is_alive, torchrun
 
 STEPS, TIMEOUT_S, START_S, STUCK_S, BUSY = 150, 10, 8.0, 1.5, 4
-SETTINGS = SMALL | {
+SETTINGS = common.SMALL | {
     "data.block_size": 64, "model.n_embd": 64, "trainer.batch_size": 16, "trainer.micro_batch_size": 2,
     "trainer.max_steps": STEPS, "trainer.eval_every": 50, "trainer.timeout_s": TIMEOUT_S,
     "snapshot.every": 10,
@@ -62,9 +50,11 @@ def freeze(job: Job, rng: random.Random) -> tuple[int, list[int]]:
     return victim, pids
 
 
-def freeze_in_training(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
+def freeze_in_training(
+    folder: Path, number: int, expected: str, rng: random.Random, tally: common.Tally
+) -> None:
     run_dir, workers = folder / f"frozen{number}", 2 + number % 2
-    job = start(run_dir, SETTINGS, workers=workers, restarts=3)
+    job = common.start(run_dir, SETTINGS, workers=workers, restarts=3)
     step = rng.randrange(2, STEPS - 20)
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
     time.sleep(rng.uniform(0, 0.3))  # a random moment in a step
@@ -80,18 +70,23 @@ def freeze_in_training(folder: Path, number: int, expected: str, rng: random.Ran
     noticed_s = time.monotonic() - began
     job.wait_until(goes_on, TIMEOUT_S + 60)
     on_s = time.monotonic() - began
-    codes, ends = exit_codes([job], 300), [entry["end"] for entry in read_history(run_dir)["generations"]]
+    codes, ends = (
+        common.exit_codes([job], 300),
+        [entry["end"] for entry in read_history(run_dir)["generations"]],
+    )
     is_good = noticed_s <= TIMEOUT_S + 2 and on_s <= TIMEOUT_S + 35
-    is_good = is_good and codes == [0] and short_hash(run_dir) == expected
+    is_good = is_good and codes == [0] and common.short_hash(run_dir) == expected
     times = {"noticed_s": round(noticed_s, 2), "on_s": round(on_s, 2)}
-    row(frozen=number, workers=workers, victim=victim, at_step=step, **times, ends=ends, ok=is_good)
+    common.row(frozen=number, workers=workers, victim=victim, at_step=step, **times, ends=ends, ok=is_good)
     tally.add(is_good, job)
 
 
-def freeze_before_meeting(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
+def freeze_before_meeting(
+    folder: Path, number: int, expected: str, rng: random.Random, tally: common.Tally
+) -> None:
     """Freeze a worker before the workers meet; a trial in which they had met does not count."""
     run_dir, workers = folder / f"before{number}", 2 + number % 2
-    job = start(run_dir, SETTINGS, workers=workers, restarts=1)
+    job = common.start(run_dir, SETTINGS, workers=workers, restarts=1)
     job.wait_until(lambda: len(job.workers()) == workers)
     time.sleep(rng.uniform(0, 1.5))  # until a random moment
     began = time.monotonic()
@@ -102,19 +97,19 @@ def freeze_before_meeting(folder: Path, number: int, expected: str, rng: random.
         return
     job.wait_until(lambda: not is_alive(pids[victim]), 120)
     gone_s = time.monotonic() - began
-    codes = exit_codes([job], 300)
+    codes = common.exit_codes([job], 300)
     named = re.search(r"worker (\d) did not reach the rendezvous within ([\d.]+) s", job.err())
     patience_s = float(named[2]) if named else 0.0
     is_good = named is not None and int(named[1]) == victim
     is_good = is_good and gone_s <= patience_s + START_S and patience_s <= max(TIMEOUT_S, 3 * START_S)
-    is_good = is_good and codes == [0] and short_hash(run_dir) == expected
+    is_good = is_good and codes == [0] and common.short_hash(run_dir) == expected
     times = {"gone_s": round(gone_s, 2), "patience_s": patience_s}
-    row(before=number, workers=workers, victim=victim, **times, ok=is_good)
+    common.row(before=number, workers=workers, victim=victim, **times, ok=is_good)
     tally.add(is_good, job)
 
 
-def run_worker(mark: Path, rank: int, step: int, event: str, call: str, argv: list[str]) -> None:
-    """Run train.py, in which one worker waits in C code for ever, once."""
+def stick_once(mark: Path, rank: int, step: int, event: str, call: str) -> None:
+    """Have one worker wait in C code for ever, once."""
     libc = ctypes.CDLL(None)
 
     def stick(**details: Any) -> None:
@@ -130,21 +125,21 @@ def run_worker(mark: Path, rank: int, step: int, event: str, call: str, argv: li
                 os.read(os.pipe()[0], 1)
 
     events.subscribe(event, stick)
-    sys.argv = argv
-    import train
-
-    train.main()
 
 
-def kill_beside_stuck(folder: Path, number: int, expected: str, rng: random.Random, tally: Tally) -> None:
+def kill_beside_stuck(
+    folder: Path, number: int, expected: str, rng: random.Random, tally: common.Tally
+) -> None:
     """Kill a worker that is not stuck, and measure how long the stuck worker stays."""
     run_dir, mark = folder / f"run{number}", folder / f"stuck{number}"
     workers, step = rng.choice([2, 3]), rng.randrange(1, STEPS)
     rank, event = rng.randrange(workers), rng.choice(["step_start", "backward_end"])
     call = rng.choice(["pause", "sleep", "read"])
-    program = [__file__, "--worker", str(mark), str(rank), str(step), event, call]
     settings = SETTINGS | {"run_dir": run_dir, "trainer.timeout_s": 300}
-    command = [*torchrun(workers, restarts=2), *program, "train.py", *arguments_of(settings)]
+    code = f"import freeze, pathlib; mark = pathlib.Path({str(mark)!r})\n"
+    code += f"freeze.stick_once(mark, {rank}, {step}, {event!r}, {call!r})"
+    program = common.changed_program(folder, code)
+    command = [*torchrun(workers, restarts=2), program, *common.arguments_of(settings)]
     job = Job(command, run_dir)
     job.wait_until(lambda: mark.exists() and mark.read_text())
     pids, stuck = job.workers(), int(mark.read_text())
@@ -155,43 +150,46 @@ def kill_beside_stuck(folder: Path, number: int, expected: str, rng: random.Rand
     while is_alive(stuck) and time.monotonic() - began < 60:
         time.sleep(0.002)
     gone_s = time.monotonic() - began
-    codes, ends = exit_codes([job], 300), [entry["end"] for entry in read_history(run_dir)["generations"]]
-    is_good = gone_s <= STUCK_S and codes == [0] and short_hash(run_dir) == expected
+    codes, ends = (
+        common.exit_codes([job], 300),
+        [entry["end"] for entry in read_history(run_dir)["generations"]],
+    )
+    is_good = gone_s <= STUCK_S and codes == [0] and common.short_hash(run_dir) == expected
     is_good = is_good and ends == [f"worker {pids.index(victim)} vanished", "finished"]
     plan = {"workers": workers, "stuck": rank, "killed": pids.index(victim)}
-    row(number=number, **plan, step=step, event=event, call=call, gone_s=round(gone_s, 2), ok=is_good)
+    common.row(number=number, **plan, step=step, event=event, call=call, gone_s=round(gone_s, 2), ok=is_good)
     tally.add(is_good, job)
 
 
-def train_beside_busy_processes(folder: Path, minutes: float, tally: Tally) -> None:
+def train_beside_busy_processes(folder: Path, minutes: float, tally: common.Tally) -> None:
     """Train with many evaluations and snapshots; no worker may be taken for a frozen one."""
     run_dir, settings = folder / "busy", SETTINGS | {"trainer.max_steps": 10**6}
-    with busy_processes(BUSY):
-        job = start(run_dir, settings, restarts=3)
+    with common.busy_processes(BUSY):
+        job = common.start(run_dir, settings, restarts=3)
         job.wait_until(lambda: last_step(run_dir) >= 1, 300)
         began = time.monotonic()
         while job.is_running() and time.monotonic() - began < 60 * minutes:
             time.sleep(0.5)
         was_running = job.is_running()
         (run_dir / "STOP").touch()
-        codes = exit_codes([job], 300)
+        codes = common.exit_codes([job], 300)
     generations = read_history(run_dir)["generations"]
     is_good = was_running and codes == [0] and len(generations) == 1
-    row(busy=BUSY, minutes=minutes, steps=generations[-1]["to_step"], ok=is_good)
+    common.row(busy=BUSY, minutes=minutes, steps=generations[-1]["to_step"], ok=is_good)
     tally.add(is_good, job)
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--frozen", type=int, default=10)
     parser.add_argument("--before", type=int, default=10)
     parser.add_argument("--stuck", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=5, help="of the run for false alarms; 0 for none")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    rng, tally, tries = random.Random(arguments.seed), Tally(), 0
-    with work_folder() as folder:
-        expected, _ = train_undisturbed(folder, SETTINGS)
+    rng, tally, tries = random.Random(arguments.seed), common.Tally(), 0
+    with common.work_folder() as folder:
+        expected, _ = common.train_undisturbed(folder, SETTINGS)
         for number in range(arguments.frozen):
             freeze_in_training(folder, number, expected, rng, tally)
         while tally.trials < arguments.frozen + arguments.before:
@@ -205,8 +203,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        path, rank_text, step_text, event_name, c_call = sys.argv[2:7]
-        run_worker(Path(path), int(rank_text), int(step_text), event_name, c_call, sys.argv[7:])
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -23,24 +23,10 @@ import sys
 import time
 from pathlib import Path
 
-from common import (
-    SMALL,
-    Settings,
-    Tally,
-    argument_parser,
-    exit_codes,
-    row,
-    short_hash,
-    signal_one,
-    start,
-    start_agents,
-    start_plain,
-    train_undisturbed,
-    work_folder,
-)
+import common
 from support.jobs import Job, last_step, read_history
 
-SETTINGS = SMALL | {
+SETTINGS = common.SMALL | {
     "trainer.max_steps": 400, "trainer.eval_every": 100, "trainer.log_every": 10, "snapshot.every": 20,
 }  # fmt: skip
 RESTARTS, TIMEOUT_S, DAY_S = 3, 300, 24 * 3600
@@ -49,14 +35,14 @@ RESTARTS, TIMEOUT_S, DAY_S = 3, 300, 24 * 3600
 def start_jobs(kind: str, run_dir: Path) -> list[Job]:
     """Start two workers by "torchrun", by two torchrun "agents", or by "plain" python."""
     if kind == "plain":
-        return [start_plain(run_dir, SETTINGS, workers=2, restarts=RESTARTS)]
+        return [common.start_plain(run_dir, SETTINGS, workers=2, restarts=RESTARTS)]
     if kind == "agents":
-        return start_agents(run_dir, SETTINGS, agents=2, workers=1, restarts=RESTARTS)
-    return [start(run_dir, SETTINGS, restarts=RESTARTS)]
+        return common.start_agents(run_dir, SETTINGS, agents=2, workers=1, restarts=RESTARTS)
+    return [common.start(run_dir, SETTINGS, restarts=RESTARTS)]
 
 
 def kill_once(
-    folder: Path, kind: str, expected: str, length_s: float, rng: random.Random, tally: Tally
+    folder: Path, kind: str, expected: str, length_s: float, rng: random.Random, tally: common.Tally
 ) -> None:
     """Run a job of two workers and kill one of them; it must end with the expected hash."""
     victim = None
@@ -66,29 +52,25 @@ def kill_once(
         jobs = start_jobs(kind, run_dir)
         time.sleep(after_s)  # until the random moment
         pids = sorted(pid for job in jobs for pid in job.workers())
-        victim = signal_one(pids, signal.SIGKILL, rng)
-        codes = exit_codes(jobs, TIMEOUT_S)
-    is_same = codes == [0] * len(jobs) and short_hash(run_dir) == expected
+        victim = common.signal_one(pids, signal.SIGKILL, rng)
+        codes = common.exit_codes(jobs, TIMEOUT_S)
+    is_same = codes == [0] * len(jobs) and common.short_hash(run_dir) == expected
     generations = read_history(run_dir)["generations"]
-    row(
-        job=tally.trials,
-        kind=kind,
-        kill_after_s=round(after_s, 2),
-        victim=victim,
-        codes=codes,
-        seconds=round(time.monotonic() - began, 1),
-        ends=[entry["end"] for entry in generations],
-        from_steps=[entry["from_step"] for entry in generations],
-        hash=short_hash(run_dir),
+    common.row(
+        job=tally.trials, kind=kind, kill_after_s=round(after_s, 2), victim=victim, codes=codes,
+        seconds=round(time.monotonic() - began, 1), ends=[entry["end"] for entry in generations],
+        from_steps=[entry["from_step"] for entry in generations], hash=common.short_hash(run_dir),
         same=is_same,
-    )
+    )  # fmt: skip
     tally.add(is_same, *jobs)
 
 
-def kill_again_and_again(run_dir: Path, settings: Settings, arguments: argparse.Namespace) -> tuple[int, int]:
+def kill_again_and_again(
+    run_dir: Path, settings: common.Settings, arguments: argparse.Namespace
+) -> tuple[int, int]:
     """Kill workers until the run ends; returns its exit code and the number of kills."""
     rng = random.Random(arguments.seed)
-    job = start(run_dir, settings, restarts=100_000)
+    job = common.start(run_dir, settings, restarts=100_000)
     job.wait_until(lambda: read_history(run_dir)["generations"], 600)
     next_at, signals = time.time() + rng.expovariate(1 / arguments.every_s), 0
     while job.is_running():
@@ -96,11 +78,11 @@ def kill_again_and_again(run_dir: Path, settings: Settings, arguments: argparse.
         pids = job.workers()
         if time.time() < next_at or not pids:
             continue
-        victim = signal_one(pids, signal.SIGKILL, rng)
+        victim = common.signal_one(pids, signal.SIGKILL, rng)
         if victim is None:
             continue  # the worker has just ended; the next turn finds another
         signals += 1
-        row(number=signals, worker=victim, step=last_step(run_dir))
+        common.row(number=signals, worker=victim, step=last_step(run_dir))
         next_at += rng.expovariate(1 / arguments.every_s)
     return job.wait(DAY_S), signals
 
@@ -111,32 +93,30 @@ def training_seconds(run_dir: Path) -> float:
     return float(generations[-1]["seen"] - generations[0]["began"])
 
 
-def storm(folder: Path, arguments: argparse.Namespace, tally: Tally) -> None:
+def storm(folder: Path, arguments: argparse.Namespace, tally: common.Tally) -> None:
     """Train the default run undisturbed, then with signals."""
     settings = {
         "trainer.max_steps": arguments.storm, "trainer.eval_every": 500, "trainer.device": "cpu",
         "trainer.timeout_s": 10, "snapshot.keep_last": 2,
     }  # fmt: skip
-    expected, _ = train_undisturbed(folder, settings)
+    expected, _ = common.train_undisturbed(folder, settings)
     run_dir = folder / "disturbed"
     code, signals = kill_again_and_again(run_dir, settings, arguments)
     history = read_history(run_dir)
     for generation in history["generations"]:
-        row(**{key: generation.get(key) for key in ("workers", "from_step", "to_step", "end")})
+        common.row(**{key: generation.get(key) for key in ("workers", "from_step", "to_step", "end")})
     goodput = training_seconds(folder / "undisturbed") / training_seconds(run_dir)
-    is_same = code == 0 and short_hash(run_dir) == expected
-    row(
-        signals=signals,
-        seconds=round(training_seconds(run_dir), 1),
-        goodput=round(goodput, 4),
+    is_same = code == 0 and common.short_hash(run_dir) == expected
+    common.row(
+        signals=signals, seconds=round(training_seconds(run_dir), 1), goodput=round(goodput, 4),
         run_json={key: history[key] for key in ("status", "steps_lost", "seconds_lost", "goodput")},
         identical=is_same,
-    )
+    )  # fmt: skip
     tally.add(is_same and goodput >= arguments.least)
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--agent_jobs", type=int, default=10)
     parser.add_argument("--plain_jobs", type=int, default=20)
@@ -148,12 +128,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     counts = {"torchrun": arguments.jobs, "agents": arguments.agent_jobs, "plain": arguments.plain_jobs}
-    rng, tally = random.Random(arguments.seed), Tally()
-    with work_folder() as folder:
+    rng, tally = random.Random(arguments.seed), common.Tally()
+    with common.work_folder() as folder:
         if arguments.storm:
             storm(folder, arguments, tally)
             return tally.exit_code()
-        expected, length_s = train_undisturbed(folder, SETTINGS)
+        expected, length_s = common.train_undisturbed(folder, SETTINGS)
         for kind, count in counts.items():
             for _ in range(count):
                 kill_once(folder, kind, expected, length_s, rng, tally)

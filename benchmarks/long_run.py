@@ -15,27 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-from common import (
-    SMALL,
-    Settings,
-    argument_parser,
-    measure_in_turns,
-    median_and_spread,
-    paired,
-    process_mb,
-    row,
-    start,
-    train,
-    wait_for_success,
-    work_folder,
-)
+import common
 from support.jobs import Job, last_step, read_history
 
 from mingpt.tools.jobs import ROOT
 
 EARLY, SEGMENT, BASE = 1000, 1000, 2000  # steps
 LIMIT_MB, LIMIT_RATIO = 10.0, 1.03
-SETTINGS = SMALL | {
+SETTINGS = common.SMALL | {
     "data.block_size": 8, "model.n_layer": 1, "model.n_head": 1, "model.n_embd": 8,
     "trainer.micro_batch_size": 4, "trainer.log_every": 100, "trainer.eval_every": 500,
     "snapshot.every": 500, "snapshot.keep_last": 10, "optimizer.warmup_steps": 10,
@@ -62,7 +49,7 @@ def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) ->
         if step < following:
             time.sleep(0.1)
             continue
-        sizes = [process_mb(pid, "VmRSS") for pid in job.workers()]
+        sizes = [common.process_mb(pid, "VmRSS") for pid in job.workers()]
         following = (step // every + 1) * every
         if len(sizes) != 2 or not all(sizes):
             continue  # the job is ending
@@ -70,42 +57,44 @@ def watch_memory(job: Job, run_dir: Path, steps: int, every: int, work: Path) ->
             base = sizes
         growth = [size - before for size, before in zip(sizes, base, strict=True)] if base else []
         is_within = is_within and all(abs(mb) <= LIMIT_MB for mb in growth)
-        row(step=step, rss_mb=[round(mb, 1) for mb in sizes], growth_mb=[round(mb, 1) for mb in growth])
+        common.row(
+            step=step, rss_mb=[round(mb, 1) for mb in sizes], growth_mb=[round(mb, 1) for mb in growth]
+        )
     return is_within and bool(base)
 
 
-def resume(copy: Path, settings: Settings, last: int) -> float:
+def resume(copy: Path, settings: common.Settings, last: int) -> float:
     """The seconds that the steps take if the run goes on from a copy up to step `last`."""
     run_dir = copy.with_name(f"{copy.name}-again")
     shutil.copytree(copy, run_dir)
-    train(run_dir, {**settings, "trainer.max_steps": last, "snapshot.resume": "changed"})
+    common.train(run_dir, {**settings, "trainer.max_steps": last, "snapshot.resume": "changed"})
     generation = read_history(run_dir)["generations"][-1]
     shutil.rmtree(run_dir)
     return float(generation["seen"] - generation["began"])
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--every", type=int, default=2000)
     parser.add_argument("--pairs", type=int, default=5)
     arguments = parser.parse_args()
     steps = arguments.steps
-    with work_folder() as work:
+    with common.work_folder() as work:
         text = work / "text.txt"
         text.write_bytes((ROOT / "data" / "input.txt").read_bytes()[:20_000])
         settings = {**SETTINGS, "data.path": text, "snapshot.memory_path": work}
         run_dir = work / "run"
-        job = start(run_dir, {**settings, "trainer.max_steps": steps})
+        job = common.start(run_dir, {**settings, "trainer.max_steps": steps})
         is_within = watch_memory(job, run_dir, steps, arguments.every, work)
-        wait_for_success(job)
+        common.wait_for_success(job)
         variants = {
             "early_s": lambda: resume(work / "early", settings, EARLY + SEGMENT),
             "late_s": lambda: resume(work / "late", settings, steps),
         }
-        found = measure_in_turns(variants, arguments.pairs, digits=2)
-    ratio = median_and_spread(paired(found, "late_s", "early_s"))
-    row(steps=steps, within_10_mb=is_within, **ratio)
+        found = common.measure_in_turns(variants, arguments.pairs, digits=2)
+    ratio = common.median_and_spread(common.paired(found, "late_s", "early_s"))
+    common.row(steps=steps, within_10_mb=is_within, **ratio)
     return 0 if is_within and ratio["ratio"] <= LIMIT_RATIO else 1
 
 

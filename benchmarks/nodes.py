@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import SMALL, Tally, argument_parser, row, work_folder
+from common import SMALL, Tally, argument_parser, changed_program, row, work_folder
 from support.jobs import read_history
 
 from mingpt.tools.jobs import ROOT
@@ -59,14 +59,7 @@ SETTINGS = SMALL | {
 }  # fmt: skip
 # Steps of a tenth of a second at least, so that 120 of them suffice however fast the machine is.
 JOIN_STEPS, JOIN_SETTINGS = 120, {"trainer.timeout_s": 60, "trainer.batch_size": 6}
-SLOW_PROGRAM = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import train
-from mingpt.base import events
-events.subscribe("step_end", lambda step: time.sleep(0.1))
-train.main()
-"""
+SLOW = "import time; events.subscribe('step_end', lambda step: time.sleep(0.1))"
 KILL_STEPS, LONG_STEPS = 400, 600  # enough for the job to be training when a healed node is back
 CUTS = ("network", "storage", "both", "frozen")
 ON_OWN_DISKS = ("network", "frozen")  # the other faults need storage over a network
@@ -103,12 +96,9 @@ class Trial:
 
 def inflict(fault: str, node: Node) -> None:
     faults: dict[str, Callable[[], None]] = {
-        "kill": node.kill,
-        "network": node.cut_network,
-        "storage": node.cut_storage,
-        "both": node.cut,
+        "kill": node.kill, "network": node.cut_network, "storage": node.cut_storage, "both": node.cut,
         "frozen": node.freeze,
-    }
+    }  # fmt: skip
     faults[fault]()
 
 
@@ -244,13 +234,8 @@ def carry_out(trial: Trial, rng: random.Random, undisturbed: Found) -> Found:
     """Run a job from its start to its end, and compare it with the undisturbed run if there is one yet."""
     settings, began = SETTINGS | trial.settings | {"trainer.max_steps": trial.steps}, time.monotonic()
     with work_folder() as folder, Cluster(NODES, folder, shared=trial.has_storage) as cluster:
-        program = ROOT / "train.py"
-        if trial.fault == "join":
-            program = folder / "slow_train.py"
-            program.write_text(SLOW_PROGRAM)
-        job = NodesJob(
-            cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s, str(program)
-        )
+        program = changed_program(folder, SLOW) if trial.fault == "join" else str(ROOT / "train.py")
+        job = NodesJob(cluster, trial.launch, trial.disk, trial.minimum, settings, trial.limit_s, program)
         job.start(*cluster.nodes[: 1 if trial.fault == "grow" else NODES])
         found: Found = {}
         if trial.fault == "grow":

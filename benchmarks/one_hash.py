@@ -12,13 +12,12 @@ with two. Prints one row per configuration, as JSON; exit code 1 unless each has
 import itertools
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import Settings, argument_parser, row, short_hash, train
+from common import Settings, argument_parser, row, short_hash, train, work_folder
 from support.jobs import free_port
 
 from mingpt.config.cli import build
@@ -90,12 +89,12 @@ def main() -> int:
     import torch.distributed.fsdp  # noqa: F401 - imported once, before the forks
 
     several, began = 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
+    with work_folder() as folder:
         for number, chosen in enumerate(configurations()):
             hashes: dict[str, dict[str, str]] = {}
             for strategy, more in STRATEGIES.items():
                 for count in workers:
-                    run_dir = Path(name) / f"{number}-{strategy}-{count}".replace(" ", "")
+                    run_dir = folder / f"{number}-{strategy}-{count}".replace(" ", "")
                     given = SETTINGS | chosen | more | {"run_dir": str(run_dir)}
                     given["trainer.max_steps"] = arguments.steps
                     train_forked(given, count)
@@ -104,7 +103,7 @@ def main() -> int:
             several += len(distinct) > 1
             row(**chosen, hashes=len(distinct), **hashes)
         if not arguments.no_jobs:
-            several += jobs(Path(name), arguments.steps)
+            several += jobs(folder, arguments.steps)
     row(**{"configurations with several hashes": several, "seconds": round(time.monotonic() - began)})
     return 1 if several else 0
 

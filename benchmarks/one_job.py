@@ -29,28 +29,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import (
-    SMALL,
-    Tally,
-    argument_parser,
-    row,
-    short_hash,
-    start,
-    start_plain,
-    train_undisturbed,
-    work_folder,
-)
+import common
 from support.jobs import Job, descendants, free_port, last_step, read_history
 
 from mingpt.tools.jobs import ROOT, clean_environment
 
-SETTINGS = SMALL | {
+SETTINGS = common.SMALL | {
     "trainer.max_steps": 60, "trainer.eval_every": 60, "trainer.timeout_s": 30, "snapshot.every": 10,
 }  # fmt: skip
 LEASE_S, START_S = 20.0, 15.0  # START_S: a start on a busy machine, in which a successor must train
 ANOTHER_HOST = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
-start_alone = functools.partial(start_plain, settings=SETTINGS, workers=1)
+start_alone = functools.partial(common.start_plain, settings=SETTINGS, workers=1)
 
 
 def refusals(job: Job) -> list[str]:
@@ -68,10 +58,10 @@ def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
     run_dirs = [folder / f"{kind}{number}.{job}" for job in range(2)]
     if kind == "s3":
         settings = SETTINGS | {"snapshot.path": f"s3://runs/{number}"}
-        jobs = [start_plain(run_dir, settings, workers=1) for run_dir in run_dirs]
+        jobs = [common.start_plain(run_dir, settings, workers=1) for run_dir in run_dirs]
     else:
         outputs, run_dirs = run_dirs, [folder / f"{kind}{number}"]
-        begin = start_alone if kind == "plain" else functools.partial(start, settings=SETTINGS)
+        begin = start_alone if kind == "plain" else functools.partial(common.start, settings=SETTINGS)
         jobs = [begin(run_dirs[0], output=output) for output in outputs]
     codes = [job.wait(120) for job in jobs]
     histories = [read_history(run_dir) for run_dir in run_dirs]
@@ -87,13 +77,13 @@ def pair(folder: Path, number: int, kind: str) -> dict[str, Any]:
 def gap(folder: Path, number: int, rng: random.Random, expected: str) -> dict[str, Any]:
     """Start a second job between a kill and the next generation."""
     run_dir = folder / f"gap{number}"
-    first = start(run_dir, SETTINGS, restarts=3)
+    first = common.start(run_dir, SETTINGS, restarts=3)
     step = rng.randint(2, 30)
     first.wait_until(lambda: last_step(run_dir) >= step)
     os.kill(rng.choice(first.workers()), signal.SIGKILL)
     second = start_alone(run_dir, output=folder / f"gap{number}.second")
     second_code, first_code = second.wait(120), first.wait(120)
-    same = short_hash(run_dir) == expected
+    same = common.short_hash(run_dir) == expected
     is_good = second_code == 2 and is_refused(second, first.pid) and first_code == 0 and same
     return {"second": second_code, "first": first_code, "same_hash": same, "ok": is_good}
 
@@ -113,7 +103,9 @@ def successor(folder: Path, number: int, host: str, expected: str) -> dict[str, 
     code = second.wait(120)
     waited = "for it to be renewed" in second.err()
     allowed_s = START_S + (LEASE_S if is_other else 0.0)
-    is_good = code == 0 and short_hash(run_dir) == expected and took_s < allowed_s and waited == is_other
+    is_good = (
+        code == 0 and common.short_hash(run_dir) == expected and took_s < allowed_s and waited == is_other
+    )
     return {"killed_at": reached, "trains_after_s": round(took_s, 2), "waited": waited, "ok": is_good}
 
 
@@ -132,7 +124,7 @@ def superseded(folder: Path, number: int, expected: str) -> dict[str, Any]:
     first_code = first.wait(60)
     after, lines = fingerprint(run_dir), refusals(first)
     changed = sorted(name for name in before | after if before.get(name) != after.get(name))
-    is_good = second_code == 0 and first_code == 1 and not changed and short_hash(run_dir) == expected
+    is_good = second_code == 0 and first_code == 1 and not changed and common.short_hash(run_dir) == expected
     is_good = is_good and len(lines) == 1 and "no longer belongs to this job" in lines[0]
     return {"second": second_code, "first": first_code, "changed": changed, "said": lines, "ok": is_good}
 
@@ -167,21 +159,21 @@ def object_store() -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--gaps", type=int, default=20)
     parser.add_argument("--successors", type=int, default=5)
     parser.add_argument("--superseded", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    rng, tally = random.Random(arguments.seed), Tally()
+    rng, tally = random.Random(arguments.seed), common.Tally()
 
     def record(kind: str, values: dict[str, Any]) -> None:
         tally.add(values["ok"])
-        row(kind=kind, **values)
+        common.row(kind=kind, **values)
 
-    with work_folder() as folder:
-        expected, _ = train_undisturbed(folder, SETTINGS)
+    with common.work_folder() as folder:
+        expected, _ = common.train_undisturbed(folder, SETTINGS)
         for kind in ("plain", "torchrun", "s3") if arguments.pairs else ():
             with object_store() if kind == "s3" else contextlib.nullcontext():
                 for number in range(arguments.pairs):

@@ -22,25 +22,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
-from common import (
-    SMALL,
-    Tally,
-    argument_parser,
-    arguments_of,
-    busy_processes,
-    row,
-    short_hash,
-    start,
-    train_undisturbed,
-    work_folder,
-)
 from support.jobs import Job
 
 from mingpt.base import events
-from mingpt.tools.jobs import ROOT, torchrun
+from mingpt.tools.jobs import torchrun
 
-SETTINGS = SMALL | {
+SETTINGS = common.SMALL | {
     "trainer.max_steps": 100, "trainer.replay_every": 20, "trainer.eval_every": 50, "snapshot.every": 10,
     "snapshot.memory_every": 5, "model.dropout": 0.1,
 }  # fmt: skip
@@ -51,9 +40,6 @@ KINDS = {  # (workers, strategy, reduction) of each job
     "once": [(workers, name, "exact") for name in STRATEGIES for workers in (3, 4)],
     "copy": [(workers, name, "exact") for name in ("ddp", "sharded") for workers in (2, 3)],
 }
-PROGRAM = (
-    "import sys\nsys.path[:0] = [{root!r}, {here!r}]\nimport replay, train\nreplay.lie()\ntrain.main()\n"
-)
 
 
 def flip_bit(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,46 +72,45 @@ def lie() -> None:
     events.subscribe("run_start", on_run_start)
 
 
-def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, tally: Tally) -> None:
+def try_lie(folder: Path, kind: str, case: tuple[int, str, str], expected: str, tally: common.Tally) -> None:
     """Run one job that lies, then the same command without a lie. `expected` is the hash of exact jobs."""
     workers, strategy, reduction = case
     words = [*STRATEGIES[strategy], f"trainer.reduction={reduction}"]
     name = "-".join(map(str, (kind, *case)))
-    run_dir, program = folder / name, folder / "lying_train.py"
-    program.write_text(PROGRAM.format(root=str(ROOT), here=str(Path(__file__).parent)))
-    command = [*torchrun(workers, 2), str(program), f"run_dir={run_dir}", *arguments_of(SETTINGS, words)]
+    run_dir, program = folder / name, common.changed_program(folder, "import replay; replay.lie()")
+    command = [*torchrun(workers, 2), program, f"run_dir={run_dir}", *common.arguments_of(SETTINGS, words)]
     liar = Job(command, run_dir, LIE=kind)
     codes = [liar.wait(600)]
     sentence = next((line for line in liar.err().splitlines() if " is not made" in line), "")
     named = [int(rank) for rank in re.findall(r"worker (\d+) on", sentence)]
-    again = start(run_dir, SETTINGS, *words, workers=workers)
+    again = common.start(run_dir, SETTINGS, *words, workers=workers)
     codes.append(again.wait(600))
     set_aside = sorted({path.name.split(".")[0] for path in (run_dir / "snapshots").glob("suspect-*")})
     is_named = "step 61:" in sentence and named == ([0, 1] if workers == 2 else [workers - 1])
-    good = codes == [1, 0] and is_named and (reduction == "fast" or short_hash(run_dir) == expected)
+    good = codes == [1, 0] and is_named and (reduction == "fast" or common.short_hash(run_dir) == expected)
     tally.add(good, liar, again)
-    row(lie=name, ok=good, named=named, codes=codes, set_aside=set_aside, sentence=sentence)
+    common.row(lie=name, ok=good, named=named, codes=codes, set_aside=set_aside, sentence=sentence)
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of lies (default: %(default)s)")
     parser.add_argument("--honest", type=int, default=20, help="honest jobs (default: %(default)s)")
     options = parser.parse_args()
-    tally = Tally()
-    with work_folder() as folder:
-        expected, _ = train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")
+    tally = common.Tally()
+    with common.work_folder() as folder:
+        expected, _ = common.train_undisturbed(folder, SETTINGS, "trainer.replay_every=0")
         for kind in filter(None, options.kinds.split(",")):
             for case in KINDS[kind]:
                 try_lie(folder, kind, case, expected, tally)
-        with busy_processes(2) if options.honest else contextlib.nullcontext():
+        with common.busy_processes(2) if options.honest else contextlib.nullcontext():
             for number in range(options.honest):
                 strategy = list(STRATEGIES)[number % 3]
                 words = [*STRATEGIES[strategy], f"trainer.compile={str(number % 2 == 1).lower()}"]
-                job = start(folder / f"honest-{number}", SETTINGS, *words, "trainer.max_steps=500")
+                job = common.start(folder / f"honest-{number}", SETTINGS, *words, "trainer.max_steps=500")
                 code = job.wait(1200)
                 tally.add(code == 0, job)
-                row(honest=number, ok=code == 0, words=words)
+                common.row(honest=number, ok=code == 0, words=words)
     return tally.exit_code()
 
 

@@ -11,10 +11,9 @@ in parts is not compared.)
 
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
-from common import argument_parser, arguments_of, row, short_hash, train, wait_for_success
+from common import argument_parser, arguments_of, row, short_hash, train, wait_for_success, work_folder
 from one_hash import SETTINGS, STRATEGIES
 from support.jobs import Job, read_history
 
@@ -77,8 +76,8 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("checkout", type=Path)
     checkout = parser.parse_args().checkout.resolve()
-    with tempfile.TemporaryDirectory() as name:
-        hashes = [resume(case, checkout, Path(name) / case.replace(" ", "-")) for case in CASES]
+    with work_folder() as folder:
+        hashes = [resume(case, checkout, folder / case.replace(" ", "-")) for case in CASES]
     return 0 if len(set.union(*hashes)) == 1 else 1
 
 

@@ -27,14 +27,10 @@ def is_identical(seed: int, folder: Path, config: Config) -> bool:
     kills = make_schedule(seed, rng.randint(1, 5), [1, 2, 3, 4])
     problems, summary = find_problems(seed, kills, workers, folder, config)
     row(
-        seed=seed,
-        workers=workers,
-        kills=[asdict(kill) for kill in kills],
-        seconds=round(time.monotonic() - began, 1),
-        identical=not problems,
-        problems=problems,
+        seed=seed, workers=workers, kills=[asdict(kill) for kill in kills],
+        seconds=round(time.monotonic() - began, 1), identical=not problems, problems=problems,
         disturbed=summary[-1].split()[-1] if summary else None,
-    )
+    )  # fmt: skip
     return not problems
 
 

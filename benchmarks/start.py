@@ -22,36 +22,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import (
-    Tally,
-    argument_parser,
-    arguments_of,
-    exit_codes,
-    measure_in_turns,
-    median_and_spread,
-    paired,
-    row,
-    seconds_to_import_torch,
-    short_hash,
-    signal_one,
-    start,
-    start_plain,
-    train_undisturbed,
-    wait_for_success,
-    work_folder,
-)
+import common
 from support.jobs import Job, last_step, read_history
 
 from mingpt.tools.jobs import ROOT, torchrun
 
-POLL_S = 0.002
 SETTINGS = {
-    "trainer.eval_at_start": False,
-    "trainer.log_every": 1,
-    "trainer.max_steps": 3,
-    "trainer.sample_tokens": 0,
-    "trainer.device": "cpu",
-}
+    "trainer.eval_at_start": False, "trainer.log_every": 1, "trainer.max_steps": 3,
+    "trainer.sample_tokens": 0, "trainer.device": "cpu",
+}  # fmt: skip
 # {name: (the words before train.py, the number of workers)}
 LAUNCHES = {"one": ([sys.executable], 1), "plain": ([sys.executable], 2), "torchrun": (torchrun(2), 2)}
 KILLS_PER_RUN, IMPORTS = 8, 5
@@ -63,31 +42,25 @@ def seconds_to_first_step(folder: Path, launch: str, checkout: Path) -> float:
     launcher, workers = LAUNCHES[launch]
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     settings = SETTINGS | {"run_dir": run_dir, "trainer.workers": workers}
-    record = run_dir / "metrics.jsonl"
-    began = time.monotonic()
-    job = Job([*launcher, "train.py", *arguments_of(settings)], run_dir, cwd=checkout)
-    while job.is_running() and not (record.exists() and record.read_text().endswith("\n")):
-        time.sleep(POLL_S)
-    took = time.monotonic() - began
-    wait_for_success(job)
-    return took
+    command = [*launcher, "train.py", *common.arguments_of(settings)]
+    return common.seconds_until(command, run_dir, "\n", checkout)
 
 
 def measure_starts(folder: Path, arguments: argparse.Namespace) -> int:
     """Print the rows of the starts; returns the exit code."""
     first_step = functools.partial(seconds_to_first_step, folder, arguments.launch)
     variants: dict[str, Callable[[], float]] = {
-        "import_torch_s": seconds_to_import_torch,
+        "import_torch_s": common.seconds_to_import_torch,
         "first_step_s": functools.partial(first_step, ROOT),
     }
     if arguments.against:
         variants["other_first_step_s"] = functools.partial(first_step, arguments.against.resolve())
-    found = measure_in_turns(variants, arguments.rounds, digits=3)
+    found = common.measure_in_turns(variants, arguments.rounds, digits=3)
     if arguments.against:
-        over_other = paired(found, "first_step_s", "other_first_step_s")
-        row(**median_and_spread(over_other, name="ratio_to_other"))
-    last = median_and_spread(paired(found, "first_step_s", "import_torch_s"))
-    row(**last)
+        over_other = common.paired(found, "first_step_s", "other_first_step_s")
+        common.row(**common.median_and_spread(over_other, name="ratio_to_other"))
+    last = common.median_and_spread(common.paired(found, "first_step_s", "import_torch_s"))
+    common.row(**last)
     return 0 if last["ratio"] <= MAX_START else 1
 
 
@@ -97,13 +70,15 @@ def stamp(run_dir: Path) -> list[tuple[int, int]]:
     return [(file.st_mtime_ns, file.st_size) for file in files]
 
 
-def seconds_to_recover(job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float) -> float:
-    """Kill a worker around this step; returns the seconds until a later generation has completed a step."""
+def seconds_to_recover(
+    job: Job, run_dir: Path, step: int, rng: random.Random, import_s: float, signum: int = signal.SIGKILL
+) -> float:
+    """Send a worker the signal; returns the seconds until a later generation has completed a step."""
     job.wait_until(lambda: last_step(run_dir) >= step, 300)
     time.sleep(rng.uniform(0, 0.2))  # a random moment in a step
     pids, before = job.workers(), len(read_history(run_dir)["generations"])
     began = time.monotonic()
-    victim = signal_one(pids, signal.SIGKILL, rng)
+    victim = common.signal_one(pids, signum, rng)
     if victim is None:
         raise RuntimeError(f"no worker was there to be killed around step {step}:\n{job.err()[-3000:]}")
     seen: list[tuple[int, int]] = []
@@ -120,38 +95,38 @@ def seconds_to_recover(job: Job, run_dir: Path, step: int, rng: random.Random, i
     took = time.monotonic() - began
     last, now = read_history(run_dir)["generations"][-2:]
     times = {"seconds": round(took, 3), "ratio": round(took / import_s, 3)}
-    row(victim=victim, **times, died_at=last["to_step"], resumed_from=now["from_step"])
+    common.row(victim=victim, **times, died_at=last["to_step"], resumed_from=now["from_step"])
     return took
 
 
 def measure_recoveries(folder: Path, arguments: argparse.Namespace) -> int:
     """Kill workers, in as many runs as that takes; returns the exit code."""
-    rng, tally = random.Random(arguments.seed), Tally()
+    rng, tally = random.Random(arguments.seed), common.Tally()
     took, ratios = list[float](), list[float]()
     # Each step has a record, so that a completed step is seen.
     settings = {"trainer.log_every": 1, "trainer.max_steps": arguments.steps}
-    expected, _ = train_undisturbed(folder, settings)
+    expected, _ = common.train_undisturbed(folder, settings)
     while len(took) < arguments.kills:
         run_dir = folder / f"run{tally.trials}"
         kills = min(KILLS_PER_RUN, arguments.kills - len(took))
-        import_s = statistics.median(seconds_to_import_torch() for _ in range(IMPORTS))
-        row(run=tally.trials, import_torch_s=round(import_s, 3))
-        launch = start if arguments.launch == "torchrun" else start_plain
+        import_s = statistics.median(common.seconds_to_import_torch() for _ in range(IMPORTS))
+        common.row(run=tally.trials, import_torch_s=round(import_s, 3))
+        launch = common.start if arguments.launch == "torchrun" else common.start_plain
         job = launch(run_dir, settings, workers=2, restarts=100)
         for step in sorted(rng.sample(range(5, arguments.steps - 10), kills)):
             took.append(seconds_to_recover(job, run_dir, step, rng, import_s))
             ratios.append(took[-1] / import_s)
-        tally.add(exit_codes([job], 600) == [0] and short_hash(run_dir) == expected, job)
-    last = median_and_spread(ratios)
+        tally.add(common.exit_codes([job], 600) == [0] and common.short_hash(run_dir) == expected, job)
+    last = common.median_and_spread(ratios)
     ordered = sorted(took)
     p95_s = ordered[-(-95 * len(ordered) // 100) - 1]  # the least time that 95 % do not exceed
-    seconds = median_and_spread(took, name="median") | {"p95": round(p95_s, 3)}
+    seconds = common.median_and_spread(took, name="median") | {"p95": round(p95_s, 3)}
     code = tally.exit_code(kills=len(took), **last, seconds=seconds)
     return code if last["ratio"] <= MAX_RECOVERY else 1
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
     parser.add_argument("--launch", choices=LAUNCHES, help="one for starts, torchrun for kills by default")
     parser.add_argument("--rounds", type=int, default=10)
@@ -160,7 +135,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     arguments.launch = arguments.launch or ("torchrun" if arguments.kills else "one")
-    with work_folder() as folder:
+    with common.work_folder() as folder:
         if arguments.kills:
             return measure_recoveries(folder, arguments)
         return measure_starts(folder, arguments)

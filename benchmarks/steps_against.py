@@ -37,19 +37,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
-from common import (
-    STEPS_ALONE,
-    Settings,
-    argument_parser,
-    measure_in_turns,
-    median_and_spread,
-    median_step_s,
-    paired,
-    row,
-    train,
-    work_folder,
-)
 
 from mingpt.config import TrainerConfig
 from mingpt.tools.jobs import ROOT, clean_environment
@@ -68,14 +57,22 @@ SIZES: dict[str, dict[str, Any]] = {"default": {"trainer.max_steps": 60}, "cpu":
 EFFICIENCY, EFFICIENCY_OF_10M = 0.92, 0.95
 PEER = {
     "cpu": [
-        "--block_size=64", "--batch_size=12",
-        "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0",
+        "--block_size=64",
+        "--batch_size=12",
+        "--n_layer=4",
+        "--n_head=4",
+        "--n_embd=128",
+        "--dropout=0.0",
     ],
     "10M": [
-        "--block_size=256", "--batch_size=64",
-        "--n_layer=6", "--n_head=6", "--n_embd=384", "--dropout=0.2",
+        "--block_size=256",
+        "--batch_size=64",
+        "--n_layer=6",
+        "--n_head=6",
+        "--n_embd=384",
+        "--dropout=0.2",
     ],
-}  # fmt: skip
+}
 PEER_VARIANTS = {
     "not compiled": ["--compile=False"],
     "bfloat16": ["--compile=False", "--dtype=bfloat16"],
@@ -95,7 +92,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, itertools.count(1)
 
-    def step_s(self, settings: Settings, workers: int = 2, checkout: Path = ROOT) -> float:
+    def step_s(self, settings: common.Settings, workers: int = 2, checkout: Path = ROOT) -> float:
         """The seconds per step of a run.
 
         Raises RuntimeError if the run fails, or is not compiled where it should be.
@@ -103,11 +100,11 @@ class Bench:
         run_dir = self.folder / f"run{next(self.runs)}"
         log_every = max(1, settings["trainer.max_steps"] // 20)
         own = {**settings, "trainer.device": "cpu", "trainer.log_every": log_every, "trainer.timeout_s": 300}
-        train(run_dir, STEPS_ALONE | own, workers=workers, checkout=checkout)
+        common.train(run_dir, common.STEPS_ALONE | own, workers=workers, checkout=checkout)
         manifest = json.loads(max(run_dir.glob("snapshots/step_*.json")).read_text())
         if settings.get("trainer.compile") and not manifest["software"]["compiled"]:
             raise RuntimeError(f"the compiler failed:\n{Path(f'{run_dir}.err').read_text()[-3000:]}")
-        return median_step_s(run_dir)
+        return common.median_metric(run_dir) or 0.0
 
 
 def against_checkout(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
@@ -116,8 +113,8 @@ def against_checkout(bench: Bench, size: str, arguments: argparse.Namespace) -> 
         name: functools.partial(bench.step_s, SIZES[size], checkout=checkout)
         for name, checkout in checkouts.items()
     }
-    found = measure_in_turns(variants, arguments.rounds, size=size)
-    row(size=size, **median_and_spread(paired(found, "ours_s", "theirs_s"), 4))
+    found = common.measure_in_turns(variants, arguments.rounds, size=size)
+    common.row(size=size, **common.median_and_spread(common.paired(found, "ours_s", "theirs_s"), 4))
     return True
 
 
@@ -128,8 +125,8 @@ def exact_over_fast(bench: Bench, size: str, arguments: argparse.Namespace) -> b
         for reduction in ("exact", "fast")
     }
     about = {"parallel": arguments.parallel, "size": size}
-    found = measure_in_turns(variants, arguments.rounds, **about)
-    row(**about, **median_and_spread(paired(found, "exact", "fast"), 4))
+    found = common.measure_in_turns(variants, arguments.rounds, **about)
+    common.row(**about, **common.median_and_spread(common.paired(found, "exact", "fast"), 4))
     return True
 
 
@@ -146,12 +143,12 @@ def scaling(bench: Bench, size: str, arguments: argparse.Namespace) -> bool:
         for workers in (1, 2, 4)
         for reduction in ("exact", "fast")
     }
-    found, is_good = measure_in_turns(variants, arguments.rounds, size=size), True
+    found, is_good = common.measure_in_turns(variants, arguments.rounds, size=size), True
     for variant in variants:
         reduction, workers = variant.split()
-        efficiencies = [ratio / int(workers) for ratio in paired(found, "exact 1", variant)]
+        efficiencies = [ratio / int(workers) for ratio in common.paired(found, "exact 1", variant)]
         job = {"size": size, "reduction": reduction, "workers": int(workers), "cores": os.cpu_count()}
-        row(**job, **median_and_spread(efficiencies, name="efficiency"))
+        common.row(**job, **common.median_and_spread(efficiencies, name="efficiency"))
         if variant == "exact 2":
             least = EFFICIENCY_OF_10M if size == "10M" else EFFICIENCY
             is_good = statistics.median(efficiencies) >= least
@@ -171,8 +168,11 @@ def beside_two_jobs(bench: Bench, size: str, arguments: argparse.Namespace) -> b
         "two workers": functools.partial(bench.step_s, SIZES[size]),
         "two jobs": two_jobs_s,
     }
-    found = measure_in_turns(variants, arguments.rounds, size=size)
-    row(size=size, **median_and_spread(paired(found, "two jobs", "two workers"), name="efficiency"))
+    found = common.measure_in_turns(variants, arguments.rounds, size=size)
+    common.row(
+        size=size,
+        **common.median_and_spread(common.paired(found, "two jobs", "two workers"), name="efficiency"),
+    )
     return True
 
 
@@ -197,16 +197,18 @@ def copy_peer(checkout: Path, text: str, copy: Path) -> None:
     (copy / "train_bfloat16.py").write_text(changed)
 
 
-def peer_step_s(copy: Path, size: str, variant: str) -> float:
+def peer_step_s(
+    copy: Path, size: str, variant: str, device: str = "cpu", steps: int = 0, timeout_s: float | None = None
+) -> float:
     """The median seconds per iteration of the second half, by nanoGPT's own clock."""
-    program, steps = (
-        "train_bfloat16.py" if variant == "bfloat16" else "train.py",
-        SIZES[size]["trainer.max_steps"],
-    )
+    program = "train_bfloat16.py" if variant == "bfloat16" else "train.py"
+    steps = steps or SIZES[size]["trainer.max_steps"]
     evaluation = ["--eval_iters=1", "--eval_interval=100000", "--log_interval=1", f"--max_iters={steps}"]
-    settings = ["--device=cpu", *evaluation, *PEER[size], *PEER_VARIANTS[variant]]
+    settings = [f"--device={device}", *evaluation, *PEER[size], *PEER_VARIANTS[variant]]
     command = [sys.executable, program, "config/train_shakespeare_char.py", *settings]
-    done = subprocess.run(command, cwd=copy, env=clean_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=copy, env=clean_environment(), capture_output=True, text=True, timeout=timeout_s
+    )
     found = re.findall(r"^iter \d+: .* time ([\d.]+)ms", done.stdout, re.MULTILINE)
     times = [float(milliseconds) / 1e3 for milliseconds in found]
     if len(times) < steps:
@@ -226,16 +228,16 @@ def beside_nanogpt(bench: Bench, size: str, arguments: argparse.Namespace) -> bo
         if workers == 1:
             settings["trainer.micro_batch_size"] = settings["trainer.batch_size"]
         variants[f"ours, {kind}"] = functools.partial(bench.step_s, settings, workers)
-    found = measure_in_turns(variants, arguments.rounds, size=size)
+    found = common.measure_in_turns(variants, arguments.rounds, size=size)
     for kind in OURS:
         for variant in PEER_VARIANTS:
-            ratios = paired(found, f"theirs, {variant}", f"ours, {kind}")
-            row(size=size, ours=kind, peer=variant, **median_and_spread(ratios))
+            ratios = common.paired(found, f"theirs, {variant}", f"ours, {kind}")
+            common.row(size=size, ours=kind, peer=variant, **common.median_and_spread(ratios))
     return True
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("checkout", type=Path, nargs="?")
     what.add_argument("--reduction", action="store_true")
@@ -253,7 +255,7 @@ def main() -> int:
         measure, sizes = beside_two_jobs, ["default", "10M"]
     elif arguments.nanogpt:
         measure, sizes = beside_nanogpt, ["cpu", "10M"]
-    with work_folder() as folder:
+    with common.work_folder() as folder:
         bench = Bench(folder)
         are_good = [measure(bench, size, arguments) for size in arguments.sizes or sizes]
     return 0 if all(are_good) else 1

@@ -24,11 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import SMALL, Tally, argument_parser, arguments_of, row, short_hash, work_folder
+from common import SMALL, Tally, argument_parser, arguments_of, changed_program, row, short_hash, work_folder
 from support.jobs import Job, read_history
 
 from mingpt.base import events
-from mingpt.tools.jobs import ROOT, is_alive, torchrun
+from mingpt.tools.jobs import is_alive, torchrun
 
 STEPS = 150
 SETTINGS = SMALL | {
@@ -39,15 +39,7 @@ SETTINGS = SMALL | {
 KINDS = ("SIGTERM", "SIGINT", "SIGUSR1", "STOP")
 MOMENTS = ("first 2 s", "evaluation", "any")
 LIMIT_S = 2.0
-
-
-PROGRAM = """import os, sys
-from pathlib import Path
-sys.path[:0] = [{root!r}, {here!r}]
-import stops, train
-stops.leave_marks(Path(os.environ["MARKS"]))
-train.main()
-"""
+CODE = "import os, pathlib, stops; stops.leave_marks(pathlib.Path(os.environ['MARKS']))"
 
 
 def leave_marks(marks: Path) -> None:
@@ -69,11 +61,9 @@ def leave_marks(marks: Path) -> None:
 def start_marked(folder: Path, run_dir: Path, marks: Path, is_plain: bool) -> Job:
     """Start a job of two workers that leave marks."""
     marks.mkdir(exist_ok=True)
-    program = folder / "marked_train.py"
-    program.write_text(PROGRAM.format(root=str(ROOT), here=str(Path(__file__).parent)))
     launcher = [sys.executable] if is_plain else torchrun(2)
-    words = [str(program), f"run_dir={run_dir}", *arguments_of(SETTINGS), "trainer.workers=2"]
-    return Job([*launcher, *words], run_dir, MARKS=str(marks))
+    words = arguments_of(SETTINGS | {"run_dir": run_dir, "trainer.workers": 2})
+    return Job([*launcher, changed_program(folder, CODE), *words], run_dir, MARKS=str(marks))
 
 
 def catches_sigusr1(pid: int) -> bool:
@@ -154,18 +144,10 @@ def stop_once(
     if history["status"] == "stopped":  # it had begun to train: its last step must have a snapshot
         is_good = is_good and newest == history["generations"][-1]["to_step"]
     return {
-        "kind": kind,
-        "moment": moment,
-        "after_s": round(after_s, 2),
-        "gone_s": round(took, 2),
-        "agent_gone_s": round(agent_took, 2),
-        "imports_s": round(imports_s, 2),
-        "status": history["status"],
-        "snapshot_before": before,
-        "snapshot": newest,
-        "agent_code": code,
-        "ok": is_good,
-    }
+        "kind": kind, "moment": moment, "after_s": round(after_s, 2), "gone_s": round(took, 2),
+        "agent_gone_s": round(agent_took, 2), "imports_s": round(imports_s, 2), "status": history["status"],
+        "snapshot_before": before, "snapshot": newest, "agent_code": code, "ok": is_good,
+    }  # fmt: skip
 
 
 def records(run_dir: Path) -> list[tuple[int, float]]:

@@ -24,22 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import (
-    Settings,
-    argument_parser,
-    arguments_of,
-    process_mb,
-    product_rate,
-    row,
-    wait_for_success,
-    work_folder,
-)
+import common
 from steps_against import BIG, SIZES
 from support.jobs import Job
 
 from mingpt.base import events
 from mingpt.config import Config
-from mingpt.config.cli import parse
 from mingpt.tools.jobs import torchrun
 
 if TYPE_CHECKING:
@@ -48,12 +38,9 @@ if TYPE_CHECKING:
 
 SIZES = SIZES | {"10M-no-dropout": BIG | {"model.dropout": 0.0}}
 QUIET = {
-    "trainer.eval_every": 10**6,
-    "trainer.sample_tokens": 0,
-    "trainer.log_every": 10**6,
-    "trainer.replay_every": 0,
-    "data.val_fraction": 0.01,
-}
+    "trainer.eval_every": 10**6, "trainer.sample_tokens": 0, "trainer.log_every": 10**6,
+    "trainer.replay_every": 0, "data.val_fraction": 0.01,
+}  # fmt: skip
 PARTS = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
 # {event of the main thread: part of a step that ends with it}
 ENDS = {
@@ -68,6 +55,7 @@ ENDS = {
 # Rank 0's CPU seconds and page faults per step, and its peak memory.
 USAGE = ("user_s", "system_s", "page_faults", "peak_mb")
 TIMES = "times.json"
+CODE = "import throughput; from mingpt.config.cli import parse; throughput.StepTimes(parse(sys.argv[1:]))"
 
 
 class StepTimes:
@@ -117,36 +105,25 @@ class StepTimes:
         tokens = self.config.trainer.batch_size * self.config.data.block_size
         first, last = self.usage, resource.getrusage(resource.RUSAGE_SELF)
         measured = {
-            "steps": steps,
-            "user_s": (last.ru_utime - first.ru_utime) / len(steps),
+            "steps": steps, "user_s": (last.ru_utime - first.ru_utime) / len(steps),
             "system_s": (last.ru_stime - first.ru_stime) / len(steps),
             "page_faults": (last.ru_minflt - first.ru_minflt) / len(steps),
-            "peak_mb": process_mb(os.getpid(), "VmHWM"),
+            "peak_mb": common.process_mb(os.getpid(), "VmHWM"),
             "parts": {part: seconds / len(steps) for part, seconds in self.parts.items()},
             "parameters": sum(weight.numel() for weight in state.model.parameters()),
-            "tokens_per_step": tokens,
-            "flops_per_step": state.model.flops_per_token() * tokens,
-        }
+            "tokens_per_step": tokens, "flops_per_step": state.model.flops_per_token() * tokens,
+        }  # fmt: skip
         Path(self.config.run_dir, TIMES).write_text(json.dumps(measured))
 
 
-def work(arguments: list[str]) -> None:
-    """Run train.py with its steps timed."""
-    StepTimes(parse(arguments))
-    import train
-
-    sys.argv = ["train.py", *arguments]
-    train.main()
-
-
-def measure(settings: Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
+def measure(settings: common.Settings, workers: int, more: Sequence[str]) -> dict[str, Any]:
     """Do one run; returns rank 0's measurements, and torch and the device from its snapshot."""
-    with work_folder() as folder:
+    with common.work_folder() as folder:
         run_dir = folder / "run"
-        given = arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)
-        command = [*torchrun(workers), __file__, "--worker", *given]
+        given = common.arguments_of({**QUIET, **settings, "run_dir": run_dir}, more)
+        command = [*torchrun(workers), common.changed_program(folder, CODE), *given]
         job = Job(command, run_dir, OMP_NUM_THREADS="1")
-        wait_for_success(job)
+        common.wait_for_success(job)
         measured: dict[str, Any] = json.loads((run_dir / TIMES).read_text())
         manifest = json.loads(max(run_dir.glob("snapshots/step_*.json")).read_text())
     environment = manifest["software"]
@@ -156,30 +133,24 @@ def measure(settings: Settings, workers: int, more: Sequence[str]) -> dict[str, 
 def measure_size(size: str, device: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of a size."""
     runs = [measure(SIZES[size], arguments.workers, arguments.settings) for _ in range(arguments.rounds)]
-    rate = product_rate(device, arguments.workers, runs[0]["dtype"])
+    rate = common.product_rate(device, arguments.workers, runs[0]["dtype"])
     medians = [statistics.median(run["steps"]) for run in runs]
     step_s = statistics.median(medians)
     mean_s = statistics.fmean(statistics.fmean(run["steps"]) for run in runs)
     parts = {part: statistics.fmean(run["parts"][part] for run in runs) for part in PARTS}
     return {
-        "size": size,
-        "workers": arguments.workers,
-        "parameters": runs[0]["parameters"],
-        "steps_per_s": round(1 / step_s, 3),
-        "step_s": [round(median, 5) for median in medians],
+        "size": size, "workers": arguments.workers, "parameters": runs[0]["parameters"],
+        "steps_per_s": round(1 / step_s, 3), "step_s": [round(median, 5) for median in medians],
         **{key: round(statistics.median(run[key] for run in runs), 4) for key in USAGE},
-        "tokens_per_s": round(runs[0]["tokens_per_step"] / step_s),
-        "product_rate": round(rate / 1e9),
+        "tokens_per_s": round(runs[0]["tokens_per_step"] / step_s), "product_rate": round(rate / 1e9),
         "products": round(runs[0]["flops_per_step"] / rate / step_s, 3),
         "shares": {part: round(seconds / mean_s, 4) for part, seconds in parts.items()},
-        "torch": runs[0]["torch"],
-        "device": runs[0]["device"],
-        "dtype": runs[0]["dtype"],
-    }
+        "torch": runs[0]["torch"], "device": runs[0]["device"], "dtype": runs[0]["dtype"],
+    }  # fmt: skip
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = common.argument_parser(__doc__)
     parser.add_argument(
         "--sizes", nargs="+", choices=SIZES, default=["10M", "10M-no-dropout", "default", "cpu"]
     )
@@ -189,11 +160,9 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     device = "cuda" if "trainer.device=cuda" in arguments.settings else "cpu"
     for size in arguments.sizes:
-        row(**measure_size(size, device, arguments))
+        common.row(**measure_size(size, device, arguments))
     return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2:])
     sys.exit(main())

@@ -11,13 +11,11 @@ cores that nobody else uses.
 
 import statistics
 import sys
-import time
 from pathlib import Path
 
-from common import Settings, argument_parser, arguments_of, row, wait_for_success, work_folder
-from support.jobs import Job, read_metric
+from common import argument_parser, arguments_of, row, seconds_until, work_folder
+from support.jobs import read_metric
 
-POLL_S = 0.005
 RECIPE = {
     "model.arch": "modern", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 128,
     "data.block_size": 48, "trainer.batch_size": 32, "trainer.micro_batch_size": 32, "trainer.workers": 1,
@@ -27,19 +25,6 @@ RECIPE = {
     "trainer.eval_at_start": False, "trainer.eval_every": 10**6, "trainer.sample_tokens": 0,
     "trainer.log_every": 50, "trainer.device": "cpu", "snapshot.every": 10**6, "snapshot.memory_every": 0,
 }  # fmt: skip
-
-
-def train_once(run_dir: Path, settings: Settings, more: list[str]) -> float:
-    """The seconds from the start of the process until the validation loss is on record."""
-    command = [sys.executable, "train.py", f"run_dir={run_dir}", *arguments_of(settings, more)]
-    record = run_dir / "metrics.jsonl"
-    began = time.monotonic()
-    job = Job(command, run_dir)
-    while job.is_running() and not (record.exists() and "val/loss" in record.read_text()):
-        time.sleep(POLL_S)
-    took = time.monotonic() - began
-    wait_for_success(job)
-    return took
 
 
 def main() -> int:
@@ -55,7 +40,8 @@ def main() -> int:
     for seed in range(1, arguments.seeds + 1):
         with work_folder() as folder:
             run_dir = folder / "run"
-            took = train_once(run_dir, settings | {"seed": seed}, arguments.settings)
+            words = arguments_of(settings | {"seed": seed, "run_dir": run_dir}, arguments.settings)
+            took = seconds_until([sys.executable, "train.py", *words], run_dir, "val/loss")
             loss = list(read_metric(run_dir, "val/loss").values())[-1]
             words = (run_dir / "log.txt").read_text().partition(" parameters")[0].split()
         parameters = int(words[-1].replace(",", ""))
@@ -64,15 +50,10 @@ def main() -> int:
         times.append(took)
         row(seed=seed, parameters=parameters, val_loss=round(loss, 4), seconds=round(took, 2))
     row(
-        target=arguments.target,
-        within_s=arguments.within_s,
-        seeds=arguments.seeds,
-        reached=reached,
-        loss_mean=round(statistics.fmean(losses), 4),
-        loss_worst=round(max(losses), 4),
-        seconds_median=round(statistics.median(times), 2),
-        seconds_worst=round(max(times), 2),
-    )
+        target=arguments.target, within_s=arguments.within_s, seeds=arguments.seeds, reached=reached,
+        loss_mean=round(statistics.fmean(losses), 4), loss_worst=round(max(losses), 4),
+        seconds_median=round(statistics.median(times), 2), seconds_worst=round(max(times), 2),
+    )  # fmt: skip
     return 0 if reached == arguments.seeds else 1
 
 
