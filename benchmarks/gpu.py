@@ -325,7 +325,7 @@ class Report:
     def table(self) -> str:
         text = "".join(name.ljust(width) for name, width in COLUMNS.items()) + "more\n"
         for row in self.rows:
-            cells = [spelled(row.get(name))[: width - 1].ljust(width) for name, width in COLUMNS.items()]
+            cells = [spelled(row.get(name)).ljust(width - 1) + " " for name, width in COLUMNS.items()]
             more = (f"{key} {spelled(value)}" for key, value in row.items() if key not in COLUMNS)
             text += "".join(cells) + "; ".join(more) + "\n"
         return text
