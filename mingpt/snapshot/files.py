@@ -4,9 +4,7 @@ In a folder a file is written under another name, fsynced and renamed. At a URL 
 single PUT, a large file in parts (S3's multipart upload): the object appears when the upload is completed.
 
 S3 keeps, and charges for, the parts of an unfinished upload until it is aborted. An upload that fails is
-aborted at once. The upload of a killed process is aborted when the next generation (the workers between two
-restarts) prepares the folder or URL. Its job holds the claim, the exclusive right to write there, so no other
-job has uploads there. For runs that never start again, a lifecycle rule of the bucket does the same
+aborted at once. The upload of a killed process stays: a lifecycle rule of the bucket removes it
 (AbortIncompleteMultipartUpload).
 """
 
@@ -178,25 +176,6 @@ class FileStore:
         """Remove a file, if it exists. In a local folder, `fsync_folder` then makes the removal durable."""
         with contextlib.suppress(FileNotFoundError):
             self.files.rm_file(self.path(name))
-
-    def abort_unfinished_uploads(self) -> None:
-        """Abort unfinished uploads of snapshots' files to S3, at most the first 1,000, to free their parts.
-
-        Only the holder of the claim may call it. With a driver other than S3's it does nothing. A failure is
-        only logged, since a user who may write objects may not be allowed to list uploads.
-        """
-        if not hasattr(self.files, "call_s3"):
-            return
-        path = self.path("step_")
-        try:
-            bucket, prefix, _ = self.files.split_path(path)
-            listed = self.files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-            for upload in listed.get("Uploads", []):
-                key, upload_id = upload["Key"], upload["UploadId"]
-                self.files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
-                log.info(f"an upload of {bucket}/{key} that was not completed is aborted")
-        except DriverError as error:
-            log.info(f"unfinished uploads to {path}* cannot be looked for ({reason_of(error)})")
 
     def fsync_folder(self) -> None:
         """Make renames and removals in a folder on disk durable; at a URL, do nothing."""

@@ -204,7 +204,6 @@ class SnapshotStore(FileStore):
         for name in names:
             if name.startswith("partial-"):
                 self.remove_file(name)
-        self.abort_unfinished_uploads()
         self.write_atomic(probe, b"writable")
         self.files.rm_file(self.path(probe))
         self.is_ready = True

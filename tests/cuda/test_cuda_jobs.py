@@ -4,6 +4,7 @@ After each job its records are read: no forbidden call while a stream captured, 
 between ranks, no stream that used memory without waiting for the stream that wrote or read it.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Start, all_gone, changed_program, command, final_hash, reached, wait_until
+from conftest import (
+    ROOT,
+    Start,
+    all_gone,
+    changed_program,
+    command,
+    final_hash,
+    manifest,
+    reached,
+    wait_until,
+)
 from support.cuda.run import Record, build, environment, read_records
 from support.jobs import Job, free_port, read_history, read_metric
 from support.shards import write_nanogpt
@@ -119,10 +130,13 @@ def test_fast_reduction_learns_the_same(
 def test_gpt2_learns_on_a_card_without_bfloat16_with_its_loss_in_chunks(begin: Begin, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"model__arch": "gpt2", "optimizer__name": "adamw", "model__dropout": 0.1}
     program = changed_program(tmp_path, "import mingpt.model.loss\nmingpt.model.loss.MAX_LOGITS = 64")
-    settings |= {"program": program, "trainer__workers": 2, "trainer__dtype": "float32"}
+    settings |= {"program": program, "trainer__workers": 2}
     finished(begin(env={"STANDIN_CAPABILITY": "7.5"}, **settings), tmp_path)
     losses = list(read_metric(tmp_path / "run").values())
     assert losses[-1] < losses[0]
+    assert manifest(tmp_path / "run", STEPS)["loss_scale"] == {"scale": 65_536, "good_steps": STEPS}
+    gpu = read_history(tmp_path / "run")["gpu"]
+    assert (gpu["card"], gpu["compute capability"], gpu["memory"]) == ("CUDA stand-in", "7.5", "80.0 GiB")
 
 
 DEVICES = """
@@ -318,3 +332,15 @@ def test_the_stand_in_notices_each_way_to_break_the_order_of_streams(
     none, before, record, after, synchronize = (line.split(":") for line in job.out().splitlines())
     assert none[1:] == ["0", "3000"] and synchronize[1:] == ["0", "0"]
     assert all(int(hazards) > 0 for _, hazards, _ in (before, record, after)), job.out()
+
+
+def test_the_parts_of_the_gpu_benchmark_run_and_no_figure_passes_for_a_gpus(
+    start: Start, libraries: Path, tmp_path: Path
+) -> None:
+    words = [sys.executable, "benchmarks/gpu.py", "--minutes", "60", "--out", str(tmp_path / "results")]
+    job = start(words, **environment(libraries, tmp_path, gpus=2))
+    assert job.wait(1800) == 0, job.err()
+    rows = [json.loads(line) for line in job.out().splitlines() if line.startswith("{")]
+    parts = {"machine", "tests", "speed", "recovery", "nanogpt", "large", "snapshots", "sampling"}
+    assert {row["part"] for row in rows} == parts and {row["on"] for row in rows} == {"stand-in"}
+    assert {row.get("tokens_per_s", "-") for row in rows} == {"-"} and not (tmp_path / "results").exists()

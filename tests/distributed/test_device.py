@@ -5,7 +5,6 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -15,13 +14,11 @@ from mingpt.base.errors import NodeRefused, UserError
 from mingpt.distributed import Launch, device
 from mingpt.distributed.device import (
     allow_open_files,
-    autocast,
     cgroup_quota,
     check_device_types,
     check_gloo,
     find_device,
     find_program,
-    gpu_facts,
     idle_gpus,
     resolve_dtype,
     usable_cores,
@@ -46,31 +43,6 @@ touch()
 thread.start()
 thread.join()
 """
-
-
-@pytest.mark.parametrize(
-    ("version", "driver"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
-            "550.54.15",
-        ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", "580.65.06"),
-        (None, "unknown"),
-    ],
-)
-def test_a_gpu_is_described_without_its_vendors_tools(
-    version: str | None, driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card = SimpleNamespace(name="Tesla T4", total_memory=15 << 30, major=7, minor=5)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
-    if version is not None:
-        device.DRIVER.write_text(f"{version}\nGCC version:  gcc version 12.2.0\n")
-    assert list(gpu_facts(torch.device("cuda")).values()) == ["Tesla T4", "15.0 GiB", "7.5", driver, "2.30.7"]
-    assert gpu_facts(CPU) == {}
 
 
 def make_cgroups(tmp_path: Path, membership: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -201,13 +173,6 @@ def test_auto_takes_float16_on_gpus_without_bfloat16(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_dtype("auto", torch.device("cuda", 0)) == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_autocast_computes_products_in_the_type_asked_for(dtype: torch.dtype) -> None:
-    with autocast(CPU, dtype):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
-        assert not torch.is_autocast_cache_enabled()  # casts would take two bytes for each parameter
 
 
 def test_an_edited_file_makes_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,11 @@ def test_an_overflow_is_left_out_everywhere_with_one_hash_through_kills(
 @pytest.mark.slow
 def test_a_resume_keeps_float16_and_its_loss_scale(finish: Finish, tmp_path: Path) -> None:
     """The run resumes with trainer.dtype=auto, as where auto was float16 and is another type now."""
-    auto = "from mingpt.distributed import context\nimport torch\n"
-    auto += "context.resolve_dtype = lambda wanted, device: torch.float16\n"
+    auto = """
+from mingpt.distributed import context
+import torch
+context.resolve_dtype = lambda wanted, device: torch.float16
+"""
     options: dict[str, Any] = {"run_dir": tmp_path, "trainer__workers": 1}
     finish(program=changed_program(tmp_path, auto), trainer__max_steps=10, **options)
     first = manifest(tmp_path, 10)
@@ -78,8 +81,8 @@ def test_a_resume_keeps_float16_and_its_loss_scale(finish: Finish, tmp_path: Pat
 def test_float16_learns_as_float32_does(name: str, finish: Finish, tmp_path: Path) -> None:
     last = []
     for dtype in ("float16", "float32"):
-        options = {"trainer__dtype": dtype, "trainer__max_steps": 200, "trainer__log_every": 10}
-        finish(run_dir=tmp_path / dtype, optimizer__name=name, trainer__workers=1, **options)
+        numbers = {"trainer__max_steps": 200, "trainer__log_every": 10, "trainer__workers": 1}
+        finish(run_dir=tmp_path / dtype, optimizer__name=name, trainer__dtype=dtype, **numbers)
         losses = read_metric(tmp_path / dtype)
         last.append(statistics.fmean(losses[step] for step in range(160, 201, 10)))
     assert abs(last[0] / last[1] - 1) < 0.02

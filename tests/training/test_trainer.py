@@ -1,5 +1,6 @@
 """How a run ends if its losses are not finite; tests/jobs has whole runs."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -52,13 +53,12 @@ def test_ten_updates_that_are_skipped_one_after_the_other_end_the_job() -> None:
 
 
 def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
-    trainer = make_trainer([], [1.0])
+    trainer, found, good = make_trainer([], [1.0]), [], [1.0] * (GROWTH_STEPS - 1)
     trainer.state.loss_scale = LossScale()
-    for grad_norm in [1.0] * (GROWTH_STEPS - 1) + [math.inf] + [1.0] * (GROWTH_STEPS - 1):
+    for grad_norm in [*good, math.inf, *good, 1.0]:
         trainer.handle_nonfinite(grad_norm)
-    assert trainer.state.loss_scale == LossScale(32_768.0, GROWTH_STEPS - 1)
-    trainer.handle_nonfinite(1.0)
-    assert trainer.state.loss_scale == LossScale(65_536.0, 0)
+        found.append(dataclasses.replace(trainer.state.loss_scale))
+    assert found[-2:] == [LossScale(32_768.0, GROWTH_STEPS - 1), LossScale(65_536.0, 0)]
 
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
