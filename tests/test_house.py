@@ -49,6 +49,10 @@ def test_every_room_says_what_it_promises() -> None:
     assert [path for path in rooms if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
+# Files about what torch does inside, for which it has no public names.
+INSIDE_TORCH = ("nccl.py", "numerics.py")
+
+
 def private_accesses(path: Path) -> list[str]:
     """Names with one leading underscore, read from anything but self, super, cls, torch or os."""
     found = []
@@ -66,7 +70,8 @@ def private_accesses(path: Path) -> list[str]:
 
 def test_nobody_reaches_into_private_names() -> None:
     tests = sorted((ROOT / "tests").rglob("*.py"))
-    assert [found for path in [*FILES, *PROGRAMS, *tests] for found in private_accesses(path)] == []
+    paths = [path for path in [*FILES, *PROGRAMS, *tests] if path.name not in INSIDE_TORCH]
+    assert [found for path in paths for found in private_accesses(path)] == []
 
 
 def calls(function: str, path: Path) -> str:

@@ -146,7 +146,7 @@ class Strategy(ABC):
         strategy.start_step(loss_scale)
         for micro_batch in strategy.my_micro_batches:
             with strategy.micro_batch(micro_batch):
-                strategy.backward(strategy.forward(inputs, targets))
+                (strategy.forward(inputs, targets) * strategy.loss_factor).backward()
         strategy.finish_step()
         strategy.clip_grad_norm_(max_norm)
         ... update strategy.pieces() from strategy.gradients(), which are means over all micro-batches ...
@@ -193,9 +193,10 @@ class Strategy(ABC):
         """
         self.loss_scale = loss_scale
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch's loss, weighted and scaled."""
-        (loss * (self.loss_weight * self.loss_scale)).backward()  # type: ignore[no-untyped-call]
+    @property
+    def loss_factor(self) -> float:
+        """The factor of a micro-batch's loss: its weight in the step's mean, times the loss scale."""
+        return self.loss_weight * self.loss_scale
 
     @abstractmethod
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
@@ -224,7 +225,7 @@ class Strategy(ABC):
         with self.unreduced() as found:
             with self.setup.autocasts():
                 loss = self.forward(inputs, targets)
-            self.backward(loss)
+            loss.mul(self.loss_factor).backward()  # type: ignore[no-untyped-call]
         return found
 
     @abstractmethod

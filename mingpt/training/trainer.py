@@ -151,7 +151,7 @@ class Trainer:
                     with autocast(self.context.device, self.context.dtype):
                         loss = strategy.forward(inputs, targets)
                     events.emit("forward_end", step=step, micro_batch=micro_batch)
-                    strategy.backward(loss)
+                    (loss * strategy.loss_factor).backward()
                     events.emit("backward_end", step=step, micro_batch=micro_batch)
                 self.losses[micro_batch] = math.nan if self.batches.error else loss.detach()
             strategy.finish_step()

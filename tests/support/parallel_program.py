@@ -155,7 +155,7 @@ def run_step(case: Case, strategy: Strategy, step: int) -> None:
         with strategy.micro_batch(number):
             with autocast(case):
                 loss = strategy.forward(*make_batch(100 * step + number))
-            strategy.backward(loss)
+            (loss * strategy.loss_factor).backward()
     strategy.finish_step()
 
 
