@@ -6,6 +6,7 @@ learns here which memory each operation reads and writes, and where in the progr
 """
 
 import ctypes
+import inspect
 import os
 import sys
 import threading
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-aten = torch.ops.aten
 library = ctypes.CDLL(None)
 STREAM = ADDRESS = ctypes.c_void_p
 library.standin_begin.argtypes = library.standin_captures.argtypes = [STREAM]
@@ -59,13 +59,13 @@ def fill(outputs: Any, values: Any) -> None:
 
 def attention(a: Sequence[Any], causal_at: int, scale: float | None = None, **options: Any) -> Any:
     is_causal = a[causal_at] if len(a) > causal_at else options.get("is_causal", False)
-    return aten._scaled_dot_product_flash_attention_for_cpu(*a[:3], 0.0, is_causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*a[:3], 0.0, is_causal, scale=scale)
 
 
 def attention_backward(a: Sequence[Any], y_at: int, scale: float | None = None) -> Any:
     is_causal = a[11] if len(a) > 11 else False
     saved = (a[y_at], a[y_at + 1][..., : a[1].size(-2)].contiguous())
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return backward(*a[:4], *saved, 0.0, is_causal, scale=scale)
 
 
@@ -78,7 +78,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, shape: Any, inverse: Tensor, weight
 def fused_adamw(*lists: Any, **options: Any) -> None:
     """Pad the tensors: the CPU's kernel rounds a tail of less than 16 elements differently."""
     padded = [[torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 16)) for t in ts] for ts in lists[:4]]
-    aten._fused_adamw_(*padded, *lists[4:], **options)
+    torch.ops.aten._fused_adamw_(*padded, *lists[4:], **options)
     for i in (0, 2, 3):
         fill(lists[i], [p[: t.numel()].view(t.shape) for t, p in zip(lists[i], padded[i], strict=True)])
 
@@ -113,7 +113,7 @@ class Numerics(TorchDispatchMode):
     """Computes what each CUDA operation of this thread has left out."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, schema = kwargs or {}, vars(func)["_schema"]
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented
         read = list(filter(is_cuda, tree_leaves((args, kwargs))))
@@ -121,16 +121,16 @@ class Numerics(TorchDispatchMode):
             library.standin_begin(torch.cuda.current_stream().cuda_stream)
         out = func(*args, **kwargs)
         results = list(filter(is_cuda, tree_leaves(out)))
-        name = func._schema.name.split("::")[1]
-        returned = [value.alias_info for value in func._schema.returns]
+        name = schema.name.split("::")[1]
+        returned = [value.alias_info for value in schema.returns]
         is_view = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
         does_nothing = name in NO_ARITHMETIC or name.startswith(("empty", "new_empty")) or is_view
         if does_nothing or not (read or results) or func.namespace not in ("aten", "fsdp", "prims"):
             return out
         stream = torch.cuda.current_stream().cuda_stream
         if not library.standin_captures(stream):
-            changes = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-            names = [argument.name for argument in func._schema.arguments]
+            changes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+            names = [argument.name for argument in schema.arguments]
             given = dict(zip(names, args, strict=False)) | kwargs
             written = [given.get(one) for one, is_written in zip(names, changes, strict=True) if is_written]
             library.standin_begin(stream)
@@ -154,7 +154,7 @@ class Numerics(TorchDispatchMode):
 
 def place() -> str:
     """Return file, line and function of the innermost frame outside of torch and of this folder."""
-    frame = sys._getframe(2)
+    frame: Any = inspect.currentframe()
     elsewhere = (HERE, "<", sys.base_prefix)
     while frame.f_back and (
         "site-packages" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(elsewhere)
