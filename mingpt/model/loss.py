@@ -57,9 +57,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total = total + (norm - scores.gather(1, target.unsqueeze(1))).sum()
             if d_head is not None:
                 softmax = torch.exp(scores - norm)
-                d_scores = ((softmax - (columns == target.unsqueeze(1)).float()) / (rows / ctx.boost)).to(
-                    dtype
-                )
+                d_scores = softmax - (columns == target.unsqueeze(1)).float()
+                d_scores = (d_scores / (rows / ctx.boost)).to(dtype)
                 d_x.append(d_scores @ head)
                 d_head += d_scores.T @ part
         if d_head is not None:
