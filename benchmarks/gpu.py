@@ -7,7 +7,7 @@ Each measurement is a row: JSON on stdout and in rows.jsonl of --out, as soon as
 the table that follows each part (table.txt). One that fails is a row with its reason. `held` says whether
 what must hold does; `host_waits` are a step's calls that wait for the GPU, by torch.profiler, None where it
 sees none; `seconds` are from a signal to the next step, of training, or a step's for a save. It needs no
-network; nanoGPT and tinyshakespeare.txt are looked for beside the project's folder and in shared/.
+network; nanoGPT and tinyshakespeare.txt are looked for beside the project's folder and in folders there.
 
 With --tiny, and on the stand-in for CUDA in tests/support/cuda, models are tiny. Rows of the stand-in say
 so, have no rates, and are printed alone. Exit code 2 without a GPU, 1 if something did not hold, else 0.
@@ -135,8 +135,8 @@ class Bench:
 
 
 def find_beside(*names: str) -> Path | None:
-    """The first file or folder that is beside the project's folder, or in `shared` there or in it."""
-    places = (ROOT.parent, ROOT.parent / "shared", ROOT / "shared")
+    """The first file or folder of these names beside the project's folder, or one folder further down."""
+    places = (ROOT.parent, *ROOT.parent.iterdir(), *ROOT.iterdir())
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
 
