@@ -76,8 +76,8 @@ context.resolve_dtype = lambda wanted, device: torch.float16
     assert manifest(tmp_path, 14)["software"]["dtype"] == "float16"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.weekly)])
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_float16_learns_as_float32_does(name: str, finish: Finish, tmp_path: Path) -> None:
     last = []
     for dtype in ("float16", "float32"):
