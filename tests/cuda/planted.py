@@ -16,8 +16,10 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTEST = [sys.executable, "-m", "pytest", "-n2", "--dist=load", "-x", "--tb=no", "-p", "no:cacheprovider"]
-SELECTED = ["-m", "", "-k", "not benchmark", "tests/cuda"]
+PYTEST = [
+    *(sys.executable, "-m", "pytest", "-n2", "--dist=load", "-x", "--tb=no", "-p", "no:cacheprovider"),
+    *("-m", "", "-k", "not benchmark", "tests/cuda"),
+]
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
             result = "cannot be planted: its old text does not stand there once"
             if intact.count(fault["old"]) == 1:
                 path.write_text(intact.replace(fault["old"], fault["new"]))
-                done = subprocess.run([*PYTEST, *SELECTED], cwd=tree, capture_output=True, text=True)
+                done = subprocess.run(PYTEST, cwd=tree, capture_output=True, text=True)
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
                 result = f"found by {failed[1]}" if failed else "not found"
                 path.write_text(intact)
