@@ -278,7 +278,7 @@ class StagingBuffer:
             self.slots[name] = self.parts[name].view(spec.dtype).view(spec.shape)
 
     def lock_pages(self) -> None:
-        """Have CUDA lock the buffer's pages until it is freed: copies to others keep the host waiting.
+        """Have CUDA lock the buffer's pages until it is freed: copies to other pages keep the host waiting.
 
         torch's pinned memory would take a power of two bytes. If locking fails, one line says so.
         """

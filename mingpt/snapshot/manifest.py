@@ -104,7 +104,7 @@ class LossScaleFields(pydantic.BaseModel):
     """The loss scale of a run in float16: a power of two, and the steps without overflow at it so far."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
-    scale: float = pydantic.Field(ge=1, le=2.0**127)
+    scale: float = pydantic.Field(ge=1, le=2.0**100)
     good_steps: Count
 
     @pydantic.model_validator(mode="after")

@@ -70,7 +70,7 @@ def build_run(
     windows, skipped = start.manifest["windows"], start.manifest.get("skipped", (0, 0))
     loss_scale = None
     if context.dtype == torch.float16:
-        loss_scale = LossScale(**start.manifest.get("loss_scale", {}))
+        loss_scale = LossScale(**(start.manifest.get("loss_scale") or {}))
     state = TrainState(model, optimizer, strategy, start.step, windows, skipped, loss_scale)
     if start.snapshot:
         load_state(state, start.snapshot, context)

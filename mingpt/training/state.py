@@ -26,6 +26,8 @@ from mingpt.snapshot import Entries, Snapshot, read_config
 
 TOKENIZER_TENSOR = "tokenizer"  # the bytes of a tokenizer.json
 GROWTH_STEPS = 2000  # steps in a row without overflow after which the loss scale doubles
+# A gradient of zeros never overflows: without a limit its scale would leave float32.
+MAX_LOSS_SCALE = 2.0**100
 
 Shape = tuple[int, ...]
 
@@ -229,8 +231,8 @@ class LossScale:
             self.scale, self.good_steps = self.scale / 2, 0
             return True
         self.good_steps = self.good_steps + 1 if is_finite else 0
-        if self.good_steps == GROWTH_STEPS:
-            self.scale, self.good_steps = self.scale * 2, 0
+        if self.good_steps >= GROWTH_STEPS:
+            self.scale, self.good_steps = min(self.scale * 2, MAX_LOSS_SCALE), 0
         return False
 
 

@@ -138,6 +138,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("the loss scale 3.0 is no power of two", {"loss_scale": {"scale": 3.0, "good_steps": 0}}),
     ("loss_scale.scale", {"loss_scale": {"scale": 0.5, "good_steps": 0}}),
     ("loss_scale.good_steps", {"loss_scale": {"scale": 1.0, "good_steps": -1}}),
+    ("loss_scale.scale", {"loss_scale": {"scale": 2.0**101, "good_steps": 0}}),
     ("schema", {"schema": "1"}),
     ("schema", {"schema": True}),
 ]

@@ -32,7 +32,7 @@ class Workload:
     vocab_size: int
     workers: int
     on_cpu: bool
-    dtype: str  # of matrix products: "float32" or "bfloat16"
+    dtype: str  # of matrix products, a value of trainer.dtype, not auto
     train_tokens: int | None = None  # None if the data is not known
 
     def with_trainer(self, **settings: Any) -> "Workload":
@@ -93,8 +93,8 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """The bytes of one number in a matrix product: 2 in bfloat16, 4 in float32."""
-        return BFLOAT_BYTES if self.dtype == "bfloat16" else FLOAT_BYTES
+        """The bytes of one number in a matrix product: 2 in bfloat16 and float16, 4 in float32."""
+        return FLOAT_BYTES if self.dtype == "float32" else BFLOAT_BYTES
 
     @property
     def tokens_per_micro_batch(self) -> int:
