@@ -31,7 +31,7 @@ FLOORS = [
     ["base"],
 ]
 LOOSE = {"__init__.py", "__main__.py"}
-MAX_FILES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 108, 500, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Where docstrings are read, and the words with which none begins: the noun is left out.
 READ = ("mingpt", "train.py", "sample.py", "launch", "tests", "benchmarks", "tutorial")
@@ -47,10 +47,13 @@ class Size:
     lines: int | None = None
 
 
+# Room for what a fork adds to the program; all additions of docs/extending.md fit in it. A fork raises it.
+ROOM = {"statements": 70, "nodes": 400, "files": 5}
+MAX_FILES = 103 + ROOM["files"]
 # What is counted together, and its budget.
 PROGRAM = ("mingpt", "train.py", "sample.py", "launch")
 BUDGETS: dict[tuple[str, ...], Size] = {
-    PROGRAM: Size(statements=12_900, nodes=97_000),
+    PROGRAM: Size(statements=12_900 + ROOM["statements"], nodes=97_000 + ROOM["nodes"]),
     ("tests",): Size(statements=12_300),
     ("benchmarks",): Size(lines=4_900),
 }

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.pages import blocks, commands, halves_of_the_readme, run, run_all
+from support.pages import apply_additions, commands, halves_of_the_readme, run, run_all
+
+from mingpt.tools.jobs import clean_environment
 
 
 @pytest.mark.slow
@@ -32,33 +34,38 @@ def test_the_commands_of_pages_that_are_marked_run(text: Path, tmp_path: Path) -
     run_all(lines, text, tmp_path)
 
 
+@pytest.fixture
+def extended(tmp_path: Path) -> Path:
+    """A copy of the project with all additions of the page on extending."""
+    ignored = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", "*.egg-info", "out", "results")
+    tree = shutil.copytree(ROOT, tmp_path / "extended", ignore=ignored)
+    apply_additions(tree)
+    return tree
+
+
+def check(tree: Path, *commands: str) -> None:
+    for command in commands:
+        words = [sys.executable, *command.split()]
+        done = subprocess.run(words, cwd=tree, capture_output=True, text=True, env=clean_environment())
+        assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+
+
+@pytest.mark.slow
+def test_the_additions_of_the_page_on_extending_pass_the_quick_checks(extended: Path) -> None:
+    named = "tests/test_house.py tests/config tests/optim/test_schedule.py tests/report/test_metrics.py"
+    check(extended, "-m ruff check .", "-m ruff format --check .", ".ci/house.py", f"-m pytest -n 0 {named}")
+
+
 @pytest.mark.weekly
-def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, tmp_path: Path) -> None:
-    """The additions are applied to a copy: new files, one import line each, and the page of settings."""
-    for name in ("train.py", "sample.py", "gpt2_train_cfg.yaml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    shutil.copytree(ROOT / "mingpt", tmp_path / "mingpt", ignore=shutil.ignore_patterns("__pycache__"))
-    lines_added: dict[str, int] = {}
-    for language, attributes, content in blocks(ROOT / "docs" / "extending.md"):
-        if "line" in attributes:
-            path = tmp_path / attributes["line"]
-            docstring, imports = path.read_text().split('"""\n\n', 1)
-            path.write_text(f'{docstring}"""\n\n{content}{imports}')
-            lines_added[content] = len(content.splitlines())
-        elif language == "diff":
-            assert attributes["file"] == "mingpt/config/settings.py"
-            path = tmp_path / attributes["file"]
-            old, new = (line[1:] for line in content.splitlines())
-            assert path.read_text().count(old) == 1
-            path.write_text(path.read_text().replace(old, new))
-        elif "file" in attributes:
-            path = tmp_path / attributes["file"]
-            assert not path.exists()
-            path.write_text(content)
-    assert len(lines_added) == 5 and set(lines_added.values()) == {1}
+def test_the_additions_of_the_page_on_extending_pass_all_checks(extended: Path) -> None:
+    check(extended, "-m mypy", "-m pytest")
+
+
+@pytest.mark.weekly
+def test_the_additions_of_the_page_on_extending_work_as_they_stand(text: Path, extended: Path) -> None:
     for line in commands(ROOT / "docs" / "extending.md"):
-        run(line, text, tmp_path)
-    out = tmp_path / "out"
+        run(line, text, extended)
+    out = extended / "out"
     assert '"steps_per_minute"' in (out / "metric" / "metrics.jsonl").read_text()
     assert len((out / "sink" / "losses.csv").read_text().splitlines()) == 2
     assert '"vocabulary": "bytes"' in (out / "byte" / "snapshots" / "step_00000002.json").read_text()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from mingpt.base.errors import NonRetryableError, StopRequested, UserError
+from mingpt.base.errors import StopRequested, UserError
 from mingpt.base.system import start
 from mingpt.distributed.device import (
     Environment,
@@ -106,7 +106,6 @@ class DistributedContext:
         self.threads = launch.threads(config)
         torch.set_num_threads(self.threads)
         self.agreed_stop: str | None = None  # the request to stop that all ranks know
-        self.repeated_failure: str | None = None  # why a restart would fail again, on all ranks
         self.previous_generation: GenerationEnd | None = None  # its end, as far as the store tells
         self.rendezvous: Rendezvous | None = None
         self.memory: SharedMemory | None = None  # of all ranks, once a strategy has connected it
@@ -117,24 +116,18 @@ class DistributedContext:
             check_gloo()
             self.rendezvous = Rendezvous(launch, wait_s)
             process_exit.join(self.rendezvous, config.timeout_s)
-            self.repeated_failure = self.rendezvous.repeated_failure
             self.previous_generation = self.rendezvous.previous_generation
             # NCCL's dump would leave a signal in the agent's store, which ends all later generations.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
             os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # NcclWatch needs it
-            try:
-                torch.distributed.init_process_group(
-                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                    store=self.rendezvous.process_group_store,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    timeout=timedelta(seconds=config.timeout_s),
-                )
-                self.exchange_heartbeat(is_busy=False)  # a request may have come during the imports
-            except RuntimeError as error:
-                if self.repeated_failure is not None:  # otherwise find_start raises it, with a run folder
-                    raise NonRetryableError(self.repeated_failure) from error
-                raise
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                store=self.rendezvous.process_group_store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=config.timeout_s),
+            )
+            self.exchange_heartbeat(is_busy=False)  # a request may have come during the imports
         self.device = self.raise_on_all_ranks(lambda: find_device(config.device, launch))
         check_device_types(self.all_gather_object(self.device.type))
         self.idle_gpus = idle_gpus(config.device, launch)

@@ -140,11 +140,6 @@ class ProcessExit:
         if self.rendezvous is not None:
             self.rendezvous.record_exit_reason(why, self.step, self.launch.rank, agreed)
 
-    def note_begun(self) -> None:
-        """Have this worker's exit reason say that training has begun: a failure is then no failed start."""
-        if self.rendezvous is not None:
-            self.rendezvous.has_begun = True
-
     def write_status(self, code: int, is_final: bool = False, sentence: str = "") -> None:
         """Write the job's exit code to the status file, for the agent of `python train.py` if there is one.
 

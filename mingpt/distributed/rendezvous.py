@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mingpt.base.errors import PeersMissing, UserError
 from mingpt.base.system import run_within
@@ -152,27 +152,6 @@ def passive(why: str) -> str:
     return f"the workers were {why}" if why.startswith((TOLD, "stopped")) else f"the workers {why}"
 
 
-class FailedStarts(NamedTuple):
-    """The number of generations in a row that failed before they began to train, at the same step."""
-
-    number: int = 0
-    step: int | None = None
-
-    def followed_by(self, end: GenerationEnd) -> "FailedStarts":
-        """Return the count after a generation with this end: one more, or 1 if it stood at another step.
-
-        Return 0 if no worker failed, one that failed had begun to train, or one left no exit reason. Workers
-        that all lost a peer failed, too: none of them is gone, so the backend cannot connect them.
-        """
-        reasons = end.exit_reasons.values()
-        failed = [reason for reason in reasons if reason["why"].startswith(FAILED)]
-        failed = failed or (list(reasons) if all(map(is_loss, reasons)) else [])
-        all_known = len(end.exit_reasons) == end.world_size
-        if not failed or not all_known or any(reason.get("began") for reason in failed):
-            return FailedStarts()
-        return FailedStarts(self.number + 1 if end.step() == self.step else 1, end.step())
-
-
 def is_loss(reason: Mapping[str, Any]) -> bool:
     """Return whether, by its exit reason, a worker left because another one was gone or silent."""
     return reason["why"].startswith((LOST_PEER, TIMED_OUT))
@@ -195,14 +174,13 @@ class Rendezvous:
         from torch.distributed import PrefixStore
 
         self.launch, self.timeout_s = launch, timeout_s
-        self.has_begun = False  # whether this worker has begun to train
         self.missing_workers: str | None = None  # on rank 0: the workers that the last rendezvous lacked
         self._deadline = time.monotonic() + timeout_s
         self._store = self._connect(is_host=launch.rank == 0 and not launch.agent_hosts_store)
         self._exit_store = self._connect(is_host=False)  # a second client: the main thread may be waiting
         self.generation = self._offer_nonce() if launch.rank else self._answer_nonces()
         self.process_group_store = PrefixStore(self.generation, self._store)
-        self.repeated_failure, ended = json.loads(self._store.get(complete_key(self.generation)))
+        ended = json.loads(self._store.get(complete_key(self.generation)))
         self.previous_generation = GenerationEnd.from_json(ended) if ended else None
         self.local_peer_pidfds = find_local_peers(launch.agent_pid)
 
@@ -262,8 +240,8 @@ class Rendezvous:
             if missing and time.monotonic() > self._deadline:
                 self._give_up(missing)
             time.sleep(POLL_S if missing else 0)
-        told = self._replace_generation(name)
-        store.set(complete_key(name), json.dumps(told))
+        ended = self._replace_generation(name)
+        store.set(complete_key(name), json.dumps(ended))
         return name
 
     def _missing(self, name: str) -> list[int]:
@@ -305,13 +283,12 @@ class Rendezvous:
             self._store.compare_set("missing_workers", "", sentence)
         raise PeersMissing(sentence)
 
-    def _replace_generation(self, name: str) -> tuple[str | None, list[Any] | None]:
-        """Record, on rank 0, that this generation is `name`; return what all ranks are to be told.
+    def _replace_generation(self, name: str) -> list[Any] | None:
+        """Record, on rank 0, that this generation is `name`.
 
-        That is why a restart would fail again, and the end of the previous generation as `GenerationEnd`'s
-        JSON; each is None if there is nothing to tell, or if it is not known.
+        Returns the end of the previous generation as `GenerationEnd`'s JSON; None if it is not known.
         """
-        store, repeated, ended = self._store, None, None
+        store, ended = self._store, None
         last = read_key(store, "generation")
         if last is not None:
             before, world_size, round = json.loads(last)
@@ -320,21 +297,16 @@ class Rendezvous:
                 found = {rank: read_exit_reason(store, before, rank) for rank in range(world_size)}
                 reasons = {rank: reason for rank, reason in found.items() if reason is not None}
                 ended = [world_size, reasons, before]
-                end = GenerationEnd(world_size, reasons, before)
-                failed = FailedStarts(*json.loads(read_key(store, "failed_starts") or "[]")).followed_by(end)
-                store.set("failed_starts", json.dumps(failed))
-                if failed.number >= MAX_REPEATS:
-                    repeated = repeated_sentence("before the first step", end.sentence())
         store.set("generation", json.dumps([name, self.launch.world_size, self.launch.round]))
         missing = read_key(store, "missing_workers")
         if missing is not None:
             self.missing_workers = missing.decode()
             store.delete_key("missing_workers")
-        return repeated, ended
+        return ended
 
     def record_exit_reason(self, why: str, step: int, rank: int, agreed: bool = False) -> None:
         """Record in the store, if it answers in time, why a rank exits after `step`; a first reason stays."""
-        content = {"why": why, "step": step, "agreed": agreed, "began": self.has_begun}
+        content = {"why": why, "step": step, "agreed": agreed}
         key = exit_reason_key(self.generation, rank)
         within(
             EXIT_REASON_TIMEOUT_S, lambda: self._exit_store.compare_set(key, "", json.dumps(content)), None

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from mingpt.base.errors import CorruptSnapshot, NonRetryableError, UnreadableSnapshot, UserError
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.config import Config, check_workers, differences, to_dict
 from mingpt.data import Corpus, Data
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.device import Environment
-from mingpt.report import load_history, mark_ended, open_log, read_job_start
+from mingpt.report import load_history, open_log, read_job_start
 from mingpt.snapshot import Check, Entries, MemorySnapshots, SnapshotStore, read_config, this_process
 from mingpt.snapshot.manifest import is_suspect
 from mingpt.training.audit import START
@@ -105,7 +105,8 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
         open_log(context.rank, folder.path, claims.run_dir.may_write)
     else:
         open_log(context.rank, None)
-    raise_if_repeated(context, folder)
+    if context.rendezvous and context.rendezvous.missing_workers:
+        log.warning(context.rendezvous.missing_workers)
     data = load_data(config, context)
     found = find_snapshot(config, context, folder, claims, data)
     initial, weights = None, config.snapshot.init_from
@@ -129,19 +130,6 @@ def report_warmup(config: Config, found: FoundSnapshot) -> None:
             f"the warm-up is longer than the run (optimizer.warmup_steps={warmup_steps}, "
             f"trainer.max_steps={max_steps}): the peak learning rate is never reached"
         )
-
-
-def raise_if_repeated(context: DistributedContext, folder: RunFolder) -> None:
-    """Raise NonRetryableError on all ranks if several generations in a row failed before their first step.
-
-    Unless the run only evaluates, run.json records that. Logs which workers missed the last rendezvous.
-    """
-    if context.rendezvous and context.rendezvous.missing_workers:
-        log.warning(context.rendezvous.missing_workers)
-    if context.repeated_failure:
-        if folder.is_kept:
-            mark_ended(folder.path, "failed", f"failed: {context.repeated_failure}")
-        raise NonRetryableError(context.repeated_failure)
 
 
 def find_snapshot(

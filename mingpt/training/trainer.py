@@ -71,7 +71,6 @@ class Trainer:
         if context.rank == 0:
             context.mark_started()
         start.claims.mark_started()
-        context.exit.note_begun()
 
     def is_over(self, start: StartPoint) -> bool:
         """Whether the run stands at max_steps, or past it, and needs no further report. Collective.

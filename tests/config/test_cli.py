@@ -71,7 +71,7 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
         ("model.dropout=false", "model.dropout must be a number at least 0 and below 1, not 'false'"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate must be a number above 0"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate must be a number above 0"),
-        ("optimizer.schedule=step", "optimizer.schedule must be one of cosine, linear, not 'step'"),
+        ("optimizer.schedule=step", "optimizer.schedule must be one of cosine, linear"),
         ("report.tracker=mlflow", "report.tracker must be one of wandb, trackio or null, not 'mlflow'"),
         ("trainer.eval_windows=0", "trainer.eval_windows must be a whole number at least 1 or null, not '0'"),
         (

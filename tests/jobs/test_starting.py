@@ -13,16 +13,6 @@ from support.jobs import Job, descendants, read_history
 
 from mingpt.tools.jobs import torchrun
 
-FAILS_TO_LOAD = """
-import os
-import mingpt.training.trainer
-load_data = mingpt.training.start.load_data
-def fail(config, context):
-    if context.rank == 1:
-        raise OSError("planted")
-    return load_data(config, context)
-mingpt.training.start.load_data = fail
-"""
 FAILS_TO_IMPORT = """
 import os
 if os.environ.get("RANK") == "1":
@@ -31,27 +21,12 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "sentence", "launcher"),
-    [
-        (FAILS_TO_LOAD, "worker 1 failed (OSError: planted)", "torchrun"),
-        (
-            FAILS_TO_IMPORT,
-            "worker 1 failed (ModuleNotFoundError: import of mingpt.training.trainer",
-            "python",
-        ),
-    ],
-)
-def test_a_failure_that_repeats_before_the_first_step_ends_the_job(
-    code: str, sentence: str, launcher: str, start: Start, text: Path, tmp_path: Path
-) -> None:
-    program = changed_program(tmp_path, code)
+def test_an_import_that_fails_again_and_again_ends_the_job(start: Start, text: Path, tmp_path: Path) -> None:
+    program = changed_program(tmp_path, FAILS_TO_IMPORT)
     settings: dict[str, Any] = {"run_dir": tmp_path / "run", "data__path": text, "trainer__timeout_s": 60}
-    if launcher == "torchrun":
-        job = start(command(launcher=torchrun(2, restarts=50), program=program, **settings))
-    else:
-        job = start(command(program=program, trainer__workers=2, trainer__max_restarts=50, **settings))
+    job = start(command(program=program, trainer__workers=2, trainer__max_restarts=50, **settings))
     error = error_of(job, code=1)
+    sentence = "worker 1 failed (ModuleNotFoundError: import of mingpt.training.trainer"
     assert error.startswith(f"3 generations failed one after the other before the first step ({sentence}")
     assert error.endswith("a restart would repeat it")
 

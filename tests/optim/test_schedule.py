@@ -6,7 +6,7 @@ from mingpt.config import OptimizerConfig
 from mingpt.optim.optimizer import SCHEDULES, learning_rate
 
 
-@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_the_learning_rate_rises_and_falls_between_the_values_of_the_configuration(schedule: str) -> None:
     config = OptimizerConfig(
         learning_rate=1.0,

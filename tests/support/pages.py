@@ -51,6 +51,30 @@ def commands(page: Path, marked: bool = False) -> list[str]:
     ]
 
 
+def apply_additions(tree: Path) -> None:
+    """Apply the blocks of docs/extending.md to a copy of the project.
+
+    A block with `line=FILE` comes before the first import of mingpt there, one with `file=FILE` is a new
+    file, and a diff of two lines replaces the one by the other.
+    """
+    for language, attributes, content in blocks(ROOT / "docs" / "extending.md"):
+        if "line" in attributes:
+            path = tree / attributes["line"]
+            text = re.sub(
+                r"^(?=(from|import) mingpt)", content, path.read_text(), count=1, flags=re.MULTILINE
+            )
+            path.write_text(text)
+        elif language == "diff":
+            path = tree / attributes["file"]
+            old, new = (line[1:] for line in content.splitlines())
+            assert path.read_text().count(old) == 1
+            path.write_text(path.read_text().replace(old, new))
+        elif "file" in attributes:
+            path = tree / attributes["file"]
+            assert not path.exists()
+            path.write_text(content)
+
+
 def halves_of_the_readme() -> tuple[list[str], list[str]]:
     """(commands that start jobs on workers and nodes, commands after them, from the settings on)."""
     lines = commands(ROOT / "README.md")

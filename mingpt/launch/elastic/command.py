@@ -17,7 +17,7 @@ from mingpt.base.system import ipv4_addresses
 from mingpt.base.urls import redact
 from mingpt.launch.elastic.boards import parse_rdzv
 
-MAX_RESTARTS = 1_000_000
+MAX_RESTARTS = 1_000  # of the workers of one node; each loss of a node counts, too
 MONITOR_INTERVAL_S = 0.1
 USAGE = (
     "launch/elastic.sh --nnodes MIN:MAX --nproc N --rdzv PATH|HOST:PORT[,HOST:PORT...] --local_addr A"

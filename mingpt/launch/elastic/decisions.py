@@ -5,8 +5,7 @@ their agreement to do so, and the generation of workers that follows.
 """
 
 import ipaddress
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,8 +15,6 @@ from pydantic import StrictInt
 WAITING, RUNNING, FINISHED, LEFT = "waiting", "running", "finished", "left"
 FIRST_CALL_S, LAST_CALL_S = 5.0, 1.5  # how long the first round, and later ones, wait for other agents
 JOIN_HOLD_S = 1.0  # a node must wait so long, or a larger group be seen so long, before a round ends for it
-REJOIN_HOLDS_S = (JOIN_HOLD_S, 10.0, 60.0, 300.0)  # as JOIN_HOLD_S, after 0, 1, ... losses soon after joining
-SOON_S = 120.0  # more than the default `trainer.timeout_s`, after which a cut link ends a round
 LAG_HOLD_S = 4.0  # a member of a new round may briefly be seen in its old round
 
 
@@ -171,40 +168,12 @@ class Restart:
     hold_s: float = 0.0
 
 
-class JoinBackoff:
-    """Tells how long a node must wait to join: longer each time in a row that it was lost soon after joining.
-
-    A node is known by host and address, since it may have a new agent each time.
-    """
-
-    def __init__(self) -> None:
-        self._members: dict[str, tuple[str, float]] = {}  # id: node, when it joined
-        self._losses: dict[str, int] = {}  # by node
-
-    def start_round(self, members: Iterable[Entry], now: float) -> None:
-        """Note which nodes a new round has gained and lost. In the first round, no node counts as joining."""
-        joined = now if self._members else -math.inf
-        before = self._members
-        self._members = {one.id: before.get(one.id, (str(one), joined)) for one in members}
-        for id in before.keys() - self._members.keys():
-            node, since = before[id]
-            losses = self._losses.pop(node, 0)
-            if now - since < SOON_S:
-                self._losses[node] = losses + 1
-
-    def hold_s(self, entry: Entry) -> float:
-        losses = self._losses.get(str(entry), 0)
-        return REJOIN_HOLDS_S[min(losses, len(REJOIN_HOLDS_S) - 1)]
-
-
-def must_restart(
-    me: Entry, alive: Collection[Entry], max_nodes: int, join_hold_s: Callable[[Entry], float]
-) -> Restart | None:
+def must_restart(me: Entry, alive: Collection[Entry], max_nodes: int) -> Restart | None:
     """Return a Restart if the round of agent `me` has to end and its workers cannot know it, else None.
 
     The reasons: a member is not in the round; an agent waits that all running members reach, while the round
-    has fewer than `max_nodes` (`join_hold_s` says how long it must wait); another round has more running
-    members, or as many and a smaller id. A waiting agent that only some members reach is no reason.
+    has fewer than `max_nodes`; another round has more running members, or as many and a smaller id. A waiting
+    agent that only some members reach is no reason.
     """
     mates = [entry for entry in alive if entry.id in me.members and entry.id != me.id]
     for mate in mates:
@@ -214,10 +183,10 @@ def must_restart(
             return Restart(f"{mate} is not in the round", 0.0 if has_left else LAG_HOLD_S)
     running = [me, *(mate for mate in mates if mate.state == RUNNING)]
     if len(me.members) < max_nodes:
-        for entry in sorted(alive, key=lambda entry: (join_hold_s(entry), entry.key)):
+        for entry in sorted(alive, key=lambda entry: entry.key):
             can_join = entry.state == WAITING and entry.id not in me.members
             if can_join and all(is_linked(entry, member) for member in running):
-                return Restart(f"{entry} joins", join_hold_s(entry))
+                return Restart(f"{entry} joins", JOIN_HOLD_S)
     mine = (-len(running), me.round)
     for name, members in active_rounds(alive).items():
         if name != me.round and (-len(members), name) < mine:

@@ -141,7 +141,6 @@ class ElasticRendezvous(RendezvousHandler):
             raise UserError("--rdzv_backend=mingpt needs --rdzv_conf=nproc=N: start it by launch/elastic.sh")
         self._node = Node(platform.node(), self._address, determine_local_world_size(nproc))
         self._tcp_store: TCPStore | None = None
-        self._backoff = decisions.JoinBackoff()
         self._restart: decisions.Restart | None = None
         self._restart_since = 0.0
         operations = self._node.operations() | {"post": BoardMemory().post}
@@ -254,7 +253,6 @@ class ElasticRendezvous(RendezvousHandler):
         return self._tcp_store.port
 
     def _start(self, round: Round) -> RendezvousInfo:
-        self._backoff.start_round(round.members, time.monotonic())
         os.environ[JOB], os.environ[ROUND] = round.job, str(round.number)
         self._say(f"round {round.number}: {decisions.list_nodes(round.members)}")
         known = assigned_ranks([member.nproc for member in round.members])
@@ -274,7 +272,7 @@ class ElasticRendezvous(RendezvousHandler):
         view, now = self._node.view(), time.monotonic()
         restart = None
         if view.is_fresh:
-            restart = decisions.must_restart(view.me, view.alive, self._max, self._backoff.hold_s)
+            restart = decisions.must_restart(view.me, view.alive, self._max)
         if restart != self._restart:
             self._restart, self._restart_since = restart, now
         if restart is None or now - self._restart_since < restart.hold_s:

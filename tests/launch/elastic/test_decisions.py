@@ -1,7 +1,5 @@
 """Who is in the group and who has to restart, decided on plain entries."""
 
-from dataclasses import replace
-
 import pytest
 
 from mingpt.launch.elastic.decisions import (
@@ -9,11 +7,8 @@ from mingpt.launch.elastic.decisions import (
     JOIN_HOLD_S,
     LAG_HOLD_S,
     RUNNING,
-    SOON_S,
     Entry,
-    JoinBackoff,
     Pulse,
-    Restart,
     best_group,
     describe_wait,
     has_lost_member,
@@ -109,17 +104,11 @@ def test_the_job_and_its_number_come_from_whoever_went_furthest() -> None:
     assert job_of([entry("a", job="new", number=1), entry("b", job="old", number=7)]) == (7, "old")
 
 
-def restart(
-    me: Entry, alive: list[Entry], max_nodes: int, backoff: JoinBackoff | None = None
-) -> Restart | None:
-    return must_restart(me, alive, max_nodes, (backoff or JoinBackoff()).hold_s)
-
-
 def test_a_round_of_which_all_are_here_goes_on() -> None:
     a, b = running("a", "r", "ab"), running("b", "r", "ab")
-    assert restart(a, [a, b], 3) is None
-    assert restart(a, [a], 3) is None  # workers notice a dead peer by themselves
-    assert restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
+    assert must_restart(a, [a, b], 3) is None
+    assert must_restart(a, [a], 3) is None  # workers notice a dead peer by themselves
+    assert must_restart(a, [a, entry("b", state=FINISHED, round="r")], 3) is None
 
 
 @pytest.mark.parametrize(
@@ -134,68 +123,37 @@ def test_a_round_of_which_all_are_here_goes_on() -> None:
 )
 def test_a_member_that_left_or_went_on_alone_ends_the_round(member: Entry, hold_s: float) -> None:
     a = running("a", "r", "ab", number=2)
-    found = restart(a, [a, member], 3)
+    found = must_restart(a, [a, member], 3)
     assert found is not None and found.hold_s == hold_s and "node2 (10.0.0.2)" in found.reason
-
-
-def members(text: str) -> list[Entry]:
-    """The entries of a round's members: "b" is node b's agent, "b2" a later agent of the same node."""
-    return [replace(entry(name[0]), id=name) for name in text.split()]
-
-
-def test_a_node_that_joins_and_is_lost_again_and_again_is_held_off_longer_each_time() -> None:
-    backoff, now, b = JoinBackoff(), 0.0, entry("b")
-    backoff.start_round(members("a b"), now)
-    holds = []
-    for number in range(2, 7):
-        backoff.start_round(members("a"), now + 10)
-        holds.append(backoff.hold_s(b))
-        now += 30
-        backoff.start_round(members(f"a b{number}"), now)
-    assert holds == [JOIN_HOLD_S, 10.0, 60.0, 300.0, 300.0]
-    assert backoff.hold_s(entry("c")) == JOIN_HOLD_S
-    backoff.start_round(members("a b7"), now + 400)
-    backoff.start_round(members("a"), now + 400 + SOON_S)  # b7 had stayed: earlier losses are forgotten
-    assert backoff.hold_s(b) == JOIN_HOLD_S
-
-
-def test_a_node_that_is_held_off_keeps_no_other_one_out() -> None:
-    backoff, a = JoinBackoff(), running("a", "r", "a")
-    for names in ("a", "a b", "a"):
-        backoff.start_round(members(names), 0.0)
-    found = restart(a, [a, entry("b")], 3, backoff)
-    assert found is not None and found.hold_s == 10.0 and "node2" in found.reason
-    found = restart(a, [a, entry("b"), entry("c")], 3, backoff)
-    assert found is not None and found.hold_s == JOIN_HOLD_S and "node3" in found.reason
 
 
 def test_a_newcomer_that_all_members_reach_is_taken_in() -> None:
     a, b = running("a", "r", "ab"), running("b", "r", "ab")
     for me in (a, b):
-        found = restart(me, [a, b, entry("c")], 3)
+        found = must_restart(me, [a, b, entry("c")], 3)
         assert found is not None and found.hold_s == JOIN_HOLD_S and "node3 (10.0.0.3) joins" in found.reason
-    assert restart(a, [a, entry("c", "a")], 3) is not None  # b is dead
-    assert restart(a, [a, b, entry("c")], 2) is None  # there is no room
-    assert restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
+    assert must_restart(a, [a, entry("c", "a")], 3) is not None  # b is dead
+    assert must_restart(a, [a, b, entry("c")], 2) is None  # there is no room
+    assert must_restart(a, [a, b, entry("c", state=FINISHED)], 3) is None
 
 
 @pytest.mark.parametrize("reach", ["a", "b", ""])
 def test_a_newcomer_that_only_some_reach_disturbs_nobody(reach: str) -> None:
     a, b = running("a", "r", "ab"), running("b", "r", "ab")
     for me in (a, b):
-        assert restart(me, [a, b, entry("c", reach)], 3) is None
+        assert must_restart(me, [a, b, entry("c", reach)], 3) is None
     deaf = running("b", "r", "ab", reach="a")
     for me in (a, deaf):
-        assert restart(me, [a, deaf, entry("c", "ab")], 3) is None
+        assert must_restart(me, [a, deaf, entry("c", "ab")], 3) is None
 
 
 def test_of_two_rounds_the_larger_goes_on_and_of_one_size_exactly_one() -> None:
     a, b, c = running("a", "r1", "a"), running("b", "r2", "bc"), running("c", "r2", "bc")
-    found = restart(a, [a, b, c], 3)
+    found = must_restart(a, [a, b, c], 3)
     assert found is not None and found.hold_s == JOIN_HOLD_S and "larger group" in found.reason
-    assert restart(b, [a, b, c], 3) is None and restart(c, [a, b, c], 3) is None
+    assert must_restart(b, [a, b, c], 3) is None and must_restart(c, [a, b, c], 3) is None
     alone = running("b", "r2", "b")
-    assert restart(a, [a, alone], 3) is None and restart(alone, [a, alone], 3) is not None
+    assert must_restart(a, [a, alone], 3) is None and must_restart(alone, [a, alone], 3) is not None
 
 
 def test_a_barrier_is_over_once_a_member_has_gone_or_left() -> None:
