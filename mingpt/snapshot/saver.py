@@ -189,9 +189,9 @@ class Transfer:
 class SnapshotSaver:
     """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
 
-    After a failed write training continues; only the last write must succeed, see `finish`. If there is no
-    room for a snapshot, older snapshots are removed, but not the newest valid one. `prune` tells which
-    snapshots are kept. Constructing a saver is collective: all ranks of `sharding` do it together.
+    After a failed write, on a full disk for example, training continues, and the next save tries again; only
+    the last write must succeed, see `finish`. `prune` tells which snapshots are kept. Constructing a saver is
+    collective: all ranks of `sharding` do it together.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class SnapshotSaver:
         step = manifest["step"]
         try:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
-            self.write_making_room(manifest | fields, transfer)
+            self.write_once(manifest | fields, transfer)
             self.error, self.newest_written = None, step
         except Exception as error:  # of any driver: training goes on, the failure is reported
             self.error = error
@@ -264,23 +264,6 @@ class SnapshotSaver:
     def on_main_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on the main rank; all ranks return its result or raise its error. Collective."""
         return self.group.on_rank(self.sharding.main_rank, work)
-
-    def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot; while there is no room, remove an older one. OSError without one. Collective."""
-        step, is_written = manifest["step"], False
-        while not is_written:
-            try:
-                self.write_once(manifest, transfer)
-                is_written = True
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                removed = self.on_main_rank(lambda: self.remove_one_before(step))
-                if removed is None:
-                    raise
-                log.warning(
-                    f"snapshot of step {removed} is removed: there was no room for that of step {step}"
-                )
 
     def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
         """Write a snapshot, durable on return. Raises any rank's error on all ranks. Collective.
@@ -305,30 +288,6 @@ class SnapshotSaver:
             if self.is_main and not is_complete:
                 self.store.discard(step)
             raise
-
-    def remove_one_before(self, step: int) -> int | None:
-        """Remove the oldest snapshot before `step`, and return its step; None if none may be removed.
-
-        The newest valid snapshot before `step`, later ones and unreadable ones are kept. With `keep_best` the
-        best snapshot is removed last.
-        """
-        older = [one for one in self.store.steps() if one < step and one not in self.store.unreadable]
-        newest_valid = next((one for one in older if self.is_valid(one)), 0)
-        removable = [one for one in older if one < newest_valid]
-        if not removable:
-            return None
-        best = self.find_best(older)
-        oldest = min((one for one in removable if one != best), default=removable[-1])
-        self.store.remove(oldest)
-        return oldest
-
-    def is_valid(self, step: int) -> bool:
-        try:
-            self.store.read(step)
-        except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:
-            log.warning(f"snapshot of step {step} is not valid: {error}")
-            return False
-        return True
 
     def find_best(self, steps: list[int]) -> int | None:
         """Return the one of `steps` with the lowest validation loss; None without `keep_best` or a loss."""

@@ -163,17 +163,6 @@ def test_a_full_disk_of_one_rank_is_the_error_of_all(rank: int, writes_alone: bo
     assert file_names(store) == []
 
 
-def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_path: Path) -> None:
-    """The main rank removes it; then all ranks send their parts again."""
-    store = make_store(tmp_path)
-    for step in (1, 2, 3):
-        write(store, make_manifest(step), state(), PART_BYTES)
-    work = save_together(tmp_path, prepare=breaking_off(1, NO_ROOM, lambda number: number == 2))
-    assert results_of(2, work) == [("NoneType", 0)] * 2
-    assert sorted(store.steps()) == [2, 3, STEP]
-    assert read_files(store).items() >= local_files(tmp_path / "alone", state()).items()
-
-
 class TwoArguments(Exception):
     """An exception that cannot be made again from its message."""
 
