@@ -275,7 +275,7 @@ class SnapshotStore(FileStore):
     def read_manifest(self, step: int) -> dict[str, Any]:
         """Return the checked manifest of a step.
 
-        Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for a later schema.
+        Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for another schema.
         """
         file = self.file(file_name(step, "json"), "its manifest")
         size = file.size()
@@ -339,7 +339,7 @@ class SnapshotStore(FileStore):
         """Return the newest valid snapshot (None if none is), and the faults of newer corrupt ones, by step.
 
         Newer snapshots that cannot be read are put into `unreadable`. An unfinished save is no snapshot.
-        Raises UnreadableSnapshot if the folder cannot be read, UserError for a newer one of a later schema.
+        Raises UnreadableSnapshot if the folder cannot be read, UserError for a newer one of another schema.
         """
         corrupt: dict[int, str] = {}
         self.unreadable = {}

@@ -7,17 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.faults import FaultyDisk
-from support.snapshots import (
-    PART,
-    PARTS,
-    file_names,
-    make_manifest,
-    make_store,
-    save,
-    transfer,
-    write,
-    write_schema_1,
-)
+from support.snapshots import PART, PARTS, file_names, make_manifest, make_store, save, transfer, write
 
 from mingpt.base.errors import ClaimLost
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot
@@ -125,20 +115,6 @@ def test_a_job_that_is_superseded_removes_nothing(store: SnapshotStore) -> None:
         write(store, make_manifest(3), PARTS, PART)
     left = [name for name in file_names(store) if "00000003" in name]
     assert left == ["partial-step_00000003", "step_00000003-00001-of-00003.safetensors"]
-
-
-def test_snapshots_of_schema_1_are_read_removed_and_set_aside(
-    store: SnapshotStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in (3, 4, 5):
-        write_schema_1(store, make_manifest(step), PARTS)
-    assert newest(store) == (5, [])
-    assert open_snapshot(store.path("step_00000004.safetensors")).manifest["schema"] == 1
-    store.quarantine(5, "for a test")
-    saver = SnapshotSaver(store, keep_last=1, keep_best=False, part_bytes=PART)
-    save(saver, make_manifest(6), PARTS)
-    assert store.steps() == store.steps("safetensors") == [6]
-    assert "damaged-1-step_00000005.safetensors" in file_names(store)
 
 
 def test_weights_alone_are_used_though_the_optimizer_state_is_damaged(store: SnapshotStore) -> None:

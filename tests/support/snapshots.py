@@ -1,6 +1,5 @@
 """Tensors, manifests and snapshots for tests."""
 
-import hashlib
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from mingpt.snapshot import Snapshot, SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot.layout import PART_BYTES, StagingBuffer, make_layout
-from mingpt.snapshot.manifest import add_checksum
 from mingpt.snapshot.reading import SourceFile, TensorFile
 from mingpt.snapshot.saver import Transfer
 
@@ -85,16 +83,6 @@ def write(
 def save(saver: SnapshotSaver, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
     """Save to the end, as a saver does in the background."""
     saver.write(manifest, transfer(manifest["step"], tensors, saver.part_bytes))
-
-
-def write_schema_1(
-    store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS
-) -> None:
-    """Write a snapshot of schema 1, as versions did that had no parts."""
-    content, step = to_safetensors(tensors), manifest["step"]
-    fields = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    Path(store.path(f"step_{step:08d}.safetensors")).write_bytes(content)
-    Path(store.path(f"step_{step:08d}.json")).write_bytes(add_checksum({"schema": 1, **manifest, **fields}))
 
 
 def file_names(store: SnapshotStore) -> list[str]:
