@@ -202,9 +202,15 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
 def check_files(manifest: dict[str, Any]) -> None:
     """Raise CorruptSnapshot unless the names in `files` are those of a snapshot of the manifest's step.
 
-    `bytes` and `sha256` must also be those of all `files` together. No file is read.
+    `bytes` and `sha256` must also be those of all `files` together. No file is read. Raises UserError for
+    files in parts, which earlier versions wrote.
     """
     records = file_records(manifest)
+    if any("-of-" in record.name for record in records):
+        raise UserError(
+            f"the snapshot of step {manifest['step']} has files in parts, as earlier versions wrote them "
+            "past 4 GiB: resume it with such a version"
+        )
     if not are_tensor_files([record.name for record in records], manifest["step"]):
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
     found = sum(record.bytes for record in records), joint_sha256(records)

@@ -21,7 +21,6 @@ from mingpt.base.files import PIECE_BYTES, reason_of, retry
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.background_group import BackgroundGroup, picklable
 from mingpt.snapshot.layout import (
-    PART_BYTES,
     FileLayout,
     RowsByRank,
     Run,
@@ -195,16 +194,10 @@ class SnapshotSaver:
     """
 
     def __init__(
-        self,
-        store: SnapshotStore,
-        keep_last: int,
-        keep_best: bool,
-        sharding: Sharding = UNSHARDED,
-        part_bytes: int = PART_BYTES,
+        self, store: SnapshotStore, keep_last: int, keep_best: bool, sharding: Sharding = UNSHARDED
     ) -> None:
         self.store, self.keep_last, self.keep_best, self.sharding = store, keep_last, keep_best, sharding
         self.replayed_step = 0  # the newest snapshot up to this step is kept
-        self.part_bytes = part_bytes  # bytes of the largest file, unless a tensor is larger
         self.group = BackgroundGroup(sharding.rank, sharding.world_size)
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
@@ -231,7 +224,7 @@ class SnapshotSaver:
         staging.fill(tensors)
         sharding = self.sharding
         specs = {**specs_of(tensors), **sharding.specs}  # of the whole tensors
-        layouts = make_layout(specs, manifest["step"], self.part_bytes)
+        layouts = make_layout(specs, manifest["step"])
         runs = [find_runs(layout, specs, sharding.rows_by_rank, sharding.main_rank) for layout in layouts]
         transfer = Transfer(layouts, staging, runs, self.group, sharding.writers)
         self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields))

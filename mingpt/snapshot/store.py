@@ -1,10 +1,10 @@
 """Write, verify and read the snapshots of a run at one place, a folder or any fsspec URL.
 
-`step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, each
-in several files past 4 GiB (layout.py), and `step_00001200.json`, the manifest, describes them. The manifest
-is written last, after all files are on disk: **a snapshot exists when its manifest does and its checksums
-hold.** Until then `partial-step_00001200` marks the files of this step as an unfinished save. No pickle is
-ever loaded, and nothing depends on the number of workers.
+`step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, and
+`step_00001200.json`, the manifest, describes them. The manifest is written last, after all files are on disk:
+**a snapshot exists when its manifest does and its checksums hold.** Until then `partial-step_00001200` marks
+the files of this step as an unfinished save. No pickle is ever loaded, and nothing depends on the number of
+workers.
 
 `verify`, `read` and `find_newest` check all bytes, in pieces, for the SHA-256 in the manifest and for finite
 numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.

@@ -123,7 +123,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("files.1.bytes", with_file(bytes=True)),
     ("files: they are not those", with_file(name="../step_00000004.optimizer.safetensors")),
     ("files: they are not those", with_file(name="step_00000005.optimizer.safetensors")),
-    ("files: they are not those", with_file(name="step_00000004.optimizer-00001-of-00002.safetensors")),
+    ("files: they are not those", with_file(name="step_00000005.safetensors")),
     ("files: they are not those", {"files": FILES[::-1]}),
     ("bytes", {"bytes": -1}),
     ("after", {"after": -1}),
@@ -174,6 +174,12 @@ def test_a_record_that_json_cannot_hold_is_left_out() -> None:
     metrics = {"val": {"step": 4, "val/loss": float("nan")}, "train": {"step": 4, "lr": 0.1}}
     manifest = decode_manifest(encode_manifest(make_manifest(4) | {"metrics": metrics}, RECORDS))
     assert manifest["metrics"] == {"train": {"step": 4, "lr": 0.1}}
+
+
+def test_files_in_parts_are_refused_and_not_called_corrupt() -> None:
+    record = FileRecord("step_00000004-00001-of-00002.safetensors", "0" * 64, 8)
+    with pytest.raises(UserError, match="has files in parts"):
+        decode_manifest(encode_manifest(make_manifest(4), [record]))
 
 
 def test_a_format_of_the_future_or_the_past_is_named() -> None:
