@@ -195,8 +195,8 @@ def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started:
     """Return the id of the run in the run folders, a new id if there is no run. Collective.
 
     `was_started` tells that this node had a part in an earlier generation of the job. If the folders hold
-    different runs, all ranks raise UserError. But if a run is of such a node, the job goes on with the first of
-    them: nodes with another run raise NodeRefused, and the others PeersMissing.
+    different runs, all ranks raise UserError. But if a run is of such a node, the job goes on with the first
+    such: nodes with another run raise NodeRefused, and the others PeersMissing.
     """
     history = load_history(folder.path)
     mine = (str(history["id"]), was_started, platform.node(), context.launch.node_rank) if history else None
