@@ -37,6 +37,7 @@ import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
+from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot.layout import StagingBuffer, make_layout
 from mingpt.snapshot.saver import Transfer
@@ -64,7 +65,7 @@ def transfer(step: int) -> Transfer:
     tensors = tensors_of(step)
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    return Transfer(make_layout(specs_of(tensors), step), staging)
+    return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
 
 
 def manifest(step: int) -> dict[str, Any]:

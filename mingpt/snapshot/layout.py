@@ -2,14 +2,12 @@
 
 `step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights and
 `step_00001200.optimizer.safetensors` its optimizer's state, so that sampling and export read weights alone. A
-tensor's place depends on the tensors' names, types and shapes, never on the number of workers. A `Run` is a
-range of bytes of a file that one rank holds; it has nothing to do with a training run.
+tensor's place depends on the tensors' names, types and shapes, never on the number of workers.
 
 Training waits only while its tensors are copied into a `StagingBuffer`, which was allocated before. The
 buffer is then hashed and written in the background.
 """
 
-import bisect
 import contextlib
 import functools
 import json
@@ -143,50 +141,6 @@ def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
     header = len(text).to_bytes(8, "little") + text
     begins = {tensor: len(header) + begin for tensor, begin in begins.items()}
     return FileLayout(name, header, begins, len(header) + position)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A range of bytes of a file, `begin` to before `end`: a piece of tensor `name` that `rank` holds.
-
-    The piece begins at byte `offset` of the rows of the tensor that this rank holds.
-    """
-
-    begin: int
-    end: int
-    rank: int
-    name: str
-    offset: int
-
-
-def find_runs(
-    layout: FileLayout, specs: Mapping[str, TensorSpec], rows_by_rank: RowsByRank, main_rank: int
-) -> list[Run]:
-    """Return the ranges of bytes (`Run`) of a file after its header, sorted and without gaps.
-
-    `specs` describes the whole tensors. A tensor that all ranks hold whole is taken from `main_rank`.
-    """
-    runs = []
-    for name, begin in layout.begins.items():
-        held, row_bytes = {main_rank: range(1)}, specs[name].nbytes  # whole, as if it had one row
-        parts = rows_by_rank(name)
-        if parts is not None:
-            held, row_bytes = dict(enumerate(parts)), specs[name].nbytes // specs[name].shape[0]
-        for rank, rows in held.items():
-            runs.append(Run(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, rank, name, 0))
-    return sorted((run for run in runs if run.begin < run.end), key=lambda run: run.begin)
-
-
-def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """Return the pieces of the ranges `runs`, which are sorted, from `begin` to before `end` of the file."""
-    first = bisect.bisect_right(runs, begin, key=lambda run: run.end)
-    pieces = []
-    for run in runs[first:]:
-        if run.begin >= end:
-            break
-        low, high = max(begin, run.begin), min(end, run.end)
-        pieces.append(Run(low, high, run.rank, run.name, run.offset + low - run.begin))
-    return pieces
 
 
 class StagingBuffer:

@@ -9,6 +9,7 @@ import fsspec
 import torch
 from torch import Tensor
 
+from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot import Snapshot, SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot.layout import StagingBuffer, make_layout
 from mingpt.snapshot.reading import SourceFile, TensorFile
@@ -66,7 +67,7 @@ def make_store(tmp_path: Path) -> SnapshotStore:
 def transfer(step: int, tensors: Mapping[str, Tensor] = TENSORS) -> Transfer:
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    return Transfer(make_layout(specs_of(tensors), step), staging)
+    return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
 
 
 def write(store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
