@@ -28,7 +28,7 @@ from mingpt.data import (
 from mingpt.data.source import parse_named_tokenizer
 from mingpt.distributed import DistributedContext
 from mingpt.training.initial_weights import InitialWeights
-from mingpt.training.run_folder import refuse_where_it_fails
+from mingpt.training.run_folder import read_on
 from mingpt.training.state import TOKENIZER_TENSOR, StoredState, make_tokenizer, snapshot_vocab_size
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def load_data(config: Config, context: DistributedContext) -> Data:
     any_shards = any(context.all_gather_object(is_shards(config.data.path)))
     if any_shards:
         return load_shards(config.data, context)
-    content = read_on_first_node(context, lambda: read_bytes(config.data))
+    content = read_on_first_node(context, lambda: read_bytes(config.data), "the text")
     return context.heartbeat_while(lambda: TextData(content, config.data))
 
 
@@ -73,15 +73,23 @@ def first_difference(old: Mapping[str, str], new: Mapping[str, str]) -> str | No
     return next((name for name in [*old, *new] if old.get(name) != new.get(name)), None)
 
 
-def read_on_first_node(context: DistributedContext, read: Callable[[], bytes]) -> bytes:
-    """Return, on all ranks, what `read` returns on rank 0. Collective.
+def read_on_first_node(context: DistributedContext, read: Callable[[], bytes], what: str) -> bytes:
+    """Return, on all ranks, what `read` returns on the first node where it works; `what` is for the log.
 
-    Where it raises UserError, raises the errors of `refuse_where_it_fails`: a job that has begun goes on
-    without a node that has joined and lacks the file.
+    Raises the first node's UserError on all ranks if it works on none. Collective.
     """
-    content: list[bytes] = []
-    refuse_where_it_fails(context, lambda: content.append(read()) if context.rank == 0 else None)
-    return context.broadcast_bytes(content[0] if content else None, 0)
+    local_ranks = context.all_gather_object(context.launch.local_rank)
+    errors: list[UserError] = []
+    for source in [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]:
+        try:
+            content = read_on(source, context, read)
+        except UserError as error:  # raised on all ranks
+            errors.append(error)
+            continue
+        if errors and context.rank == 0:
+            log.warning(f"{errors[0]}; {what} is read by worker {source}")
+        return content
+    raise errors[0]
 
 
 def load_corpus(
@@ -159,9 +167,10 @@ def choose_tokenizer(
     """
     if config.tokenizer != "auto":
         return read_named(config, context, data)
-    path = context.broadcast_object(find_tokenizer_file(config, data), 0)
-    if path is not None:
-        return read_tokenizer(context, path)
+    path = find_tokenizer_file(config, data)
+    found = context.all_gather_object(path is not None)
+    if any(found):
+        return read_tokenizer(context, path, config.path)
     tokenizer = broadcast_tokenizer(context, initial, data)
     if tokenizer is None and isinstance(data, TextData):
         tokenizer = context.run_with_heartbeat(lambda: train_tokenizer(data, config))
@@ -175,7 +184,7 @@ def read_named(config: DataConfig, context: DistributedContext, data: Data) -> T
     """
     name = config.tokenizer
     if name not in TOKENIZERS:
-        return read_tokenizer(context, name)
+        return read_tokenizer(context, name, name)
     if isinstance(data, TextData):
         return context.run_with_heartbeat(lambda: train_tokenizer(data, config))
     raise UserError(
@@ -184,20 +193,30 @@ def read_named(config: DataConfig, context: DistributedContext, data: Data) -> T
     )
 
 
-def read_tokenizer(context: DistributedContext, path: str) -> Tokenizer:
-    """Return the tokenizer at a path or of a name, which rank 0 reads. Raises UserError. Collective."""
-    content = read_on_first_node(context, lambda: read_named_tokenizer(path))
-    return context.run_with_heartbeat(lambda: parse_named_tokenizer(content, path, "data.tokenizer"))
+def read_tokenizer(context: DistributedContext, path: Path | str | None, place: str) -> Tokenizer:
+    """Return the tokenizer that the first node with the file reads; `path` is None on nodes without it.
+
+    Raises UserError on all ranks if no node can read it; the message names the path, or else `place`.
+    Collective.
+    """
+
+    def read() -> bytes:
+        if path is None:
+            raise UserError(f"there is no tokenizer.json beside {place} on {platform.node()}")
+        return read_named_tokenizer(str(path))
+
+    content, name = read_on_first_node(context, read, "the tokenizer"), str(path or place)
+    return context.run_with_heartbeat(lambda: parse_named_tokenizer(content, name, "data.tokenizer"))
 
 
-def find_tokenizer_file(config: DataConfig, data: Data) -> str | None:
+def find_tokenizer_file(config: DataConfig, data: Data) -> Path | None:
     """Return the tokenizer.json in the folder of the data, if this node has one; None for a URL."""
     text = local_path(config.resolved_path)
     if text is None:
         return None
     folder = data.folder if isinstance(data, ShardData) else Path(text).parent
     path = folder / "tokenizer.json"
-    return str(path) if path.is_file() else None
+    return path if path.is_file() else None
 
 
 def broadcast_tokenizer(
