@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from mingpt.base.errors import NodeRefused, PeersMissing, UserError
 from mingpt.base.files import remove_quietly, write_atomic
@@ -191,28 +191,44 @@ def write_probe(path: Path) -> bool:
     return True
 
 
+class NodeRun(NamedTuple):
+    """The run in a node's run folder, and whether the node had a part in an earlier generation of the job."""
+
+    run_id: str | None  # None: no run
+    last_step: int  # the last step that its run.json records
+    host: str
+    node_rank: int
+    was_started: bool
+
+
 def agree_on_run_id(context: DistributedContext, folder: RunFolder, was_started: bool) -> str:
     """Return the id of the run in the run folders, a new id if there is no run. Collective.
 
     `was_started` tells that this node had a part in an earlier generation of the job. If the folders hold
-    different runs, all ranks raise UserError. But if a run is of such a node, the job goes on with the first
-    such: nodes with another run raise NodeRefused, and the others PeersMissing.
+    different runs, all ranks raise UserError. But if a run is of such a node, the job goes on with it: nodes
+    with another run raise NodeRefused, and the others PeersMissing.
     """
-    history = load_history(folder.path)
-    mine = (str(history["id"]), was_started, platform.node(), context.launch.node_rank) if history else None
-    found = [node for node in context.all_gather_object(mine) if node is not None]
-    ids = list(dict.fromkeys(run_id for run_id, *_ in found))
+    history, node_rank = load_history(folder.path), context.launch.node_rank
+    last_step = history["generations"][-1]["to_step"] if history and history["generations"] else 0
+    run_id = history["id"] if history else None
+    mine = NodeRun(run_id, last_step, platform.node(), node_rank, was_started)
+    found = context.all_gather_object(mine)
+    ids = list(dict.fromkeys(node.run_id for node in found if node.run_id is not None))
     if len(ids) < 2:
         return ids[0] if ids else context.broadcast_object(uuid.uuid4().hex, 0)
-    listed = "; ".join(dict.fromkeys(f"run {run_id[:8]} on {host}" for run_id, _, host, _ in found))
+    places = [f"run {node.run_id[:8]} on {node.host}" for node in found if node.run_id is not None]
+    listed = "; ".join(dict.fromkeys(places))
     sentence = (
         f"the nodes hold different runs in {folder.path} ({listed}): give the job another run_dir, or remove "
         f"{folder.path} where it is another run's"
     )
-    kept = next((run_id for run_id, is_of_job, *_ in found if is_of_job), None)
-    if kept is None:
+    # If two parts of a job began without each other, the part that has come further goes on.
+    of_job = [node for node in found if node.was_started and node.run_id is not None]
+    if not of_job:
         raise UserError(sentence)
-    refuse_nodes(context, {rank: (host, sentence) for run_id, _, host, rank in found if run_id != kept})
+    kept = max(of_job, key=lambda node: (node.last_step, str(node.run_id))).run_id
+    others = [node for node in found if node.run_id not in (None, kept)]
+    refuse_nodes(context, {node.node_rank: (node.host, sentence) for node in others})
 
 
 def share_history(context: DistributedContext, folder: RunFolder, step: int) -> None:

@@ -43,11 +43,21 @@ def test_nodes_that_hold_different_runs_are_refused_and_named(tmp_path: Path) ->
         assert f"run abc on {HOST}; run def on {HOST}" in str(error)
 
 
-def test_a_node_that_joins_with_another_run_is_refused_by_the_job(tmp_path: Path) -> None:
-    write_run(tmp_path / "0", "another")
-    write_run(tmp_path / "2", "abc")
-    expected = [NodeRefused, PeersMissing, PeersMissing]
-    assert [type(error) for error in agree(tmp_path, (False, True, True))] == expected
+@pytest.mark.parametrize(
+    ("runs", "started", "expected"),
+    [
+        ({0: ("another", 0), 2: ("abc", 0)}, (False, True, True), [NodeRefused, PeersMissing, PeersMissing]),
+        ({0: ("abc", 5), 1: ("def", 7)}, (True, True), [NodeRefused, PeersMissing]),
+    ],
+    ids=["a node that joins", "two parts that began apart"],
+)
+def test_a_node_with_another_run_is_refused_by_the_part_that_came_further(
+    runs: dict[int, tuple[str, int]], started: tuple[bool, ...], expected: list[type], tmp_path: Path
+) -> None:
+    """`runs` is {node: (run, last step)}."""
+    for node, (run_id, last_step) in runs.items():
+        write_run(tmp_path / str(node), run_id, last_step=last_step)
+    assert [type(error) for error in agree(tmp_path, started)] == expected
 
 
 def share(tmp_path: Path, nodes: int, step: int) -> None:
