@@ -4,7 +4,7 @@
     python benchmarks/crash_points.py --stride 11    # every eleventh point only: half a minute
 
 Snapshots of steps 10 and 20 exist; that of step 30 is being saved, after which step 10 is pruned. Each has
-two parts of weights, two of optimizer state, and a manifest. There are five kinds of fault, all enumerated:
+two tensor files and a manifest. There are five kinds of fault, all enumerated:
 
 - `kill`: SIGKILL on entering each system call of the save (strace's fault injection), but for `futex`, whose
   number of calls differs from save to save, as threads happen to wait for each other;
@@ -12,8 +12,7 @@ two parts of weights, two of optimizer state, and a manifest. There are five kin
 - `power`: the machine loses power after each of the save's file operations. Of data not fsynced, all, half or
   nothing is on disk; each renaming and removal since the folder's last fsync has happened or not, in any
   combination (after Pillai et al. 2014, "All file systems are not created equal");
-- `order`: the parts come in any order, perhaps from several workers, and all workers are killed: any of the
-  parts exist, or are being written;
+- `order`: the workers are killed while any of the tensor files exist, or are being written;
 - `store`: an object store fails once, fails from then on, tears an upload with or without an error, or lists
   late, at each of its calls; files go up by one PUT, or in parts.
 
@@ -276,7 +275,7 @@ def power_losses(work: Path, stride: int) -> Verdicts:
 
 
 def orders(work: Path, stride: int) -> Verdicts:
-    """The verdicts on `order`. After a kill it matters which parts exist, not in which order they came."""
+    """The verdicts on `order`. After a kill it matters which files exist, not in which order they came."""
     layouts = transfer(30).layouts
     states = list(itertools.product(("absent", "half", "whole"), repeat=len(layouts)))
     for number, state in list(enumerate(states))[::stride]:
