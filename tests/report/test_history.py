@@ -1,4 +1,5 @@
 import json
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     history = open_history(tmp_path)
     begin(history, 3, 0, None, False, [])
     history.note_step(12, 0.5)
-    history.file.retry()  # otherwise the file is written a moment later
+    history.write()  # otherwise the file is written a moment later
     end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
     later = open_history(tmp_path)
     sentence = begin(later, 2, 10, end, True, [])
@@ -84,6 +85,24 @@ def test_steps_that_an_orderly_end_has_saved_and_a_user_has_deleted_are_done_twi
     assert later.summary().startswith("2 generations, 30 steps done twice, 15.0 s lost")
 
 
+def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, go_on, written = open_history(tmp_path), threading.Event(), list[str]()
+
+    def slow_write(path: Path, content: str, **_: object) -> None:
+        assert go_on.wait(30)
+        written.append(content)
+
+    begin(history, 1, 0, None, False, [])
+    monkeypatch.setattr("mingpt.report.files.write_atomic", slow_write)
+    for step in range(1, 100):
+        history.note_step(step, 0.5)
+    go_on.set()
+    history.write()
+    assert len(written) <= 3 and json.loads(written[-1])["generations"][0]["to_step"] == 99
+
+
 @pytest.mark.parametrize("set_back_in_generation", [1, 2])
 def test_a_clock_that_is_set_back_loses_no_time(
     set_back_in_generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +116,7 @@ def test_a_clock_that_is_set_back_loses_no_time(
         clock["monotonic"] += 100
         clock["time"] += 100 - 3600 * (number == set_back_in_generation)
         history.note_step(10 * number, 1.0)
-        history.file.retry()
+        history.write()
     content = read(tmp_path)
     assert [entry["seconds"] for entry in content["generations"]] == [100, 100]
     assert (content["seconds_lost"], content["goodput"]) == (2.0, 0.99)
@@ -178,7 +197,7 @@ def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path:
     begin(history, 2, 0, None, False, [])
     mark_ended(tmp_path, "stopped")
     assert read(tmp_path)["status"] == "stopped" and read(tmp_path)["generations"][-1]["end"] == "running"
-    history.file.write(history.encode())
+    history.write()
     mark_ended(tmp_path, "failed", "failed: why")
     assert read(tmp_path)["status"] == "failed" and read(tmp_path)["generations"][-1]["end"] == "failed: why"
     history.end("finished", 30, "finished")
@@ -190,7 +209,7 @@ def test_a_generation_whose_store_is_gone_is_told_by_the_hosts_that_are_missing(
     history = open_history(tmp_path)
     begin(history, 3, 0, None, False, [], hosts=("node1", "node2", "node3"))
     history.note_step(12, 0.5)
-    history.file.retry()
+    history.write()
     sentence = begin(open_history(tmp_path), 2, 10, None, True, [], hosts=("node2", "node3"))
     assert sentence == "node1 vanished at step 12; resumed from 10 with 2 workers"
     first, second = read(tmp_path)["generations"]
@@ -205,7 +224,7 @@ def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_unti
     begin(history, 1, 10, None, False, [])
     assert read(tmp_path)["durable_step"] == 0
     history.note_durable(20)
-    history.file.retry()
+    history.write()
     assert read(tmp_path)["durable_step"] == 20
     assert load_history(tmp_path, "another") is None
     begin(open_history(tmp_path), 1, 15, None, True, [])

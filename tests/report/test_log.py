@@ -72,7 +72,7 @@ def test_a_worker_that_keeps_a_run_folder_writes_all_lines_there(
 def test_the_file_is_left_alone_once_it_belongs_to_another_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = [True, True, False]
+    answers = [True, False]
     open_log(0, tmp_path, lambda: answers.pop(0))
     log.info("first")
     log.warning("second")
