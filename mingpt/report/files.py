@@ -95,11 +95,15 @@ def append(path: Path, line: bytes, sync: bool) -> None:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl, none if it is missing; log other lines. Raises OSError."""
-    return (record for _, record in read_lines(path) if record is not None)
+    for line, record in read_lines(path):
+        if record is None:
+            log.warning(f"a line of {path} that is not a record is ignored: {line!r:.60}")
+        else:
+            yield record
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield (line with its newline, its record) in order. A line without a record is logged."""
+    """Yield (line with its newline, its record or None) in order, nothing if the file is missing."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -110,7 +114,6 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                     raise TypeError
             except (ValueError, TypeError, KeyError):
                 record = None
-                log.warning(f"a line of {path} that is not a record is ignored: {line!r:.60}")
             yield line, record
 
 

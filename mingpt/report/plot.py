@@ -21,7 +21,7 @@ from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
 from mingpt.base.files import BadJson, check_json, read_json, reason_of, write_atomic
 from mingpt.base.paths import typed_path
-from mingpt.report.files import ReportFile, read_records
+from mingpt.report.files import ReportFile, read_lines
 from mingpt.report.history import PHASES, Generation, History, plural
 from mingpt.report.metrics import RunInfo, Sink, Values
 
@@ -47,9 +47,9 @@ class Curves(NamedTuple):
 def read_curves(path: Path) -> Curves:
     """Return the losses in a metrics.jsonl, none if it is missing. Raises OSError."""
     points = {"train/loss": array("d"), "val/loss": array("d")}
-    for record in read_records(path):
+    for _, record in read_lines(path):
         for name, curve in points.items():
-            loss = record.get(name)
+            loss = (record or {}).get(name)
             if isinstance(loss, (int, float)) and abs(loss) < MAX_LOSS:
                 curve.extend((record["step"], loss))
     return Curves(*(np.array(curve).reshape(-1, 2).T for curve in points.values()))
@@ -109,7 +109,7 @@ def to_png(name: str, draw: Callable[[Any], None]) -> bytes:
 
 
 def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = None) -> Any:
-    """Draw the losses of runs, by name, in a colour for each, and return the axes.
+    """Draw the losses of runs, by name, in a colour for each (of one run: in two), and return the axes.
 
     A line with dots is the validation loss, with a star at its lowest, one without dots the training loss,
     smoothed. The range of y shows the late losses and the `floor`.
@@ -117,7 +117,7 @@ def draw_curves(figure: Any, runs: Mapping[str, Curves], floor: float | None = N
     axes, late = figure.subplots(), [] if floor is None else [floor]
     for number, (name, (train, val)) in enumerate(runs.items()):
         color, label = f"C{number % 10}", name
-        axes.plot(train[0], smooth(train[1]), color=color, linewidth=0.8)
+        axes.plot(train[0], smooth(train[1]), color=color if len(runs) > 1 else "C1", linewidth=0.9)
         if val.size:
             step, lowest = val[:, val[1].argmin()]
             axes.plot(step, lowest, "*", color=color, markersize=12)
@@ -148,11 +148,11 @@ def draw_loss(figure: Any, run: RunInfo) -> None:
     """Draw a run's losses, also unsmoothed, its restarts, and the text's entropy. Raises OSError."""
     curves, floor = read_curves(run.run_dir / "metrics.jsonl"), run.entropy_floor
     axes = draw_curves(figure, {"val/loss": curves}, floor)
-    axes.plot(*curves.train, "C0", alpha=0.3, linewidth=1, zorder=1, label="train/loss, and smoothed")
+    axes.plot(*curves.train, "C1", alpha=0.4, linewidth=1, zorder=1, label="train/loss, and smoothed")
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle="--", label=f"entropy of the text, {floor:.3f}")
     if run.restarts:
-        style = {"alpha": 0.5, "zorder": 0.5, "transform": axes.get_xaxis_transform()}
+        style = {"alpha": 0.5, "linewidth": 0.8, "zorder": 0.5, "transform": axes.get_xaxis_transform()}
         axes.vlines(run.restarts, 0, 1, "tab:red", label=f"restarts: {len(run.restarts)}", **style)
     axes.legend(loc="upper right")
     model = run.settings["model"]

@@ -19,7 +19,7 @@ from mingpt.config.cli import build
 from mingpt.data import make_corpus
 from mingpt.distributed.device import Environment
 from mingpt.report.history import GenerationStart
-from mingpt.report.metrics import RunInfo, Sink, training_values
+from mingpt.report.metrics import Sink, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.run_logger import SINKS, RunLogger, is_reported
 
@@ -33,19 +33,6 @@ ENVIRONMENT = Environment(
 def drawings_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No drawing goes on beside the next test's: all of a process draw on one figure, in one run in turn."""
     monkeypatch.setattr(LossPlot, "log", lambda *_: None)
-
-
-@pytest.fixture
-def sinks(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
-    """The sinks that loggers have made in addition to the usual ones."""
-    made: list[Mock] = []
-
-    def make_sink(run: RunInfo) -> Mock:
-        made.append(Mock(spec=Sink, run=run))
-        return made[-1]
-
-    monkeypatch.setattr("mingpt.report.run_logger.SINKS", [*SINKS, make_sink])
-    return made
 
 
 def make_logger(
@@ -67,15 +54,16 @@ def status(run_dir: Path) -> str:
     return str(json.loads((run_dir / "run.json").read_text())["status"])
 
 
-def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[Mock]) -> None:
+def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, make_sink = Mock(spec=Sink), Mock()
+    make_sink.return_value = sink
+    monkeypatch.setattr("mingpt.report.run_logger.SINKS", [*SINKS, make_sink])
     logger = make_logger(tmp_path)
     logger.on_step(12)
     logger.log_training(STATS)
     logger.log_evaluation(12, {"val/loss": 1.25}, "To be")
-    logger.flush()
     assert status(tmp_path) == "running"
     logger.ended(12, None, "snapshots")
-    (sink,) = sinks
     assert sink.mock_calls == [
         call.on_step(12),
         call.log(12, training_values(STATS)),
@@ -83,8 +71,8 @@ def test_every_sink_is_told_everything(tmp_path: Path, sinks: list[Mock]) -> Non
         call.log_text(12, "sample", "To be"),
         call.close(),
     ]
-    assert (sink.run.run_dir, sink.run.max_steps) == (tmp_path, 30)
-    assert status(tmp_path) == "finished"
+    run = make_sink.call_args.args[0]
+    assert (run.run_dir, run.max_steps, status(tmp_path)) == (tmp_path, 30, "finished")
 
 
 @pytest.mark.parametrize(("goes_on", "expected"), [(True, "stopped"), (False, "failed")])
@@ -117,18 +105,14 @@ def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
     assert read_scalars(tmp_path / "one")["train/loss"] == [(STATS.step, STATS.loss)]
 
 
-def test_a_resumed_run_knows_its_last_records_and_tells_its_sinks_from_where_it_goes_on(
-    tmp_path: Path, sinks: list[Mock]
-) -> None:
+def test_a_resumed_run_knows_its_last_records_and_goes_on_with_them(tmp_path: Path) -> None:
     first = make_logger(tmp_path)
     first.log_values(1, {"val/loss": 3.5})
     for step in (1, 2, 3):
         first.log_values(step, {"train/loss": float(step)})
     second = make_logger(tmp_path, step=2, is_restart=True)
     assert second.last == {"train": {"step": 2, "train/loss": 2.0}, "val": {"step": 1, "val/loss": 3.5}}
-    assert (sinks[1].run.first_step, sinks[1].run.restarts) == (2, [2])
     second.log_values(3, {"train/loss": 3.25})
-    second.flush()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line).get("train/loss") for line in lines] == [None, 1.0, 2.0, 3.25]
 

@@ -4,10 +4,9 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -19,18 +18,10 @@ from mingpt.report.metrics import RunInfo, Sink
 from mingpt.report.tracker import InThread, TensorBoard, Tracker
 
 
-@pytest.fixture
-def block() -> Iterator[Callable[..., object]]:
-    """A function that blocks its callers until the test has ended."""
-    ended = threading.Event()
-    yield lambda *_: ended.wait()
-    ended.set()
-
-
-def seconds_with(run: RunInfo, sink: Mock, make: Any = None) -> float:
-    """The seconds that a run of two records takes, which `sink`, or what `make` makes, follows."""
+def seconds_with(run: RunInfo, make_sink: Callable[[RunInfo], Sink]) -> float:
+    """The seconds that a run of two records takes, which a sink follows."""
     began = time.monotonic()
-    follower = InThread(run, "the test's", make or (lambda _: sink))
+    follower = InThread(run, "the test's", make_sink)
     follower.log(1, {"train/loss": 2.0})
     follower.log_text(1, "sample", "To be")
     follower.log(2, {"train/loss": 1.0})
@@ -38,34 +29,34 @@ def seconds_with(run: RunInfo, sink: Mock, make: Any = None) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("where", ["make", "log", "close"])
-def test_a_tracker_that_fails_is_one_line_and_gets_no_more_values(
-    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fault = Mock(side_effect=SystemExit("planted\nin two lines"))
-    sink = Mock(spec=Sink, **{f"{where}": fault} if where != "make" else {})
-    assert seconds_with(make_run(tmp_path), sink, fault if where == "make" else None) < 3
-    assert caplog.messages == ["the test's fails (SystemExit: planted): the run goes on without it"]
-    assert fault.call_count == 1
-
-
-@pytest.mark.parametrize("where", ["make", "log", "close"])
-def test_a_tracker_that_blocks_for_ever_is_given_up_with_one_line(
+@pytest.mark.parametrize("where", ["make_sink", "log", "close"])
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (SystemExit("planted\nin two lines"), "fails (SystemExit: planted): the run goes on without it"),
+        (None, "did not end within 0.5 s: it may lack the last values"),
+    ],
+)
+def test_a_tracker_that_fails_or_blocks_for_ever_is_one_line_and_gets_no_more_values(
     where: str,
-    block: Callable[..., object],
+    fault: BaseException | None,
+    line: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracker, "CLOSE_S", 0.5)
-    sink = Mock(spec=Sink, **{where: block} if where != "make" else {})
-    assert seconds_with(make_run(tmp_path), sink, block if where == "make" else None) < 2
-    assert caplog.messages == ["the test's did not end within 0.5 s: it may lack the last values"]
+    ended = threading.Event()
+    failing = Mock(side_effect=fault or (lambda *_: ended.wait()))
+    sink = Mock(spec=Sink) if where == "make_sink" else Mock(spec=Sink, **{where: failing})
+    assert seconds_with(make_run(tmp_path), failing if where == "make_sink" else lambda _: sink) < 3
+    assert (caplog.messages, failing.call_count) == ([f"the test's {line}"], 1)
+    ended.set()
 
 
 def test_a_tracker_gets_nothing_once_the_run_folder_is_another_jobs(tmp_path: Path) -> None:
     answers, sink = [True, False], Mock(spec=Sink)
-    seconds_with(replace(make_run(tmp_path), may_write=lambda: answers.pop(0)), sink)
+    seconds_with(replace(make_run(tmp_path), may_write=lambda: answers.pop(0)), lambda _: sink)
     assert sink.mock_calls == [call.log(1, {"train/loss": 2.0})]
 
 
