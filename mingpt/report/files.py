@@ -22,10 +22,6 @@ MayWrite = Callable[[], bool]
 log = logging.getLogger(__name__)
 
 
-def always() -> bool:
-    return True
-
-
 class ReportFile:
     """A file that is replaced as a whole, or appended to. Raises no OSError; may be used by several threads.
 
@@ -33,7 +29,9 @@ class ReportFile:
     At most `max_waiting` writes wait (None: all of them); the oldest are dropped.
     """
 
-    def __init__(self, path: Path, may_write: MayWrite = always, max_waiting: int | None = None) -> None:
+    def __init__(
+        self, path: Path, may_write: MayWrite = lambda: True, max_waiting: int | None = None
+    ) -> None:
         self.path, self.may_write, self.is_failing = path, may_write, False
         self.waiting: deque[Callable[[], None]] = deque(maxlen=max_waiting)
         self.lock = threading.RLock()  # reentrant: if this is log.txt, `report` adds a line to it

@@ -16,7 +16,7 @@ import pydantic
 from mingpt.base.files import BadJson, Count, read_json, reason_of, write_atomic
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
-from mingpt.report.files import MayWrite, ReportFile, always
+from mingpt.report.files import MayWrite, ReportFile
 
 Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
@@ -130,7 +130,7 @@ class RunHistory:
     """
 
     def __init__(
-        self, run_dir: Path, run_id: str, versions: dict[str, str], may_write: MayWrite = always
+        self, run_dir: Path, run_id: str, versions: dict[str, str], may_write: MayWrite = lambda: True
     ) -> None:
         self.path = run_dir / "run.json"
         self.file = ReportFile(self.path, may_write)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mingpt.base.urls import RedactingFormatter
-from mingpt.report.files import MayWrite, ReportFile, always
+from mingpt.report.files import MayWrite, ReportFile
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
@@ -38,7 +38,7 @@ class FileHandler(logging.Handler):
         self.file.append(f"{self.format(record)}\n".encode(errors="backslashreplace"))
 
 
-def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> None:
+def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True) -> None:
     """Send the log to the terminal and, unless `run_dir` is None, to run_dir/log.txt.
 
     Replaces what an earlier call set up. Ranks other than 0 show only warnings on the terminal.

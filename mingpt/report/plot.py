@@ -77,13 +77,10 @@ class LossPlot(Sink):
 
     def draw(self) -> None:
         """Draw both plots and write them. Raises nothing: one line says why a plot cannot be made."""
-        draws = (
-            functools.partial(draw_loss, run=self.run),
-            functools.partial(draw_timeline, run_dir=self.run.run_dir),
-        )
-        for file, draw in zip(self.files, draws, strict=True):
+        pictures = ((draw_loss, self.run), (draw_timeline, self.run.run_dir))
+        for file, (draw, source) in zip(self.files, pictures, strict=True):
             try:
-                file.replace(to_png(file.path.name, draw))
+                file.replace(to_png(file.path.name, draw, source))
             except Exception as error:  # matplotlib fails or is not installed: no reason to end a run
                 file.report(error)
 
@@ -99,11 +96,14 @@ def figure_of(name: str) -> Any:
     return figure
 
 
-def to_png(name: str, draw: Callable[[Any], None]) -> bytes:
-    """Empty the figure of this name, call `draw` with it, and return it as a PNG. Raises ImportError."""
+def to_png(name: str, draw: Callable[..., object], source: object) -> bytes:
+    """Empty the figure of this name, call `draw` with it and `source`, and return it as a PNG.
+
+    Raises ImportError and the errors of `draw`.
+    """
     figure, picture = figure_of(name), io.BytesIO()
     figure.clear()
-    draw(figure)
+    draw(figure, source)
     figure.savefig(picture)
     return picture.getvalue()
 
@@ -188,14 +188,19 @@ def draw_timeline(figure: Any, run_dir: Path) -> None:
     axes = figure.subplots()
     for phase, share, end in zip(COLORS, shares.T, shares.cumsum(axis=1).T, strict=True):
         bars = axes.barh(range(len(pairs)), share, 0.45, end - share, color=COLORS[phase], label=phase)
-        axes.bar_label(bars, [f"{part:.0f} %" if part > 3 else "" for part in share], label_type="center")
+        axes.bar_label(
+            bars,
+            [f"{part:.0f} %" if part > 3 else "" for part in share],
+            label_type="center",
+            in_layout=False,
+        )
     for bar, (one, _) in enumerate(pairs):
         number, time = len(generations) - len(pairs) + bar + 1, timedelta(seconds=round(seconds[bar].sum()))
         workers = plural(one.workers, "worker")
         words = f"generation {number}: {time}, {workers}, steps {one.from_step} to {one.to_step}: {one.end}"
         color = "black" if re.match("finished|stopped|running|.* joined$", one.end) else "#b3261e"
         line = textwrap.shorten(words, 150, placeholder=" ...")
-        axes.text(0.3, bar - 0.3, line, color=color, size=9, parse_math=False)
+        axes.text(0.3, bar - 0.3, line, color=color, size=9, parse_math=False, in_layout=False)
     axes.set(xlim=(0, 100), ylim=(len(pairs) - 0.6, -0.8), yticks=[], xlabel="% of the time")
     told = (
         f"{plural(len(generations), 'generation')}, {history.steps_lost} steps done twice, {history.status}"
@@ -215,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir = Path(parser.parse_args(arguments).run)
     path = run_dir / "timeline.png"
     try:
-        picture = to_png(path.name, functools.partial(draw_timeline, run_dir=run_dir))
+        picture = to_png(path.name, draw_timeline, run_dir)
         # The job may write its own timeline.png at the same time.
         write_atomic(path, picture, partial=run_dir / "timeline.drawn.png")
     except (FileNotFoundError, NotADirectoryError):

@@ -17,7 +17,7 @@ from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
 from mingpt.data import CharDataset, Corpus
 from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
-from mingpt.report.files import JsonlSink, MayWrite, ReportFile, always
+from mingpt.report.files import JsonlSink, MayWrite, ReportFile
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink, RisingLoss
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
@@ -81,7 +81,7 @@ class RunLogger:
         start: GenerationStart,
         environment: Environment,
         check_claim: Callable[[], None] = lambda: None,
-        may_write: MayWrite = always,
+        may_write: MayWrite = lambda: True,
         is_main: bool = True,
         parameters: int = 0,
     ) -> None:

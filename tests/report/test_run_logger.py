@@ -73,6 +73,10 @@ def test_every_sink_is_told_everything(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     run = make_sink.call_args.args[0]
     assert (run.run_dir, run.max_steps, status(tmp_path)) == (tmp_path, 30, "finished")
+    # Besides the settings, the bits depend on these.
+    inputs = json.loads((tmp_path / "run.json").read_text())["inputs"]
+    assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
+    assert inputs["software"] == asdict(ENVIRONMENT)
 
 
 @pytest.mark.parametrize(("goes_on", "expected"), [(True, "stopped"), (False, "failed")])
@@ -81,13 +85,6 @@ def test_a_run_that_goes_on_in_the_next_generation_has_not_failed(
 ) -> None:
     make_logger(tmp_path).failed(12, "worker 1 lies", goes_on)
     assert status(tmp_path) == expected
-
-
-def test_run_json_tells_on_what_the_bits_depend_besides_the_settings(tmp_path: Path) -> None:
-    make_logger(tmp_path)
-    inputs = json.loads((tmp_path / "run.json").read_text())["inputs"]
-    assert inputs["data"] == hashlib.sha256(TEXT).hexdigest() and len(inputs["tokenizer"]) == 64
-    assert inputs["software"] == asdict(ENVIRONMENT)
 
 
 def test_a_run_is_followed_where_it_is_asked_for_and_by_rank_0_alone(
