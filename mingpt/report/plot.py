@@ -47,9 +47,9 @@ class Curves(NamedTuple):
 def read_curves(path: Path) -> Curves:
     """Return the losses in a metrics.jsonl, none if it is missing. Raises OSError."""
     points = {"train/loss": array("d"), "val/loss": array("d")}
-    for _, record in read_lines(path):
+    for record in (record for _, record in read_lines(path) if record is not None):
         for name, curve in points.items():
-            loss = (record or {}).get(name)
+            loss = record.get(name)
             if isinstance(loss, (int, float)) and abs(loss) < MAX_LOSS:
                 curve.extend((record["step"], loss))
     return Curves(*(np.array(curve).reshape(-1, 2).T for curve in points.values()))
@@ -77,8 +77,9 @@ class LossPlot(Sink):
 
     def draw(self) -> None:
         """Draw both plots and write them. Raises nothing: one line says why a plot cannot be made."""
-        pictures = ((draw_loss, self.run), (draw_timeline, self.run.run_dir))
-        for file, (draw, source) in zip(self.files, pictures, strict=True):
+        sources: list[tuple[Callable[..., object], object]]
+        sources = [(draw_loss, self.run), (draw_timeline, self.run.run_dir)]
+        for file, (draw, source) in zip(self.files, sources, strict=True):
             try:
                 file.replace(to_png(file.path.name, draw, source))
             except Exception as error:  # matplotlib fails or is not installed: no reason to end a run
