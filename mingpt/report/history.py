@@ -135,7 +135,7 @@ class RunHistory:
         self.path = run_dir / "run.json"
         self.file = ReportFile(self.path, may_write)
         self.background = ThreadPoolExecutor(max_workers=1)  # so that no step waits for an fsync
-        self.writing: Future[None] | None = None
+        self.queued: Future[None] | None = None
         self.content: dict[str, Any] = {
             "id": run_id,
             "status": "running",
@@ -293,12 +293,14 @@ class RunHistory:
         )
 
     def write(self, waits: bool = True) -> None:
-        """Write the file in the background, without older content that has not been begun."""
-        if self.writing is not None:
-            self.writing.cancel()
-        self.writing = self.background.submit(self.file.replace, self.encode())
+        """Write the file in the background thread, in place of older content for which nobody `waits`."""
+        if self.queued is not None:
+            self.queued.cancel()  # unless it has begun
+        writing = self.background.submit(self.file.replace, self.encode())
         if waits:
-            self.writing.result()
+            writing.result()
+        else:
+            self.queued = writing
 
     def encode(self) -> str:
         """Return the file's content after updating the goodput, the share of the time that was not lost."""
