@@ -125,7 +125,7 @@ class RunHistory:
     completed step on record, in seconds since 1970; `seconds` is the time between them by a monotonic clock.
     `phases` has seconds: `start_s` before `began`; after it, those of evaluations and of waiting for
     snapshots. `inputs` has what the last generation's bits depend on besides the settings: fingerprints of
-    data and tokenizer, and the software. `note_step` and `note_durable` do not wait until the file is written.
+    data and tokenizer, and the software. `note_step` and `note_durable` return before the file is written.
     """
 
     def __init__(
