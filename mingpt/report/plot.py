@@ -97,14 +97,14 @@ def figure_of(name: str) -> Any:
     return figure
 
 
-def to_png(name: str, draw: Callable[..., object], source: object) -> bytes:
-    """Empty the figure of this name, call `draw` with it and `source`, and return it as a PNG.
+def to_png(name: str, draw: Callable[..., object], *sources: object) -> bytes:
+    """Empty the figure of this name, call `draw` with it and `sources`, and return it as a PNG.
 
     Raises ImportError and the errors of `draw`.
     """
     figure, picture = figure_of(name), io.BytesIO()
     figure.clear()
-    draw(figure, source)
+    draw(figure, *sources)
     figure.savefig(picture)
     return picture.getvalue()
 
