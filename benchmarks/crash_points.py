@@ -37,6 +37,7 @@ import torch
 from common import Tally, argument_parser, row, work_folder
 from faulty_store import FAULTS, FaultyStore
 
+from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, specs_of
 from mingpt.snapshot.layout import StagingBuffer, make_layout
 from mingpt.snapshot.saver import Transfer
@@ -46,7 +47,6 @@ ON_FILES = {
     "unlinkat", "close", "stat", "newfstatat", "fstat", "statx", "lstat", "lseek", "ioctl", "getdents64",
     "read", "mkdir", "ftruncate", "access", "faccessat2",
 }  # fmt: skip
-PART_BYTES = 1000
 UPLOAD_PART_BYTES = 300
 BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks up for strace to see
 
@@ -65,7 +65,7 @@ def transfer(step: int) -> Transfer:
     tensors = tensors_of(step)
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    return Transfer(make_layout(specs_of(tensors), step, PART_BYTES), staging)
+    return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
 
 
 def manifest(step: int) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def manifest(step: int) -> dict[str, Any]:
 
 
 def saver(store: SnapshotStore) -> SnapshotSaver:
-    return SnapshotSaver(store, keep_last=1, keep_best=True, part_bytes=PART_BYTES)
+    return SnapshotSaver(store, keep_last=1, keep_best=True)
 
 
 def write_first_two(store: SnapshotStore) -> None:
@@ -306,7 +306,7 @@ def faulty_store(upload_part_bytes: int) -> tuple[SnapshotStore, FaultyStore]:
 
 def faults_of_a_store(stride: int) -> Verdicts:
     """The verdicts on `store`."""
-    for upload_part_bytes, way in ((PART_BYTES, "by a PUT"), (UPLOAD_PART_BYTES, "in parts")):
+    for upload_part_bytes, way in ((1 << 20, "by a PUT"), (UPLOAD_PART_BYTES, "in parts")):
         store, files = faulty_store(upload_part_bytes)
         files.armed = True
         saver(store).write(manifest(30), transfer(30))

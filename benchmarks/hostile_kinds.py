@@ -186,7 +186,6 @@ PLACED: dict[str, Callable[[Path], Any]] = {
 # Fields that are valid by themselves: a snapshot with them is used or refused, but nothing is allocated.
 VALID_FIELDS: dict[str, dict[str, Any]] = {
     "valid: 2**62 windows": {"windows": 2**62},
-    "valid: schema is 1": {"schema": 1},
     "valid: schema is 3": {"schema": 3},
     "valid: another text": {"data": {"path": "x", "sha256": "0" * 64}},
 }

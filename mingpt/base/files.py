@@ -28,7 +28,6 @@ RETRIES_S = (0.5, 2.0)  # pauses between attempts, for the short failures of obj
 PIECE_BYTES = 16 << 20  # of a large file per request; drivers end a request to a URL after a few minutes
 LIMITS = {errno.EFBIG: "ulimit -f", errno.EMFILE: "ulimit -n"}  # which limit an error's number tells of
 MAX_JSON_BYTES = 64 << 20  # per file; a JSON file of a run or a data set has a few thousand
-MAX_JSON_VALUES = 200_000  # each may cost 70 bytes once it is parsed; a real file has thousands
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's contain them, and NULs
 # Types of values in JSON, for several packages.
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**63)]
@@ -187,20 +186,10 @@ def read_json(path: Path, form: Any = Any) -> Any:
     return value
 
 
-def parse_json(content: bytes | str, strict: bool = False) -> Any:
-    """Return what `json.loads` makes of text, or of UTF-8 by `decode_text`. BadJson also for deep nesting.
-
-    With `strict`, for content that anybody may have written, it also raises BadJson for duplicate keys, NaN,
-    Infinity, and more than MAX_JSON_VALUES commas and opening brackets.
-    """
-    hooks: dict[str, Any] = {}
+def parse_json(content: bytes | str) -> Any:
+    """Return what `json.loads` makes of text, or of UTF-8 by `decode_text`. BadJson also for deep nesting."""
     try:
-        text = decode_text(content) if isinstance(content, bytes) else content
-        if strict:
-            if sum(map(text.count, ",[{")) > MAX_JSON_VALUES:  # marks inside strings count, too
-                raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
-            hooks = {"object_pairs_hook": unique_keys, "parse_constant": refuse_constant}
-        return json.loads(text, **hooks)
+        return json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too
         raise BadJson(str(error).splitlines()[0][:200]) from None
 
@@ -220,17 +209,3 @@ def bad_json(error: pydantic.ValidationError) -> BadJson:
     """Return the BadJson for the first value that pydantic found wrong."""
     first = error.errors(include_url=False, include_input=False)[0]
     return BadJson(first["msg"], first["loc"])
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dictionary. Raises ValueError for a repeated key."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key[:100]!r} is there twice")
-        found[key] = value
-    return found
-
-
-def refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number in JSON")

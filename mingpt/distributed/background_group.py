@@ -1,13 +1,11 @@
 """A process group for the background threads, one per rank, that save snapshots while the ranks train."""
 
 import contextlib
-import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,7 +34,7 @@ class BackgroundGroup:
     """A gloo process group of all ranks, for one background thread of each. Constructing it is collective.
 
     The methods raise SaveAborted if a rank is gone. With one rank there is no process group: do not call
-    `send_and_receive` or `all_to_all` then; the other methods exchange nothing.
+    `send_and_receive` then; the other methods exchange nothing.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -87,31 +85,6 @@ class BackgroundGroup:
             for one in work:
                 assert one is not None  # this rank is in the group
                 one.wait()
-
-    def all_to_all(
-        self, sent: Sequence[Sequence[Tensor]], received: Sequence[int]
-    ) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send bytes to each rank; return a function that waits for the bytes received. Collective.
-
-        `sent[rank]` has one-dimensional uint8 tensors for that rank, which are joined; `received[rank]` is
-        the number of bytes from it. The function returns one uint8 tensor per rank, or raises SaveAborted.
-        """
-        empty = torch.empty(0, dtype=torch.uint8)
-        outgoing = torch.cat([empty, *itertools.chain.from_iterable(sent)])
-        incoming = torch.empty(sum(received), dtype=torch.uint8)
-        sizes = [sum(map(len, parts)) for parts in sent]
-        with save_needs_peers():
-            work = dist.all_to_all_single(
-                incoming, outgoing, list(received), sizes, group=self.group, async_op=True
-            )
-        assert work is not None  # this rank is in the group
-
-        def wait() -> Sequence[Tensor]:
-            with save_needs_peers():
-                work.wait()
-            return incoming.split(list(received))
-
-        return wait
 
 
 def picklable(error: Exception | None) -> Exception | None:

@@ -2,15 +2,12 @@
 
 `step_00001200.json` is the manifest of step 1200, `step_00001200.safetensors` holds its weights and
 `step_00001200.optimizer.safetensors` its optimizer's state, so that sampling and export read weights alone. A
-group of tensors that is too large for one file lies in `step_00001200-00001-of-00003.safetensors` and so on.
-A tensor's place depends on the tensors' names, types and shapes and on `part_bytes`, never on the number of
-workers. A `Run` is a range of bytes of a file that one rank holds; it has nothing to do with a training run.
+tensor's place depends on the tensors' names, types and shapes, never on the number of workers.
 
 Training waits only while its tensors are copied into a `StagingBuffer`, which was allocated before. The
 buffer is then hashed and written in the background.
 """
 
-import bisect
 import contextlib
 import functools
 import json
@@ -27,13 +24,9 @@ from torch import Tensor
 from mingpt.base.files import PIECE_BYTES
 
 log = logging.getLogger(__name__)
-FILE_NAME = re.compile(
-    r"step_([0-9]{8,19})(?:\.json|(?P<group>\.optimizer)?(?:-(?P<part>[0-9]{5})-of-(?P<parts>[0-9]{5}))?"
-    r"(?P<tensors>\.safetensors))"
-)
+FILE_NAME = re.compile(r"step_([0-9]{8,19})\.(json|safetensors|optimizer\.safetensors)")
 UNFINISHED = re.compile(r"partial-step_([0-9]{8,19})")
-GROUPS = ("", ".optimizer")  # weights first
-PART_BYTES = 4 << 30
+KINDS = ("safetensors", "optimizer.safetensors")  # weights first
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state
 DTYPES = {
     "F64": torch.float64,
@@ -54,14 +47,8 @@ RowsByRank = Callable[[str], list[range] | None]
 
 
 def file_name(step: int, kind: str) -> str:
-    """Return the name of a step's manifest (kind "json") or of its only weights file (kind "safetensors")."""
+    """Return the name of a step's manifest (`kind` "json") or of a tensor file (`kind` one of KINDS)."""
     return f"step_{step:08d}.{kind}"
-
-
-def tensor_file_name(step: int, group: str, part: int, parts: int) -> str:
-    """Return the name of tensor file `part` (from 1) of the `parts` files of `group`, one of GROUPS."""
-    number = "" if parts == 1 else f"-{part:05d}-of-{parts:05d}"
-    return f"step_{step:08d}{group}{number}.safetensors"
 
 
 def unfinished_name(step: int) -> str:
@@ -75,14 +62,10 @@ def step_of(name: str, kind: str | None = None) -> int | None:
     `kind` is "json" (the manifest), "safetensors" (weights or optimizer's state), or None for both.
     """
     match = FILE_NAME.fullmatch(name)
-    if not match:
+    if not match or name != file_name(int(match[1]), match[2]):
         return None
-    step, found, expected = int(match[1]), "json", file_name(int(match[1]), "json")
-    part, parts = int(match["part"] or 1), int(match["parts"] or 1)
-    if match["tensors"]:
-        found, expected = "safetensors", tensor_file_name(step, match["group"] or "", part, parts)
-    is_of_step = name == expected and 1 <= part <= parts
-    return step if is_of_step and kind in (None, found) else None
+    found = "json" if match[2] == "json" else "safetensors"
+    return int(match[1]) if kind in (None, found) else None
 
 
 def steps_in(names: Iterable[str], kind: str | None = None) -> list[int]:
@@ -98,16 +81,9 @@ def files_of(names: Iterable[str], step: int) -> list[str]:
 
 
 def are_tensor_files(names: Sequence[str], step: int) -> bool:
-    """Return whether `names` are those of all tensor files of one snapshot of this step, weights first."""
-    weights, optimizer = GROUPS
-    optimizer_parts = sum(optimizer in name for name in names)
-    parts_of = {weights: len(names) - optimizer_parts, optimizer: optimizer_parts}
-    expected = [
-        tensor_file_name(step, group, part, parts)
-        for group, parts in parts_of.items()
-        for part in range(1, parts + 1)
-    ]
-    return parts_of[weights] > 0 and list(names) == expected
+    """Return whether `names` are those of the tensor files of one snapshot of this step, weights first."""
+    expected = [file_name(step, kind) for kind in KINDS]
+    return list(names) in (expected, expected[:1])
 
 
 @dataclass(frozen=True)
@@ -136,22 +112,15 @@ def specs_of(tensors: Mapping[str, Tensor] | Mapping[str, TensorSpec]) -> dict[s
     return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def make_layout(specs: Mapping[str, TensorSpec], step: int, part_bytes: int = PART_BYTES) -> list[FileLayout]:
+def make_layout(specs: Mapping[str, TensorSpec], step: int) -> list[FileLayout]:
     """Return the layouts of the tensor files of `step`: first weights, then optimizer's state, if any.
 
-    `specs` describes whole tensors; the names of optimizer state begin with OPTIMIZER. If one file of weights
-    or of optimizer's state would have more than `part_bytes`, it is cut into parts. Each part takes tensors
-    in `file_order` until the next would not fit. A tensor larger than `part_bytes` has a part alone.
+    `specs` describes whole tensors; the names of optimizer state begin with OPTIMIZER.
     """
-    layouts = []
-    for group in GROUPS:
-        chosen = {name: specs[name] for name in specs if name.startswith(OPTIMIZER) == bool(group)}
-        parts = split(chosen, part_bytes)
-        if group and not chosen:
-            continue
-        for number, part in enumerate(parts, start=1):
-            layouts.append(file_layout(tensor_file_name(step, group, number, len(parts)), part))
-    return layouts
+    weights = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
+    optimizer = {name: spec for name, spec in specs.items() if name.startswith(OPTIMIZER)}
+    groups = [weights, optimizer] if optimizer else [weights]
+    return [file_layout(file_name(step, kind), group) for kind, group in zip(KINDS, groups, strict=False)]
 
 
 def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -159,93 +128,19 @@ def file_order(specs: Mapping[str, TensorSpec]) -> list[str]:
     return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
 
 
-def split(specs: Mapping[str, TensorSpec], part_bytes: int) -> list[dict[str, TensorSpec]]:
-    """Return the tensors of each part that `make_layout` makes; for no tensors, one empty part."""
-    parts: list[dict[str, TensorSpec]] = [{}]
-    text_bytes, data_bytes = 0, 0  # of the part's header entries, and of its tensors
-    for name in file_order(specs):
-        spec = specs[name]
-        added = len(entry_text(name, spec, data_bytes))
-        header_bytes = text_bytes + added + 1  # the closing brace
-        header_bytes += 8 + -header_bytes % 8  # the header's length and the padding
-        if parts[-1] and header_bytes + data_bytes + spec.nbytes > part_bytes:
-            parts.append({})
-            text_bytes, data_bytes = 0, 0
-            added = len(entry_text(name, spec, 0))
-        parts[-1][name] = spec
-        text_bytes, data_bytes = text_bytes + added, data_bytes + spec.nbytes
-    return parts
-
-
-def entry_text(name: str, spec: TensorSpec, begin: int) -> str:
-    """Return a tensor's entry in a header as JSON, after a comma, which the caller drops for the first entry.
-
-    `begin` is the offset of the tensor's bytes from those of the first tensor.
-    """
-    entry: dict[str, Any] = {
-        "dtype": DTYPE_NAMES[spec.dtype],
-        "shape": list(spec.shape),
-        "data_offsets": [begin, begin + spec.nbytes],
-    }
-    return f",{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}"
-
-
 def file_layout(name: str, specs: Mapping[str, TensorSpec]) -> FileLayout:
     """Return the layout of one file that holds all these tensors."""
-    texts, begins, position = [], {}, 0
+    entries, begins, position = dict[str, Any](), dict[str, int](), 0
     for tensor in file_order(specs):
-        texts.append(entry_text(tensor, specs[tensor], position))
-        begins[tensor] = position
-        position += specs[tensor].nbytes
-    text = ("{" + "".join(texts)[1:] + "}").encode()
+        spec, begins[tensor] = specs[tensor], position
+        entry = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
+        entries[tensor] = entry | {"data_offsets": [position, position + spec.nbytes]}
+        position += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     begins = {tensor: len(header) + begin for tensor, begin in begins.items()}
     return FileLayout(name, header, begins, len(header) + position)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A range of bytes of a file, `begin` to before `end`: a piece of tensor `name` that `rank` holds.
-
-    The piece begins at byte `offset` of the rows of the tensor that this rank holds.
-    """
-
-    begin: int
-    end: int
-    rank: int
-    name: str
-    offset: int
-
-
-def find_runs(
-    layout: FileLayout, specs: Mapping[str, TensorSpec], rows_by_rank: RowsByRank, main_rank: int
-) -> list[Run]:
-    """Return the ranges of bytes (`Run`) of a file after its header, sorted and without gaps.
-
-    `specs` describes the whole tensors. A tensor that all ranks hold whole is taken from `main_rank`.
-    """
-    runs = []
-    for name, begin in layout.begins.items():
-        held, row_bytes = {main_rank: range(1)}, specs[name].nbytes  # whole, as if it had one row
-        parts = rows_by_rank(name)
-        if parts is not None:
-            held, row_bytes = dict(enumerate(parts)), specs[name].nbytes // specs[name].shape[0]
-        for rank, rows in held.items():
-            runs.append(Run(begin + rows.start * row_bytes, begin + rows.stop * row_bytes, rank, name, 0))
-    return sorted((run for run in runs if run.begin < run.end), key=lambda run: run.begin)
-
-
-def cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """Return the pieces of the ranges `runs`, which are sorted, from `begin` to before `end` of the file."""
-    first = bisect.bisect_right(runs, begin, key=lambda run: run.end)
-    pieces = []
-    for run in runs[first:]:
-        if run.begin >= end:
-            break
-        low, high = max(begin, run.begin), min(end, run.end)
-        pieces.append(Run(low, high, run.rank, run.name, run.offset + low - run.begin))
-    return pieces
 
 
 class StagingBuffer:

@@ -1,8 +1,7 @@
 """The manifest: JSON about a snapshot, with the SHA-256 of its tensor files and a checksum of itself.
 
-A manifest of schema 2 lists the tensor `files`; `bytes` and `sha256` are computed over all of them. In schema
-1 they are those of the only tensor file. Checksums protect against accidents, but anybody may have written
-the manifest. Every field is therefore checked before it is used.
+It lists the tensor `files`; `bytes` and `sha256` are computed over all of them. Checksums protect against
+accidents, but anybody may have written the manifest. Every field is therefore checked before it is used.
 """
 
 import hashlib
@@ -17,10 +16,9 @@ import pydantic
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.base.files import BadJson, Count, Sha256, bad_json, check_json, parse_json
 from mingpt.config import Config, check
-from mingpt.snapshot.layout import are_tensor_files, file_name
+from mingpt.snapshot.layout import are_tensor_files
 
 SCHEMA = 2
-OLDEST_SCHEMA = 1
 MAX_BYTES = 4 << 20  # of a manifest, of which three copies exist while it is checked
 CONFIG = pydantic.TypeAdapter(Config)
 
@@ -30,12 +28,9 @@ Scalar = bool | Number | Name | None
 
 
 def parse_object(content: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in `content`. Raises CorruptSnapshot if `content`, called `what`, is no object.
-
-    The content is read strictly (see `parse_json`), since anybody may have written it.
-    """
+    """Return the JSON object in `content`. CorruptSnapshot if `content`, called `what`, is no object."""
     try:
-        parsed = parse_json(content, strict=True)
+        parsed = parse_json(content)
     except BadJson as error:
         raise CorruptSnapshot(f"{what} is damaged: {error}") from None
     if not isinstance(parsed, dict):
@@ -115,7 +110,7 @@ class LossScaleFields(pydantic.BaseModel):
 
 
 class Fields(Part):
-    """The fields of a manifest of schema 1, with types and ranges; schema 2 has them, too."""
+    """The fields of a manifest, with types and ranges."""
 
     step: Count
     windows: Count
@@ -128,6 +123,7 @@ class Fields(Part):
     metrics: dict[str, dict[str, Number]]
     sha256: Sha256
     bytes: Count
+    files: list[FileRecord]
     after: Count = 0  # in a memory snapshot: the newest step on disk when it was saved
     shard: ShardFields | None = None  # in a memory snapshot of a part
     replayed_step: Count | None = None  # the last step at which the workers were compared and agreed
@@ -135,12 +131,6 @@ class Fields(Part):
     # Numbers of updates that were left out: in all, and in a row up to this step.
     skipped: Annotated[list[Count], pydantic.Field(min_length=2, max_length=2)] = [0, 0]
     loss_scale: LossScaleFields | None = None  # of a run in float16
-
-
-class PartedFields(Fields):
-    """The fields of a manifest of schema 2."""
-
-    files: list[FileRecord]
 
 
 def is_suspect(manifest: Mapping[str, Any], discarded_after: Sequence[int]) -> bool:
@@ -155,9 +145,6 @@ def is_suspect(manifest: Mapping[str, Any], discarded_after: Sequence[int]) -> b
 
 def file_records(manifest: dict[str, Any]) -> list[FileRecord]:
     """Return the records of the tensor files of a valid manifest, weights first."""
-    if manifest["schema"] == OLDEST_SCHEMA:
-        name = file_name(manifest["step"], "safetensors")
-        return [FileRecord(name, manifest["sha256"], manifest["bytes"])]
     return check_json(manifest["files"], list[FileRecord])
 
 
@@ -195,13 +182,13 @@ def add_checksum(manifest: dict[str, Any]) -> bytes:
 
 
 def decode_manifest(content: bytes) -> dict[str, Any]:
-    """Return the checked manifest in `content`. Raises CorruptSnapshot, or UserError for a later schema."""
+    """Return the checked manifest in `content`. Raises CorruptSnapshot, or UserError for another schema."""
     manifest = parse_object(content, "its manifest")
     if not is_intact(manifest, content):
         raise CorruptSnapshot("its manifest is damaged: its checksum does not hold")
     check_schema(manifest)
     try:
-        check_json(manifest, Fields if manifest["schema"] == OLDEST_SCHEMA else PartedFields)
+        check_json(manifest, Fields)
     except BadJson as error:
         raise CorruptSnapshot(f"its manifest is damaged: {error}") from None
     if manifest["windows"] < manifest["step"]:
@@ -215,11 +202,15 @@ def decode_manifest(content: bytes) -> dict[str, Any]:
 def check_files(manifest: dict[str, Any]) -> None:
     """Raise CorruptSnapshot unless the names in `files` are those of a snapshot of the manifest's step.
 
-    `bytes` and `sha256` must also be those of all `files` together. No file is read. Schema 1 passes.
+    `bytes` and `sha256` must also be those of all `files` together. No file is read. Raises UserError for
+    files in parts, which earlier versions wrote.
     """
-    if manifest["schema"] == OLDEST_SCHEMA:
-        return
     records = file_records(manifest)
+    if any("-of-" in record.name for record in records):
+        raise UserError(
+            f"the snapshot of step {manifest['step']} has files in parts, as earlier versions wrote them "
+            "past 4 GiB: resume it with such a version"
+        )
     if not are_tensor_files([record.name for record in records], manifest["step"]):
         raise CorruptSnapshot("its manifest is damaged: files: they are not those of a snapshot of its step")
     found = sum(record.bytes for record in records), joint_sha256(records)
@@ -236,14 +227,14 @@ def is_intact(manifest: dict[str, Any], content: bytes) -> bool:
 
 
 def check_schema(manifest: dict[str, Any]) -> None:
-    """Raise UserError for a later schema, CorruptSnapshot if `schema` is missing or no version number."""
+    """Raise UserError for another schema, CorruptSnapshot if `schema` is missing or no version number."""
     schema = manifest.get("schema")
-    if type(schema) is not int or schema < OLDEST_SCHEMA:
+    if type(schema) is not int or schema < 1:
         raise CorruptSnapshot("its manifest is damaged: schema is not a version number")
-    if schema > SCHEMA:
+    if schema != SCHEMA:
         raise UserError(
             f"the snapshot of step {manifest.get('step')!r:.20} has schema version {schema!r:.20}, "
-            f"and this program reads versions {OLDEST_SCHEMA} to {SCHEMA}"
+            f"and this program reads version {SCHEMA}"
         )
 
 

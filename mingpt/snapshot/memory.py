@@ -70,7 +70,7 @@ class MemorySnapshots:
 
         Only manifests and headers are read; `store.verify` tells whether a snapshot is valid. The field
         `after` of a manifest is the newest step that was on disk when it was written. Unless `saved_after` is
-        None, snapshots with a newer `after` are left out. Raises UserError for a later schema.
+        None, snapshots with a newer `after` are left out. Raises UserError for another schema.
         """
         stores = [SnapshotStore(str(path)) for path in self.folders()]
         found = [(step, store) for store in stores for step in store.steps() if step > newer_than]

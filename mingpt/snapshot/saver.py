@@ -1,9 +1,9 @@
 """Write snapshots in the background, one at a time, and prune old ones.
 
 A rank that holds the whole state writes it alone. If the state is sharded, each rank holds some rows, and all
-ranks save together. The rank that writes a file receives the other ranks' bytes in chunks, so the files do
-not depend on the sharding. If all ranks see one folder, several ranks write a file each at the same time.
-Training continues meanwhile: background threads write and exchange, over a process group of their own.
+ranks save together: the main rank receives the other ranks' rows of one tensor after the other and writes
+them, so the files do not depend on the sharding. Training continues meanwhile: background threads write and
+exchange, over a process group of their own.
 """
 
 import logging
@@ -19,16 +19,12 @@ from torch import Tensor
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
 from mingpt.base.files import PIECE_BYTES, reason_of, retry
 from mingpt.distributed import DistributedContext
-from mingpt.distributed.background_group import BackgroundGroup, picklable
+from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot.layout import (
-    PART_BYTES,
     FileLayout,
     RowsByRank,
-    Run,
     StagingBuffer,
     TensorSpec,
-    cut,
-    find_runs,
     make_layout,
     memory_of,
     specs_of,
@@ -54,8 +50,7 @@ class Sharding:
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the whole tensors
     rows_by_rank: RowsByRank = dict[str, list[range]]().get  # by default all ranks hold all rows
     weights_are_sharded: bool = False  # if not, each rank has all weights
-    main_rank: int = 0  # writes the manifest on disk, and prunes
-    writers: Sequence[int] = (0,)  # ranks that write files to disk
+    main_rank: int = 0  # writes on disk, and prunes
 
     @property
     def rank(self) -> int:
@@ -79,23 +74,21 @@ UNSHARDED = Sharding()
 
 
 class Transfer:
-    """Writes the tensor files of one snapshot to a store, all of them by one call of `write_files`.
+    """Writes the tensor files of one snapshot to a store. Every rank of `sharding` has a transfer.
 
-    `layouts` has a plan of each file. `runs` tells, for each file, which rank holds which bytes after the
-    header; `staging` holds this rank's bytes. `writers` are the ranks that write files. Without a `group`
-    this rank holds all bytes and does not use `runs`. Every rank of the group has a transfer.
+    `layouts` has a plan of each file, and `staging` this rank's bytes. The main rank writes. For each tensor
+    in a file's order it receives the rows of one rank after the other, in pieces of at most PIECE_BYTES.
     """
 
     def __init__(
         self,
         layouts: Sequence[FileLayout],
         staging: StagingBuffer,
-        runs: Sequence[Sequence[Run]] = (),
-        group: BackgroundGroup | None = None,
-        writers: Sequence[int] = (0,),
+        group: BackgroundGroup,
+        sharding: Sharding = UNSHARDED,
     ) -> None:
-        self.layouts, self.staging, self.runs = layouts, staging, runs
-        self.group, self.writers = group or BackgroundGroup(0, 1), writers
+        self.layouts, self.staging, self.group, self.sharding = layouts, staging, group, sharding
+        self.main_rank, self.is_main = sharding.main_rank, group.rank == sharding.main_rank
 
     def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
         """Write all files, durable on return; returns their records for the manifest. Collective.
@@ -110,7 +103,7 @@ class Transfer:
             is_no_room = getattr(failure, "errno", None) in NO_ROOM
             if is_no_room or isinstance(failure, (ClaimLost, SaveAborted)):
                 raise failure
-            if self.group.rank == self.writers[0]:
+            if self.is_main:
                 log.info(f"writing step {step} to {store.url} failed ({reason_of(failure)}) and is retried")
 
         pauses_s = () if store.is_local else store.retries_s
@@ -120,91 +113,67 @@ class Transfer:
         """Write the files as `write_files` does with several ranks, but without trying again. Collective."""
         records: list[FileRecord] = []
         error: Exception | None = None
-        for first in range(0, len(self.layouts), len(self.writers)):
-            batch = dict(zip(self.writers, range(first, len(self.layouts)), strict=False))
-            chunks = self.chunks(batch)
+        for layout in self.layouts:
+            chunks = self.chunks(layout)
             try:
-                if self.group.rank in batch:
-                    records.append(store.write_file(self.layouts[batch[self.group.rank]], chunks))
+                if self.is_main and error is None:
+                    records.append(store.write_file(layout, chunks))
             except SaveAborted:
                 raise
             except Exception as problem:  # each driver raises exceptions of its own
-                error = error or problem
+                error = problem
             for _ in chunks:
-                pass  # a rank that does not write, or failed to, still has to send its bytes
-        outcomes = self.group.all_gather_object((records, picklable(error)))
-        for _, error_there in outcomes:
-            if error_there is not None:
-                raise error_there
-        by_name = {record.name: record for found, _ in outcomes for record in found}
-        return [by_name[layout.name] for layout in self.layouts]
+                pass  # send this rank's rows, or receive the others' although writing has failed
 
-    def chunks(self, batch: Mapping[int, int]) -> Iterator[memoryview]:
-        """Yield the file that this rank writes, if any, in chunks; send this rank's bytes of other files.
+        def outcome() -> list[FileRecord]:
+            if error is not None:
+                raise error
+            return records
 
-        `batch` maps each writing rank to the index of its file in `layouts`. The next chunk is sent while the
-        caller hashes and writes this one. Collective: every rank must iterate to the end.
-        """
-        number = batch.get(self.group.rank)
-        longest = max(self.layouts[file].size for file in batch.values())
-        wait = self.exchange(batch, 0)
-        for begin in range(0, longest, PIECE_BYTES):
-            wait_for_next = self.exchange(batch, begin + PIECE_BYTES)  # past the end it is empty
-            received, wait = wait(), wait_for_next
-            if number is not None and begin < self.layouts[number].size:
-                yield self.assemble(number, begin, received)
-        wait()
+        return self.group.on_rank(self.main_rank, outcome)
 
-    def exchange(self, batch: Mapping[int, int], begin: int) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send this rank's bytes of the chunk at offset `begin` of each file in `batch`. Collective.
+    def chunks(self, layout: FileLayout) -> Iterator[memoryview]:
+        """Yield a file on the main rank; on others nothing: they send. Collective: iterate to the end."""
+        if self.is_main:
+            yield memoryview(layout.header)
+        for name in layout.begins:
+            rows_by_rank = self.sharding.rows_by_rank(name)
+            if rows_by_rank is None and self.is_main:
+                yield from self.own_pieces(name)
+            for rank, rows in enumerate(rows_by_rank or ()):
+                spec = self.sharding.specs[name]
+                yield from self.rows_of(rank, name, spec.nbytes // spec.shape[0] * len(rows))
 
-        A chunk has at most PIECE_BYTES. Returns a function that waits for the bytes of the file that this
-        rank writes, and returns a one-dimensional uint8 tensor from each rank.
-        """
-        sent: list[list[Tensor]] = [[] for _ in range(self.group.world_size)]
-        sizes = [0] * self.group.world_size
-        for writer, number in batch.items():
-            for piece in cut(self.runs[number], begin, begin + PIECE_BYTES):
-                size = piece.end - piece.begin
-                if piece.rank == self.group.rank:
-                    sent[writer].append(self.staging.parts[piece.name][piece.offset : piece.offset + size])
-                if writer == self.group.rank:
-                    sizes[piece.rank] += size
-        return self.group.all_to_all(sent, sizes)
+    def own_pieces(self, name: str) -> Iterator[memoryview]:
+        return map(memory_of, self.staging.pieces([name]))
 
-    def assemble(self, number: int, begin: int, received: Sequence[Tensor]) -> memoryview:
-        """Return the chunk at offset `begin` of file `number`; `received` has each rank's bytes of it."""
-        layout = self.layouts[number]
-        chunk = memory_of(torch.empty(min(PIECE_BYTES, layout.size - begin), dtype=torch.uint8))
-        header = layout.header[begin : begin + PIECE_BYTES]
-        chunk[: len(header)] = header
-        taken = [0] * self.group.world_size
-        for piece in cut(self.runs[number], begin, begin + PIECE_BYTES):
-            size, rank, first = piece.end - piece.begin, piece.rank, piece.begin - begin
-            chunk[first : first + size] = memory_of(received[rank][taken[rank] : taken[rank] + size])
-            taken[rank] += size
-        return chunk
+    def rows_of(self, rank: int, name: str, size: int) -> Iterator[memoryview]:
+        """Yield, on the main rank, the `size` bytes of a tensor that `rank` holds, and which `rank` sends."""
+        if size and rank == self.group.rank == self.main_rank:
+            yield from self.own_pieces(name)
+        elif size and rank == self.group.rank:
+            for piece in self.staging.pieces([name]):
+                self.group.send_and_receive([(self.main_rank, piece)], [])
+        elif self.is_main:
+            for begin in range(0, size, PIECE_BYTES):
+                piece = torch.empty(min(PIECE_BYTES, size - begin), dtype=torch.uint8)
+                self.group.send_and_receive([], [(rank, piece)])
+                yield memory_of(piece)
 
 
 class SnapshotSaver:
     """Saves a state in the background; if it is sharded, each rank has a saver and all save together.
 
-    After a failed write training continues; only the last write must succeed, see `finish`. If there is no
-    room for a snapshot, older snapshots are removed, but not the newest valid one. `prune` tells which
-    snapshots are kept. Constructing a saver is collective: all ranks of `sharding` do it together.
+    After a failed write, on a full disk for example, training continues, and the next save tries again; only
+    the last write must succeed, see `finish`. `prune` tells which snapshots are kept. Constructing a saver is
+    collective: all ranks of `sharding` do it together.
     """
 
     def __init__(
-        self,
-        store: SnapshotStore,
-        keep_last: int,
-        keep_best: bool,
-        sharding: Sharding = UNSHARDED,
-        part_bytes: int = PART_BYTES,
+        self, store: SnapshotStore, keep_last: int, keep_best: bool, sharding: Sharding = UNSHARDED
     ) -> None:
         self.store, self.keep_last, self.keep_best, self.sharding = store, keep_last, keep_best, sharding
         self.replayed_step = 0  # the newest snapshot up to this step is kept
-        self.part_bytes = part_bytes  # bytes of the largest file, unless a tensor is larger
         self.group = BackgroundGroup(sharding.rank, sharding.world_size)
         self.losses: dict[int, float | None] = {}  # validation loss at each step that has a snapshot
         self.staging: StagingBuffer | None = None
@@ -229,11 +198,9 @@ class SnapshotSaver:
         self.wait()
         staging = self.allocate(tensors)
         staging.fill(tensors)
-        sharding = self.sharding
-        specs = {**specs_of(tensors), **sharding.specs}  # of the whole tensors
-        layouts = make_layout(specs, manifest["step"], self.part_bytes)
-        runs = [find_runs(layout, specs, sharding.rows_by_rank, sharding.main_rank) for layout in layouts]
-        transfer = Transfer(layouts, staging, runs, self.group, sharding.writers)
+        specs = {**specs_of(tensors), **self.sharding.specs}  # of the whole tensors
+        layouts = make_layout(specs, manifest["step"])
+        transfer = Transfer(layouts, staging, self.group, self.sharding)
         self.thread = threading.Thread(target=self.write, args=(manifest, transfer, late_fields))
         self.thread.start()
 
@@ -242,7 +209,7 @@ class SnapshotSaver:
         step = manifest["step"]
         try:
             fields = self.group.on_all_ranks(late_fields)[self.group.rank]
-            self.write_making_room(manifest | fields, transfer)
+            self.write_once(manifest | fields, transfer)
             self.error, self.newest_written = None, step
         except Exception as error:  # of any driver: training goes on, the failure is reported
             self.error = error
@@ -264,23 +231,6 @@ class SnapshotSaver:
     def on_main_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on the main rank; all ranks return its result or raise its error. Collective."""
         return self.group.on_rank(self.sharding.main_rank, work)
-
-    def write_making_room(self, manifest: dict[str, Any], transfer: Transfer) -> None:
-        """Write a snapshot; while there is no room, remove an older one. OSError without one. Collective."""
-        step, is_written = manifest["step"], False
-        while not is_written:
-            try:
-                self.write_once(manifest, transfer)
-                is_written = True
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                removed = self.on_main_rank(lambda: self.remove_one_before(step))
-                if removed is None:
-                    raise
-                log.warning(
-                    f"snapshot of step {removed} is removed: there was no room for that of step {step}"
-                )
 
     def write_once(self, manifest: dict[str, Any], transfer: Transfer) -> None:
         """Write a snapshot, durable on return. Raises any rank's error on all ranks. Collective.
@@ -305,30 +255,6 @@ class SnapshotSaver:
             if self.is_main and not is_complete:
                 self.store.discard(step)
             raise
-
-    def remove_one_before(self, step: int) -> int | None:
-        """Remove the oldest snapshot before `step`, and return its step; None if none may be removed.
-
-        The newest valid snapshot before `step`, later ones and unreadable ones are kept. With `keep_best` the
-        best snapshot is removed last.
-        """
-        older = [one for one in self.store.steps() if one < step and one not in self.store.unreadable]
-        newest_valid = next((one for one in older if self.is_valid(one)), 0)
-        removable = [one for one in older if one < newest_valid]
-        if not removable:
-            return None
-        best = self.find_best(older)
-        oldest = min((one for one in removable if one != best), default=removable[-1])
-        self.store.remove(oldest)
-        return oldest
-
-    def is_valid(self, step: int) -> bool:
-        try:
-            self.store.read(step)
-        except (CorruptSnapshot, UnreadableSnapshot, UserError) as error:
-            log.warning(f"snapshot of step {step} is not valid: {error}")
-            return False
-        return True
 
     def find_best(self, steps: list[int]) -> int | None:
         """Return the one of `steps` with the lowest validation loss; None without `keep_best` or a loss."""

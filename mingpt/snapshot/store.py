@@ -1,10 +1,10 @@
 """Write, verify and read the snapshots of a run at one place, a folder or any fsspec URL.
 
-`step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, each
-in several files past 4 GiB (layout.py), and `step_00001200.json`, the manifest, describes them. The manifest
-is written last, after all files are on disk: **a snapshot exists when its manifest does and its checksums
-hold.** Until then `partial-step_00001200` marks the files of this step as an unfinished save. No pickle is
-ever loaded, and nothing depends on the number of workers.
+`step_00001200.safetensors` holds weights, `step_00001200.optimizer.safetensors` the optimizer's state, and
+`step_00001200.json`, the manifest, describes them. The manifest is written last, after all files are on disk:
+**a snapshot exists when its manifest does and its checksums hold.** Until then `partial-step_00001200` marks
+the files of this step as an unfinished save. No pickle is ever loaded, and nothing depends on the number of
+workers.
 
 `verify`, `read` and `find_newest` check all bytes, in pieces, for the SHA-256 in the manifest and for finite
 numbers; `open` checks manifest, sizes and headers alone. `quarantine` renames a snapshot not to be used.
@@ -275,7 +275,7 @@ class SnapshotStore(FileStore):
     def read_manifest(self, step: int) -> dict[str, Any]:
         """Return the checked manifest of a step.
 
-        Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for a later schema.
+        Raises CorruptSnapshot if it is missing or wrong, UnreadableSnapshot, or UserError for another schema.
         """
         file = self.file(file_name(step, "json"), "its manifest")
         size = file.size()
@@ -339,7 +339,7 @@ class SnapshotStore(FileStore):
         """Return the newest valid snapshot (None if none is), and the faults of newer corrupt ones, by step.
 
         Newer snapshots that cannot be read are put into `unreadable`. An unfinished save is no snapshot.
-        Raises UnreadableSnapshot if the folder cannot be read, UserError for a newer one of a later schema.
+        Raises UnreadableSnapshot if the folder cannot be read, UserError for a newer one of another schema.
         """
         corrupt: dict[int, str] = {}
         self.unreadable = {}

@@ -350,7 +350,7 @@ def claim_places(config: Config, context: DistributedContext, folder: RunFolder)
     agents = context.all_gather_object(this_process(launch.agent_pid))
     holder = Holder(tuple(dict.fromkeys(agents)), job=launch.job or uuid.uuid4().hex)
     places: list[Claim] = []
-    context.exit.on_job_end(functools.partial(release_all, places, folder))
+    context.exit.on_job_end(functools.partial(release_all, places))
     places += places_of(config, folder)  # raises UserError for a URL without a driver
     refuse_where_it_fails(context, lambda: acquire_all(places, holder))
     return Claims(places, watch_snapshots(config, context, folder, places))
@@ -388,16 +388,10 @@ def acquire_all(claims: Sequence[Claim], holder: Holder) -> None:
             ) from None
 
 
-def release_all(claims: Sequence[Claim], folder: RunFolder) -> None:
-    """Release the claims at the end of a job.
-
-    If the job failed the checks of its start, also remove log.txt and the empty folders that it made.
-    """
-    has_started = any(claim.holder is not None and claim.holder.started for claim in claims)
+def release_all(claims: Sequence[Claim]) -> None:
+    """Release the claims at the end of a job."""
     for claim in claims:
         claim.release()
-    if not has_started:
-        folder.remove_made()
 
 
 def watch_snapshots(

@@ -5,14 +5,13 @@ node's own folder. When a generation starts, these nodes agree on the run's id a
 node may die, and a node that joins gets the records.
 """
 
-import contextlib
 import errno
 import functools
 import logging
 import os
 import platform
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -43,17 +42,6 @@ class RunFolder:
     is_shared: bool  # all ranks see the same run folder
     snapshots_rank: int = 0  # the lowest rank that keeps snapshots: its snapshots count for the job
     snapshots_are_shared: bool = True  # all ranks see the same folder of snapshots
-    made: Sequence[Path] = ()  # files and folders that this start has made, innermost first
-
-    def remove_made(self) -> None:
-        """Remove log.txt and empty folders that a refused start made, unless the run folder has a claim."""
-        is_free = self.is_kept and not any(self.path.glob("claim-*.json"))
-        for path in self.made if is_free else ():
-            with contextlib.suppress(OSError):  # the folder may not be empty, or the disk may fail
-                if path.name == "log.txt":
-                    path.unlink()
-                else:
-                    path.rmdir()
 
 
 def check_same_settings(config: Config, context: DistributedContext) -> None:
@@ -90,23 +78,20 @@ def open_run_folder(config: Config, context: DistributedContext) -> RunFolder:
     if config.trainer.eval_only:
         return RunFolder(path, False, False, True)  # nothing is written
     refuse_where_it_fails(context, lambda: try_disks(config))
-    made = [part for part in (path / "log.txt", path / "snapshots", path) if not os.path.exists(part)]
     refuse_where_it_fails(context, lambda: make_run_dir(path))
     keeper = lowest_rank_there(path, context)
     snapshots_keeper = keeper
     if config.snapshot.path is not None:
         is_folder = "://" not in config.snapshot.path
         snapshots_keeper = lowest_rank_there(Path(config.snapshot.path), context) if is_folder else 0
-    keepers = context.all_gather_object((keeper, snapshots_keeper, made))
+    keepers = context.all_gather_object((keeper, snapshots_keeper))
     return RunFolder(
         path,
         is_kept=keeper == context.rank,
         keeps_snapshots=snapshots_keeper == context.rank,
-        is_shared=len({one for one, *_ in keepers}) == 1,
-        snapshots_rank=min(other for _, other, _ in keepers),
-        snapshots_are_shared=len({other for _, other, _ in keepers}) == 1,
-        # The rank that looked first has the longest list: later ones saw the folders that it had made.
-        made=max((parts for one, _, parts in keepers if one == keeper), key=len),
+        is_shared=len({one for one, _ in keepers}) == 1,
+        snapshots_rank=min(other for _, other in keepers),
+        snapshots_are_shared=len({other for _, other in keepers}) == 1,
     )
 
 

@@ -89,7 +89,7 @@ class Saving:
         """Return the savers' Sharding: all ranks save a sharded state together, else each rank by itself."""
         if not self.is_sharded:
             return Sharding()
-        parts, ranks = self.state.tensors(), range(self.context.world_size)
+        parts = self.state.tensors()
         specs = {name: TensorSpec(part.dtype, self.shapes[name]) for name, part in parts.items()}
         return Sharding(
             self.context,
@@ -97,7 +97,6 @@ class Saving:
             self.rows_by_rank.get,
             self.state.strategy.weights_are_sharded,
             self.main_rank,
-            ranks if start.folder.snapshots_are_shared else [self.main_rank],
         )
 
     @property

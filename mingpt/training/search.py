@@ -101,7 +101,7 @@ def view_store(store: SnapshotStore, check: Check) -> tuple[Snapshot | None, Sto
     """Return the newest valid snapshot that passes `check`, or None, and this rank's view of the store.
 
     A part of a sharded state is not valid here. All bytes of the snapshot are read. Raises UserError for one
-    of a later schema. For a folder that cannot be read, the view has `folder_error`.
+    of another schema. For a folder that cannot be read, the view has `folder_error`.
     """
 
     def check_whole(manifest: dict[str, Any], entries: Entries) -> None:

@@ -334,19 +334,13 @@ def check_environment(found: FoundSnapshot, config: Config, environment: Environ
     (trainer.eval_only) always may.
     """
     then = found.manifest["software"]
-    was = {device_type_of(then), then["dtype"]}
+    was = {then.get("device_type"), then["dtype"]}
     now = {environment.device_type, environment.dtype}
     is_asked_for = config.snapshot.resume == "changed" and not found.is_restart
     if was == now or is_asked_for or config.trainer.eval_only:
         return
     raise UserError(
-        f"the snapshots in {found.store.url} were computed on {device_type_of(then)} in {then['dtype']} and "
-        f"the workers now have {environment.device_type} and {environment.dtype}: start the job on "
+        f"the snapshots in {found.store.url} were computed on {then.get('device_type')} in {then['dtype']} "
+        f"and the workers now have {environment.device_type} and {environment.dtype}: start the job on "
         "such hardware again, or go on with this one by snapshot.resume=changed"
     )
-
-
-def device_type_of(software: dict[str, Any]) -> str:
-    """Return the kind of device of a snapshot: cpu, mps or cuda; `software` is a field of its manifest."""
-    kind = software["device"].split()[0]  # schema 1 began without device_type
-    return str(software.get("device_type") or (kind if kind in ("cpu", "mps") else "cuda"))

@@ -139,15 +139,6 @@ def test_json_becomes_what_it_is_asked_to_be_and_an_error_names_the_place(tmp_pa
     assert caught.value.place == ("more", 1)
 
 
-@pytest.mark.parametrize(
-    "content", ['{"x": 1, "x": 2}', '{"x": NaN}', '{"x": -Infinity}', f"[{'1,' * 200_000}1]"]
-)
-def test_strict_json_refuses_what_readers_understand_differently(content: str) -> None:
-    parse_json(content)
-    with pytest.raises(BadJson):
-        parse_json(content, strict=True)
-
-
 def test_a_byte_order_mark_is_no_part_of_a_text_or_of_json() -> None:
     assert decode_text("\ufeffmer \ufeff".encode()) == "mer \ufeff"
     assert parse_json(b"\xef\xbb\xbf[1]") == [1]

@@ -45,7 +45,7 @@ def test_a_last_snapshot_that_cannot_be_written_is_one_sentence_and_no_restart(
     ) in errors
     history = read_history(run_dir)
     assert (history["status"], len(history["generations"])) == ("failed", 1)
-    assert snapshot_steps(run_dir) == [20], "the others made room, which did not help"
+    assert snapshot_steps(run_dir) == [5, 10, 15, 20]
     marker.unlink()
     assert start(words).wait() == 0
     assert final_hash(run_dir) == final_hash(undisturbed)

@@ -39,7 +39,7 @@ def test_a_job_at_the_same_snapshot_path_is_refused_and_one_whose_claim_is_dropp
     second = start(command(trainer__workers=1, run_dir=tmp_path / "two", **settings))
     line = error_of(second)
     assert f"snapshot.path {snapshots} is in use by job" in line and f"process {job.pid} on host" in line
-    assert not (tmp_path / "two").exists()
+    assert not (tmp_path / "two" / "run.json").exists()
     Path(line.rpartition(" ")[2]).unlink()
     assert "no longer belongs to this job" in error_of(job, code=1)  # the exit code is torchrun's
     assert "mingpt/training/trainer.py" not in job.err()  # we print no traceback; torchrun prints its own

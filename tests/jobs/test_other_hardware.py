@@ -1,6 +1,5 @@
 """A restart computes with the dtype and the kind of device that the run began with, on all workers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +87,3 @@ def test_workers_agree_on_a_type_that_all_of_them_have(finish: Finish, tmp_path:
         finish(launcher=torchrun(2), program=program, run_dir=run_dir, trainer__max_steps=2)
         assert manifest(run_dir, 2)["software"]["dtype"] == expected
         assert manifest(run_dir, 2)["software"]["device_type"] == "cpu"
-
-
-def test_a_snapshot_from_before_device_types_were_recorded_is_understood() -> None:
-    from mingpt.training.start import device_type_of
-
-    assert device_type_of(json.loads('{"device": "cpu AVX512 AMX"}')) == "cpu"
-    assert device_type_of({"device": "NVIDIA H200"}) == "cuda"

@@ -1,4 +1,4 @@
-"""Snapshots of several files; test_store.py tests what snapshots of one and of several files share."""
+"""What can happen between the files of one snapshot; test_store.py tests what each file may suffer."""
 
 import errno
 import os
@@ -7,34 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from support.faults import FaultyDisk
-from support.snapshots import (
-    PART,
-    PARTS,
-    file_names,
-    make_manifest,
-    make_store,
-    save,
-    transfer,
-    write,
-    write_schema_1,
-)
+from support.snapshots import PARTS, file_names, make_manifest, make_store, save, transfer, write
 
 from mingpt.base.errors import ClaimLost
 from mingpt.snapshot import SnapshotSaver, SnapshotStore, open_snapshot
 
-NAMES = [
-    f"step_00000002{group}-0000{part}-of-00003.safetensors"
-    for group in ("", ".optimizer")
-    for part in (1, 2, 3)
-]
+NAMES = ["step_00000002.safetensors", "step_00000002.optimizer.safetensors"]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> SnapshotStore:
-    """A store with the snapshots of steps 1 and 2, of six parts each."""
+    """A store with the snapshots of steps 1 and 2."""
     store = make_store(tmp_path)
     for step in (1, 2):
-        write(store, make_manifest(step), PARTS, PART)
+        write(store, make_manifest(step), PARTS)
     return store
 
 
@@ -65,7 +51,7 @@ def test_all_files_of_a_step_are_set_aside_and_removed_the_manifest_first(
 
 
 @pytest.mark.parametrize(
-    "what", [name.replace("00000002", "00000003") for name in (NAMES[0], NAMES[4], "step_00000002.json")]
+    "what", [name.replace("00000002", "00000003") for name in (*NAMES, "step_00000002.json")]
 )
 @pytest.mark.parametrize(("function", "code"), [("fsync", errno.ENOSPC), ("replace", errno.EIO)])
 def test_a_disk_that_fails_in_any_file_keeps_nothing_of_the_snapshot(
@@ -74,28 +60,19 @@ def test_a_disk_that_fails_in_any_file_keeps_nothing_of_the_snapshot(
     before = file_names(store)
     FaultyDisk(monkeypatch, function, f"partial-{what}", code)
     with pytest.raises(OSError, match=os.strerror(code)):
-        write(store, make_manifest(3), PARTS, PART)
+        write(store, make_manifest(3), PARTS)
     assert file_names(store) == before
 
 
-def test_a_step_may_be_written_again_in_another_layout_whose_old_parts_go_with_it(
-    store: SnapshotStore,
-) -> None:
-    write(store, make_manifest(2), PARTS)
-    assert newest(store) == (2, [])
-    store.remove(2)
-    assert not [name for name in file_names(store) if "00000002" in name]
-
-
-@pytest.mark.parametrize("parts", [range(6), range(5, 6), []])
+@pytest.mark.parametrize("written", [[0, 1], [1], []])
 def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_next_start(
-    parts: range, store: SnapshotStore
+    written: list[int], store: SnapshotStore
 ) -> None:
-    """This holds whichever parts were written."""
+    """This holds whichever files were written."""
     before = file_names(store)
     store.begin(3)
-    for number in parts:
-        layout = transfer(3, PARTS, PART).layouts[number]
+    for number in written:
+        layout = transfer(3, PARTS).layouts[number]
         Path(store.path(layout.name)).write_bytes(layout.header)
     assert newest(store) == (2, []), "it is not set aside"
     store.prepare()
@@ -104,10 +81,10 @@ def test_a_save_that_was_killed_is_no_snapshot_and_its_files_are_removed_at_the_
 
 def test_leftovers_of_a_removal_that_was_cut_short_go_with_the_next_save(store: SnapshotStore) -> None:
     """Leftovers that are newer than the oldest snapshot, which is the best one, are removed, too."""
-    write(store, make_manifest(3), PARTS, PART)
+    write(store, make_manifest(3), PARTS)
     Path(store.path("step_00000002.json")).unlink()
     Path(store.path(NAMES[1])).unlink()
-    saver = SnapshotSaver(store, keep_last=5, keep_best=False, part_bytes=PART)
+    saver = SnapshotSaver(store, keep_last=5, keep_best=False)
     save(saver, make_manifest(4), PARTS)
     assert store.steps() == store.steps("safetensors") == [4, 3, 1]
 
@@ -122,27 +99,13 @@ def test_a_job_that_is_superseded_removes_nothing(store: SnapshotStore) -> None:
 
     store.check_claim = lose_claim
     with pytest.raises(ClaimLost):
-        write(store, make_manifest(3), PARTS, PART)
+        write(store, make_manifest(3), PARTS)
     left = [name for name in file_names(store) if "00000003" in name]
-    assert left == ["partial-step_00000003", "step_00000003-00001-of-00003.safetensors"]
-
-
-def test_snapshots_of_schema_1_are_read_removed_and_set_aside(
-    store: SnapshotStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in (3, 4, 5):
-        write_schema_1(store, make_manifest(step), PARTS)
-    assert newest(store) == (5, [])
-    assert open_snapshot(store.path("step_00000004.safetensors")).manifest["schema"] == 1
-    store.quarantine(5, "for a test")
-    saver = SnapshotSaver(store, keep_last=1, keep_best=False, part_bytes=PART)
-    save(saver, make_manifest(6), PARTS)
-    assert store.steps() == store.steps("safetensors") == [6]
-    assert "damaged-1-step_00000005.safetensors" in file_names(store)
+    assert left == ["partial-step_00000003", "step_00000003.safetensors"]
 
 
 def test_weights_alone_are_used_though_the_optimizer_state_is_damaged(store: SnapshotStore) -> None:
-    path = Path(store.path(NAMES[4]))
+    path = Path(store.path(NAMES[1]))
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     snapshot = open_snapshot(store.root, weights_only=True)
     weights = snapshot.tensors("model.")

@@ -18,13 +18,14 @@ from mingpt.base.errors import ClaimLost
 from mingpt.distributed import DistributedContext
 from mingpt.parallel import split_rows
 from mingpt.snapshot import Sharding, SnapshotSaver, SnapshotStore, specs_of
+from mingpt.snapshot import layout as layout_module
 from mingpt.snapshot import saver as saver_module
 from mingpt.snapshot.layout import FileLayout
 from mingpt.snapshot.manifest import FileRecord
 
 Tensors = dict[str, Tensor]
 Rows = dict[str, list[range] | None]
-STEP, PART_BYTES, CHUNK_BYTES = 7, 700, 100
+STEP, CHUNK_BYTES = 7, 100
 
 
 def state() -> Tensors:
@@ -65,7 +66,7 @@ def part_of(tensors: Tensors, rows: Rows, rank: int, main_rank: int) -> Tensors:
 def local_files(folder: Path, tensors: Tensors) -> dict[str, bytes]:
     """The tensor files that one rank with all of the state writes."""
     store = make_store(folder)
-    write(store, make_manifest(STEP), tensors, PART_BYTES)
+    write(store, make_manifest(STEP), tensors)
     return read_files(store)
 
 
@@ -81,25 +82,18 @@ Prepare = Callable[[SnapshotSaver, DistributedContext], None]
 def save_together(
     folder: Path,
     main_rank: int = 0,
-    writes_alone: bool = False,
     prepare: Prepare = lambda saver, context: None,
     late_fields: Callable[[], dict[str, Any]] = dict,
 ) -> Callable[[DistributedContext], tuple[str, int]]:
     """A function that does a rank's part in saving `state()`; it returns the saver's error and its errno."""
 
     def work(context: DistributedContext) -> tuple[str, int]:
-        vars(saver_module)["PIECE_BYTES"] = CHUNK_BYTES
+        vars(saver_module)["PIECE_BYTES"] = vars(layout_module)["PIECE_BYTES"] = CHUNK_BYTES
         tensors, workers = state(), context.world_size
         rows = split_state(tensors, workers)
-        sharding = Sharding(
-            context,
-            specs_of(tensors),
-            rows.get,
-            main_rank=main_rank,
-            writers=[main_rank] if writes_alone else range(workers),
-        )
+        sharding = Sharding(context, specs_of(tensors), rows.get, main_rank=main_rank)
         store = SnapshotStore(str(folder / "snapshots"), retries_s=())
-        saver = SnapshotSaver(store, 3, False, sharding, PART_BYTES)
+        saver = SnapshotSaver(store, 3, False, sharding)
         prepare(saver, context)
         part = part_of(tensors, rows, context.rank, main_rank)
         saver.save(make_manifest(STEP), part, late_fields if context.rank == 0 else dict)
@@ -111,32 +105,27 @@ def save_together(
     return work
 
 
-@pytest.mark.parametrize(
-    ("workers", "main_rank", "writes_alone"),
-    [(1, 0, False), (2, 0, False), (3, 0, False), (3, 0, True), (3, 1, True), (4, 3, False)],
-)
+@pytest.mark.parametrize(("workers", "main_rank"), [(1, 0), (2, 0), (3, 0), (3, 1), (4, 3)])
 def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
-    workers: int, main_rank: int, writes_alone: bool, tmp_path: Path
+    workers: int, main_rank: int, tmp_path: Path
 ) -> None:
-    """All ranks write at once, or one rank, in chunks smaller than a tensor; the snapshot can be read."""
+    """The rows travel in pieces smaller than a tensor; the snapshot can be read."""
     tensors = state()
     expected = local_files(tmp_path / "alone", tensors)
     store = make_store(tmp_path)
-    work = save_together(tmp_path, main_rank, writes_alone)
+    work = save_together(tmp_path, main_rank)
     assert results_of(workers, work) == [("NoneType", 0)] * workers
     assert read_files(store) == expected
-    assert len(expected) > 3
+    assert len(expected) == 2
     snapshot = store.read(STEP)
     assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
 
 
-def breaking_off(rank: int, error: Exception, fails: Callable[[int], bool], is_local: bool = True) -> Prepare:
-    """Let a rank's file break off in the middle if `fails` is true of the file's number, from 1."""
+def breaking_off(error: Exception, fails: Callable[[int], bool], is_local: bool = True) -> Prepare:
+    """Let a file break off in the middle if `fails` is true of the number of files so far, from 1."""
 
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
         saver.store.is_local, saver.store.retries_s = is_local, (0.0, 0.0)
-        if context.rank != rank:
-            return
         write_file, numbers = saver.store.write_file, itertools.count(1)
 
         def write(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
@@ -153,25 +142,13 @@ def breaking_off(rank: int, error: Exception, fails: Callable[[int], bool], is_l
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(("rank", "writes_alone"), [(0, False), (1, False), (0, True)])
-def test_a_full_disk_of_one_rank_is_the_error_of_all(rank: int, writes_alone: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [1, 2])
+def test_a_full_disk_of_one_rank_is_the_error_of_all(file: int, tmp_path: Path) -> None:
     """No rank waits for ever, and the files that were written are removed."""
     store = make_store(tmp_path)
-    prepare = breaking_off(rank, NO_ROOM, lambda number: number % 2 == 0)
-    work = save_together(tmp_path, writes_alone=writes_alone, prepare=prepare)
+    work = save_together(tmp_path, prepare=breaking_off(NO_ROOM, lambda number: number == file))
     assert results_of(3, work) == [("OSError", errno.ENOSPC)] * 3
     assert file_names(store) == []
-
-
-def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_path: Path) -> None:
-    """The main rank removes it; then all ranks send their parts again."""
-    store = make_store(tmp_path)
-    for step in (1, 2, 3):
-        write(store, make_manifest(step), state(), PART_BYTES)
-    work = save_together(tmp_path, prepare=breaking_off(1, NO_ROOM, lambda number: number == 2))
-    assert results_of(2, work) == [("NoneType", 0)] * 2
-    assert sorted(store.steps()) == [2, 3, STEP]
-    assert read_files(store).items() >= local_files(tmp_path / "alone", state()).items()
 
 
 class TwoArguments(Exception):
@@ -181,14 +158,10 @@ class TwoArguments(Exception):
         super().__init__(f"{what}: {why}")
 
 
-@pytest.mark.parametrize("writes_alone", [False, True])
-def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tmp_path: Path) -> None:
+def test_an_upload_that_fails_is_tried_again_by_all_ranks(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    rank = 0 if writes_alone else 1
-    prepare = breaking_off(
-        rank, TwoArguments("the server", "503"), lambda number: number <= 2, is_local=False
-    )
-    work = save_together(tmp_path, writes_alone=writes_alone, prepare=prepare)
+    prepare = breaking_off(TwoArguments("the server", "503"), lambda number: number <= 2, is_local=False)
+    work = save_together(tmp_path, prepare=prepare)
     assert results_of(3, work) == [("NoneType", 0)] * 3
     assert read_files(store) == local_files(tmp_path / "alone", state())
     assert store.read(STEP).manifest["step"] == STEP
@@ -206,7 +179,7 @@ def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tm
 def test_an_upload_is_given_up_by_all_ranks(times: int, error: Exception, kind: str, tmp_path: Path) -> None:
     """All ranks give up after the last pause, or at once if another attempt would not help."""
     store = make_store(tmp_path)
-    work = save_together(tmp_path, prepare=breaking_off(1, error, lambda number: number <= times, False))
+    work = save_together(tmp_path, prepare=breaking_off(error, lambda number: number <= times, False))
     assert [found for found, _ in results_of(3, work)] == [kind] * 3
     assert store.steps() == []
 

@@ -1,6 +1,5 @@
 """Tensors, manifests and snapshots for tests."""
 
-import hashlib
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,9 @@ import fsspec
 import torch
 from torch import Tensor
 
+from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot import Snapshot, SnapshotSaver, SnapshotStore, specs_of
-from mingpt.snapshot.layout import PART_BYTES, StagingBuffer, make_layout
-from mingpt.snapshot.manifest import add_checksum
+from mingpt.snapshot.layout import StagingBuffer, make_layout
 from mingpt.snapshot.reading import SourceFile, TensorFile
 from mingpt.snapshot.saver import Transfer
 
@@ -22,7 +21,6 @@ TENSORS = {
     "model.half": torch.ones(5, dtype=torch.bfloat16),
 }
 PARTS = {f"{kind}.{letter}": torch.randn(6, 4) for kind in ("model", "optimizer") for letter in "abcde"}
-PART = 400  # bytes per part: gives three parts of weights, and three of optimizer state
 
 
 def make_manifest(step: int, loss: float | None = None) -> dict[str, Any]:
@@ -66,35 +64,20 @@ def make_store(tmp_path: Path) -> SnapshotStore:
     return store
 
 
-def transfer(step: int, tensors: Mapping[str, Tensor] = TENSORS, part_bytes: int = PART_BYTES) -> Transfer:
+def transfer(step: int, tensors: Mapping[str, Tensor] = TENSORS) -> Transfer:
     staging = StagingBuffer(tensors)
     staging.fill(tensors)
-    return Transfer(make_layout(specs_of(tensors), step, part_bytes), staging)
+    return Transfer(make_layout(specs_of(tensors), step), staging, BackgroundGroup(0, 1))
 
 
-def write(
-    store: SnapshotStore,
-    manifest: dict[str, Any],
-    tensors: Mapping[str, Tensor] = TENSORS,
-    part_bytes: int = PART_BYTES,
-) -> None:
+def write(store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
     """Write a whole snapshot."""
-    SnapshotSaver(store, 1, False).write_once(manifest, transfer(manifest["step"], tensors, part_bytes))
+    SnapshotSaver(store, 1, False).write_once(manifest, transfer(manifest["step"], tensors))
 
 
 def save(saver: SnapshotSaver, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS) -> None:
     """Save to the end, as a saver does in the background."""
-    saver.write(manifest, transfer(manifest["step"], tensors, saver.part_bytes))
-
-
-def write_schema_1(
-    store: SnapshotStore, manifest: dict[str, Any], tensors: Mapping[str, Tensor] = TENSORS
-) -> None:
-    """Write a snapshot of schema 1, as versions did that had no parts."""
-    content, step = to_safetensors(tensors), manifest["step"]
-    fields = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-    Path(store.path(f"step_{step:08d}.safetensors")).write_bytes(content)
-    Path(store.path(f"step_{step:08d}.json")).write_bytes(add_checksum({"schema": 1, **manifest, **fields}))
+    saver.write(manifest, transfer(manifest["step"], tensors))
 
 
 def file_names(store: SnapshotStore) -> list[str]:

@@ -154,20 +154,3 @@ def test_a_job_that_has_begun_goes_on_without_a_node_whose_disk_fails(
         refuse_where_it_fails(context, use_disk)
 
     assert [type(result) for result in run_ranks(2, work, round)] == expected
-
-
-@pytest.mark.parametrize(
-    "there", [[], ["run"], ["run", "run/log.txt"], ["run", "run/run.json", "run/snapshots"]]
-)
-def test_a_start_that_is_refused_leaves_what_was_there(there: list[str], tmp_path: Path) -> None:
-    for name in there:
-        (tmp_path / name).touch() if "." in name else (tmp_path / name).mkdir()
-    kept, *_ = folders(tmp_path, "...")  # all ranks see one folder
-    (tmp_path / "run/snapshots").mkdir(exist_ok=True)
-    claim = tmp_path / "run/claim-000001.json"
-    claim.touch()
-    kept.remove_made()
-    assert claim.exists() and (tmp_path / "run/log.txt").exists(), "another job has claimed the folder"
-    claim.unlink()
-    kept.remove_made()
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == sorted(there)

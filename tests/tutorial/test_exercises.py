@@ -13,6 +13,7 @@ from mingpt.tools.jobs import clean_environment
 
 FOLDER = Path(__file__).parent / "exercises"
 EXERCISES = sorted((ROOT / "tutorial" / "exercises").glob("[0-9]_*.py"))
+SOLUTIONS = ROOT / "tutorial" / "exercises" / "solutions"
 WHOLE = sorted((FOLDER / "wrong").glob("*.py"))
 EDITED = tomllib.loads((FOLDER / "wrong.toml").read_text())
 
@@ -30,7 +31,7 @@ def check(*words: object) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda path: path.stem)
 def test_a_solution_holds_and_the_file_to_fill_does_not(exercise: Path) -> None:
-    code, output = check(exercise.name[0], FOLDER / "solutions" / exercise.name)
+    code, output = check(exercise.name[0], SOLUTIONS / exercise.name)
     assert code == 0 and output.startswith("holds: "), output
     code, output = check(exercise.name[0])
     assert code == 1 and "is still to be written" in output
@@ -39,7 +40,7 @@ def test_a_solution_holds_and_the_file_to_fill_does_not(exercise: Path) -> None:
 def write_answer(name: str, folder: Path) -> tuple[Path, str]:
     """Write a wrong answer into a folder; return its path and a pattern of the sentence that refuses it."""
     answer, edited = folder / f"{name}.py", EDITED.get(name)
-    text = (FOLDER / (edited["of"] if edited else f"wrong/{name}.py")).read_text()
+    text = (ROOT / edited["of"] if edited else FOLDER / f"wrong/{name}.py").read_text()
     says = re.match("# The checker says: (.*)", text)
     for was, is_now in edited["edits"] if edited else []:
         assert text.count(was) == 1, was
