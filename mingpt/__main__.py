@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": ("tools.doctor.command", "say why a cluster does not start"),
     "plan": ("tools.plan.command", "say what a run needs, before it is started, and what fits"),
     "prepare": ("tools.prepare.command", "encode text into token shards"),
-    "timeline": ("report.plot", "draw what happened to a run over time"),
+    "timeline": ("report.plot", "draw what the time of a run went to"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }
 

@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ import pydantic
 from mingpt.base.files import BadJson, Count, read_json, reason_of, write_atomic
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS, repeated_sentence
-from mingpt.report.files import MayWrite, SmallFile, always
+from mingpt.report.files import MayWrite, ReportFile
 
 Seconds = Annotated[float, pydantic.Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 RunId = Annotated[str, pydantic.Field(pattern="^[0-9A-Za-z]+$")]
@@ -27,6 +28,7 @@ class Generation(pydantic.BaseModel):
     """The fields of a generation's entry that later generations and timeline.png read; see RunHistory."""
 
     end: str
+    workers: Count = 1
     from_step: Count
     to_step: Count
     restart: pydantic.StrictBool
@@ -112,16 +114,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def unknown_end(last: dict[str, Any], start: GenerationStart) -> str:
-    """Return how the generation of entry `last` ended, from host names alone: no exit reasons are known."""
-    hosts = [host for host in last.get("hosts", []) if host not in start.hosts]
-    if hosts and start.is_restart:
-        return f"{', '.join(hosts)} vanished"
-    if start.is_restart and start.hosts:
-        return "worker 0 vanished, or the store that tells how the workers ended"
-    return "all workers vanished"
-
-
 class RunHistory:
     """Writes run.json on a rank that keeps the run folder. Constructing it reads the file, if there is one.
 
@@ -133,15 +125,16 @@ class RunHistory:
     completed step on record, in seconds since 1970; `seconds` is the time between them by a monotonic clock.
     `phases` has seconds: `start_s` before `began`; after it, those of evaluations and of waiting for
     snapshots. `inputs` has what the last generation's bits depend on besides the settings: fingerprints of
-    data and tokenizer, and the software. Only `note_step` and `note_durable` write the file in a background
-    thread.
+    data and tokenizer, and the software. `note_step` and `note_durable` return before the file is written.
     """
 
     def __init__(
-        self, run_dir: Path, run_id: str, versions: dict[str, str], may_write: MayWrite = always
+        self, run_dir: Path, run_id: str, versions: dict[str, str], may_write: MayWrite = lambda: True
     ) -> None:
         self.path = run_dir / "run.json"
-        self.file = SmallFile(self.path, may_write)
+        self.file = ReportFile(self.path, may_write)
+        self.background = ThreadPoolExecutor(max_workers=1)  # so that no step waits for an fsync
+        self.queued: Future[None] | None = None
         self.content: dict[str, Any] = {
             "id": run_id,
             "status": "running",
@@ -195,7 +188,7 @@ class RunHistory:
         # In a restart, the newest snapshot may be lost with its disk, but its step must stay on record.
         earlier = self.content["durable_step"] if start.is_restart else 0
         self.content |= {"status": "running", "durable_step": max(earlier, start.durable_step)}
-        self.file.write(self.encode())
+        self.write()
         return sentence
 
     def close_generation(self, last: dict[str, Any], start: GenerationStart) -> str | None:
@@ -212,11 +205,11 @@ class RunHistory:
             reported = start.previous.step() if start.previous else None
             last["exact"] = reported is not None and reported >= recorded
             last["to_step"] = max(recorded, reported or 0, start.step)
-            last["end"] = (
-                start.previous.sentence(self.path.with_name("stacks"))
-                if start.previous
-                else unknown_end(last, start)
-            )
+            if start.previous:
+                last["end"] = start.previous.sentence(self.path.with_name("stacks"))
+            else:  # no exit reasons are known
+                gone = [host for host in last.get("hosts", []) if host not in start.hosts]
+                last["end"] = f"{', '.join(gone) or 'all workers'} vanished"
             # The time from the last record until now is lost, unless the whole job had ended.
             waited = max(0.0, time.time() - last["seen"]) if start.is_restart else 0.0
         elif is_for_node:
@@ -249,17 +242,17 @@ class RunHistory:
     def note_missing(self, first_step: int, last_step: int) -> None:
         """Record that the metrics from `first_step` to `last_step` could not be written and are lost."""
         self.generations[-1]["metrics_missing"] = [first_step, last_step]
-        self.file.write(self.encode())
+        self.write()
 
     def note_durable(self, step: int) -> None:
         """Record that the snapshot of this step is on disk."""
         self.content["durable_step"] = step
-        self.file.write_in_background(self.encode())
+        self.write(waits=False)
 
     def note_skipped(self, count: int) -> None:
         """Record how many updates were left out so far in the run."""
         self.content["updates_skipped"] = count
-        self.file.write(self.encode())
+        self.write()
 
     def note_suspects(self, step: int, after: int, workers: list[str]) -> None:
         """Record that at `step` these workers computed differently; what was saved past `after` is not used.
@@ -269,7 +262,7 @@ class RunHistory:
         entry = {"step": step, "after": after, "workers": workers}
         self.content["suspects"] = [*self.content.get("suspects", []), entry]
         self.content["durable_step"] = 0  # not known until the snapshots are set aside
-        self.file.write(self.encode())
+        self.write()
 
     def note_step(self, step: int, step_s: float | None, phases: dict[str, float] | None = None) -> None:
         """Record that this generation has completed `step`; `step_s` is seconds per step (None: as before).
@@ -283,13 +276,13 @@ class RunHistory:
         }
         if step_s is not None:
             self.generations[-1]["step_s"] = step_s
-        self.file.write_in_background(self.encode())
+        self.write(waits=False)
 
     def end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
         self.generations[-1] |= {"exact": True, "end": how}
         self.content["status"] = status
         self.note_step(step, None, phases)
-        self.file.write(self.encode())
+        self.write()
 
     def summary(self) -> str:
         """Return one line on the whole run: generations, steps done twice, seconds lost, goodput."""
@@ -297,6 +290,16 @@ class RunHistory:
             f"{plural(len(self.generations), 'generation')}, {self.content['steps_lost']} steps done twice, "
             f"{self.content['seconds_lost']:.1f} s lost, goodput {self.content['goodput']:.1%}"
         )
+
+    def write(self, waits: bool = True) -> None:
+        """Write the file in the background thread, in place of older content for which nobody `waits`."""
+        if self.queued is not None:
+            self.queued.cancel()  # unless it has begun
+        writing = self.background.submit(self.file.replace, self.encode())
+        if waits:
+            writing.result()
+        else:
+            self.queued = writing
 
     def encode(self) -> str:
         """Return the file's content after updating the goodput, the share of the time that was not lost."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mingpt.base.urls import RedactingFormatter
-from mingpt.report.files import LineFile, MayWrite, always
+from mingpt.report.files import MayWrite, ReportFile
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
@@ -32,14 +32,13 @@ class FileHandler(logging.Handler):
     def __init__(self, path: Path, may_write: MayWrite) -> None:
         super().__init__()
         self.setFormatter(RedactingFormatter("%(asctime)s %(message)s"))
-        self.file = LineFile(path, max_pending=MAX_WAITING_LINES, may_write=may_write)
-        self.file.retry()
+        self.file = ReportFile(path, may_write, MAX_WAITING_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+        self.file.append(f"{self.format(record)}\n".encode(errors="backslashreplace"))
 
 
-def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = always) -> None:
+def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True) -> None:
     """Send the log to the terminal and, unless `run_dir` is None, to run_dir/log.txt.
 
     Replaces what an earlier call set up. Ranks other than 0 show only warnings on the terminal.

@@ -95,7 +95,6 @@ class RunInfo:
     settings: dict[str, Any] = field(default_factory=dict)  # the configuration; URLs without credentials
     generation: int = 1  # its number in run.json
     parameters: int = 0  # number of the model's parameters; 0 if not known
-    previous_end: str | None = None  # a line on the generation before, if killed or stopped for a node
 
 
 class Sink:
@@ -109,9 +108,6 @@ class Sink:
 
     def on_step(self, step: int) -> None:
         """Note that a step is complete; there need not be values for it."""
-
-    def replay(self, step: int, values: Values) -> None:
-        """Take the values of an earlier generation's record; called for each in order, before any `log`."""
 
     def close(self) -> None:
         """Finish when the run ends, fails or is stopped. A generation that is killed does not call it."""

@@ -3,26 +3,26 @@
 Seconds per step are measured between two records, without evaluations and waits for snapshots.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from mingpt.base.files import reason_of
 from mingpt.config import Config, TrainerConfig, to_dict, to_yaml
 from mingpt.data import CharDataset, Corpus
 from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
-from mingpt.report.files import JsonlSink, MayWrite, SmallFile, always, read_records
+from mingpt.report.files import JsonlSink, MayWrite, ReportFile
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
 from mingpt.report.log import ConsoleSink, RisingLoss
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
-from mingpt.report.tracker import Follower, TensorBoard, Tracker
+from mingpt.report.tracker import InThread, TensorBoard, Tracker
 
 T = TypeVar("T")
 SINKS: list[Callable[[RunInfo], Sink]] = [  # the sinks beside metrics.jsonl
@@ -81,7 +81,7 @@ class RunLogger:
         start: GenerationStart,
         environment: Environment,
         check_claim: Callable[[], None] = lambda: None,
-        may_write: MayWrite = always,
+        may_write: MayWrite = lambda: True,
         is_main: bool = True,
         parameters: int = 0,
     ) -> None:
@@ -90,8 +90,8 @@ class RunLogger:
         self.parameters = parameters
         run_dir = Path(config.run_dir)
         self.check_claim()
-        self.config_file = SmallFile(run_dir / "config.yaml", may_write)
-        self.config_file.write(to_yaml(config))
+        self.config_file = ReportFile(run_dir / "config.yaml", may_write)
+        self.config_file.replace(to_yaml(config))
         self.history = RunHistory(run_dir, start.run_id, {"torch": environment.torch}, may_write)
         self.history.content["gpu"] = self.gpu = gpu_facts(torch.device(environment.device_type))
         self.history.content["inputs"] = {
@@ -112,36 +112,18 @@ class RunLogger:
             settings=to_dict(config),
             generation=len(self.history.generations),
             parameters=parameters,
-            previous_end=self.previous_end,
         )
         self.records = JsonlSink(run)
         self.sinks = [self.records, *(make_sink(run) for make_sink in SINKS)]
         if is_main and config.report.tensorboard:
-            self.sinks.append(Follower(run, TensorBoard(run)))
+            self.sinks.append(InThread(run, "report.tensorboard", TensorBoard))
         if is_main and config.report.tracker:
-            self.sinks.append(Follower(run, Tracker(run, config.report.tracker)))
-        self.last: dict[str, dict[str, Any]] = {}  # the last record of each kind, for the manifest
-        self.replay(run_dir / "metrics.jsonl", start.step)
+            tracker = functools.partial(Tracker, package=config.report.tracker)
+            self.sinks.append(InThread(run, f"report.tracker={config.report.tracker}", tracker))
+        self.last = self.records.last  # for the manifest
         recorded = self.last.get("train", {"step": 0})["step"]
         if recorded < start.logged_step:
             self.history.note_missing(recorded + 1, start.logged_step)
-
-    def replay(self, path: Path, step: int) -> None:
-        """Give the sinks the records of earlier generations up to `step`. Logs an OSError."""
-        try:
-            for record in read_records(path):
-                if record["step"] <= step:
-                    self.remember(record)
-                    values = {name: value for name, value in record.items() if name != "step"}
-                    for sink in self.sinks:
-                        sink.replay(record["step"], values)
-        except OSError as error:
-            log.warning(f"{path} cannot be read: {reason_of(error)}")
-
-    def remember(self, record: dict[str, Any]) -> None:
-        kinds = {"val/loss": "val", "skipped/first_window": "skipped"}
-        kind = next((kind for name, kind in kinds.items() if name in record), "train")
-        self.last[kind] = record
 
     def repeated_failure(self) -> str | None:
         """If going on would repeat a failure, report a failed run and return one sentence; else None."""
@@ -205,7 +187,6 @@ class RunLogger:
         Raises ClaimLost if another job or a later generation writes to the run folder by now.
         """
         self.check_claim()
-        self.remember({"step": step, **values})
         for sink in self.sinks:
             sink.log(step, values)
 
@@ -254,9 +235,8 @@ class RunLogger:
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
         """Record the end, and close the sinks. Metrics that cannot be written now are noted as lost."""
         self.flush()
-        first_missing = self.records.first_waiting()
-        if first_missing is not None:
-            self.history.note_missing(first_missing, step)
+        if self.records.file.waiting:
+            self.history.note_missing(self.records.first_waiting, step)
         self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()

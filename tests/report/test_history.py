@@ -1,5 +1,5 @@
 import json
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from mingpt.distributed import GenerationEnd
 from mingpt.distributed.rendezvous import MAX_REPEATS
 from mingpt.report import GenerationStart, load_history, mark_ended, read_job_start
-from mingpt.report.history import RunHistory, plural
+from mingpt.report.history import RunHistory
 
 RUN_ID = "abc123"
 FAILURE = {"why": "failed (ValueError: twice two)"}
@@ -21,17 +21,13 @@ def open_history(run_dir: Path) -> RunHistory:
 
 def begin(
     history: RunHistory,
-    workers: int,
-    step: int,
-    previous: GenerationEnd | None,
-    is_restart: bool,
-    changes: list[str],
-    hosts: tuple[str, ...] = (),
+    step: int = 0,
+    is_restart: bool = False,
+    previous: GenerationEnd | None = None,
+    hosts: Sequence[str] = (),
 ) -> str | None:
-    """Start a generation."""
-    start = GenerationStart(
-        RUN_ID, step, workers, is_restart, previous=previous, changes=changes, hosts=[*hosts]
-    )
+    """Start a generation, with a worker on each host, or one."""
+    start = GenerationStart(RUN_ID, step, len(hosts) or 1, is_restart, [*hosts], previous)
     return history.start_generation(start)
 
 
@@ -42,14 +38,13 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    assert begin(history, 2, 0, None, False, []) is None
+    assert begin(history, hosts=("a", "b")) is None
     assert (read(tmp_path)["status"], read(tmp_path)["id"]) == ("running", RUN_ID)
     history.note_step(10, 0.25, {"evaluation_s": 1.5})
     history.end("finished", 30, "finished", {"evaluation_s": 3.5})
     content = read(tmp_path)
     (generation,) = content["generations"]
-    assert (content["id"], content["status"], content["steps_lost"]) == (RUN_ID, "finished", 0)
-    assert (content["seconds_lost"], content["goodput"]) == (0.0, 1.0)
+    assert (content["status"], content["seconds_lost"], content["goodput"]) == ("finished", 0.0, 1.0)
     assert generation["phases"] == {"start_s": 0.0, "evaluation_s": 3.5, "snapshot_wait_s": 0.0}
     assert (generation["workers"], generation["from_step"], generation["to_step"]) == (2, 0, 30)
     assert (generation["exact"], generation["end"]) == (True, "finished")
@@ -59,12 +54,11 @@ def test_a_run_without_interruption_is_one_generation(tmp_path: Path) -> None:
 
 def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> None:
     history = open_history(tmp_path)
-    begin(history, 3, 0, None, False, [])
+    begin(history, hosts=("a", "b", "c"))
     history.note_step(12, 0.5)
-    history.file.retry()  # otherwise the file is written a moment later
+    history.write()  # otherwise the file is written a moment later
     end = GenerationEnd(3, {0: {"why": "left without a peer", "step": 14}})
-    later = open_history(tmp_path)
-    sentence = begin(later, 2, 10, end, True, [])
+    sentence = begin(open_history(tmp_path), 10, True, end, ("a", "b"))
     assert sentence == "workers 1, 2 vanished at step 14; resumed from 10 with 2 workers"
     content = read(tmp_path)
     first, second = content["generations"]
@@ -74,46 +68,49 @@ def test_a_generation_that_was_killed_is_closed_by_the_next(tmp_path: Path) -> N
     assert content["seconds_lost"] >= 2 * 0.5, "two recorded steps are done again"
 
 
-def test_steps_that_an_orderly_end_has_saved_and_a_user_has_deleted_are_done_twice(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    begin(history, 1, 0, None, False, [])
-    history.note_step(30, 0.5)
-    history.end("finished", 34, "finished")
-    later = open_history(tmp_path)
-    assert begin(later, 1, 4, None, False, []) is None
-    assert later.summary().startswith("2 generations, 30 steps done twice, 15.0 s lost")
-
-
-@pytest.mark.parametrize("set_back_in_generation", [1, 2])
-def test_a_clock_that_is_set_back_loses_no_time(
-    set_back_in_generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_step_waits_for_a_slow_disk_and_the_latest_content_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = {"time": 10_000.0, "monotonic": 0.0}
-    for name in clock:
-        monkeypatch.setattr(time, name, lambda name=name: clock[name])
-    for number in (1, 2):
-        history = open_history(tmp_path)
-        begin(history, 1, 8 * (number - 1), None, number > 1, [])
-        clock["monotonic"] += 100
-        clock["time"] += 100 - 3600 * (number == set_back_in_generation)
-        history.note_step(10 * number, 1.0)
-        history.file.retry()
-    content = read(tmp_path)
-    assert [entry["seconds"] for entry in content["generations"]] == [100, 100]
-    assert (content["seconds_lost"], content["goodput"]) == (2.0, 0.99)
+    history, go_on, written = open_history(tmp_path), threading.Event(), list[str]()
+
+    def slow_write(path: Path, content: str, **_: object) -> None:
+        assert go_on.wait(30)
+        written.append(content)
+
+    begin(history)
+    monkeypatch.setattr("mingpt.report.files.write_atomic", slow_write)
+    for step in range(1, 100):
+        history.note_step(step, 0.5)
+    go_on.set()
+    history.write()
+    assert len(written) <= 3 and json.loads(written[-1])["generations"][0]["to_step"] == 99
 
 
 @pytest.mark.parametrize(
-    ("hosts", "end"),
-    [(("a", "b", "c"), "c joined"), (("a",), "stopped by SIGTERM"), (("a", "b"), "stopped by SIGTERM")],
+    ("is_stopped", "hosts", "end", "said"),
+    [
+        (True, "abc", "c joined", "c joined at step 12; resumed from 12 with 3 workers"),
+        (True, "a", "stopped by SIGTERM", None),
+        (False, "bc", "a vanished", "a vanished at step 12; resumed from 12 with 2 workers"),
+        (
+            False,
+            "ab",
+            "all workers vanished",
+            "all workers vanished at step 12; resumed from 12 with 2 workers",
+        ),
+    ],
 )
-def test_a_generation_that_ends_for_a_node_says_so(hosts: tuple[str, ...], end: str, tmp_path: Path) -> None:
+def test_an_end_of_which_no_reasons_are_known_is_told_by_the_hosts(
+    is_stopped: bool, hosts: str, end: str, said: str | None, tmp_path: Path
+) -> None:
+    """A node that joins has the others stopped by SIGTERM. The store may die with its node."""
     history = open_history(tmp_path)
-    begin(history, 2, 0, None, False, [], hosts=("a", "b"))
-    history.end("stopped", 12, "stopped by SIGTERM")
-    sentence = begin(open_history(tmp_path), len(hosts), 12, None, True, [], hosts=hosts)
-    said = f"{end} at step 12; resumed from 12 with {plural(len(hosts), 'worker')}"
-    assert sentence == (None if end == "stopped by SIGTERM" else said)
+    begin(history, hosts="ab")
+    history.note_step(12, 0.5)
+    history.write()
+    if is_stopped:
+        history.end("stopped", 12, "stopped by SIGTERM")
+    assert begin(open_history(tmp_path), 12, True, hosts=hosts) == said
     assert read(tmp_path)["generations"][0]["end"] == end
 
 
@@ -122,7 +119,7 @@ def fail_repeatedly(run_dir: Path, steps: Sequence[int | None]) -> RunHistory:
     history = open_history(run_dir)
     previous = None
     for number, step in enumerate([*steps, 0]):
-        begin(history, 1, 0, previous, number > 0, [])
+        begin(history, 0, number > 0, previous)
         previous = GenerationEnd(1, {} if step is None else {0: FAILURE | {"step": step}})
     return history
 
@@ -133,7 +130,7 @@ def test_three_failures_at_the_same_step_end_the_job_unless_a_user_starts_it_aga
         "3 generations failed one after the other at step 5 "
         "(worker 0 failed (ValueError: twice two)): a restart would repeat it"
     )
-    begin(history, 1, 0, GenerationEnd(1, {0: FAILURE | {"step": 4}}), False, [])
+    begin(history, 0, False, GenerationEnd(1, {0: FAILURE | {"step": 4}}))
     assert history.repeated_failure() is None
 
 
@@ -145,7 +142,7 @@ def test_fewer_failures_or_other_steps_do_not_end_the_job(steps: list[int | None
 def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) -> None:
     for hosts in ("a", "ab", "abc", "abcd"):
         history = open_history(tmp_path)
-        begin(history, len(hosts), 12, None, len(hosts) > 1, [], hosts=tuple(hosts))
+        begin(history, 12, len(hosts) > 1, hosts=hosts)
         assert history.repeated_failure() is None
         history.end("stopped", 12, "stopped by SIGTERM")
 
@@ -165,51 +162,39 @@ def test_three_nodes_that_join_at_the_same_step_are_no_failures(tmp_path: Path) 
 def test_a_damaged_file_is_set_aside(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(content)
     assert load_history(tmp_path) is None
-    begin(open_history(tmp_path), 1, 0, None, False, [])
+    begin(open_history(tmp_path))
     assert (tmp_path / "damaged-run.json").read_text() == content
     assert "it is set aside as damaged-run.json" in caplog.text
     assert len(read(tmp_path)["generations"]) == 1
 
 
 def test_a_job_that_ends_before_its_last_generation_has_begun_is_noted(tmp_path: Path) -> None:
+    def marked(status: str, end: str | None = None) -> tuple[str, str]:
+        mark_ended(tmp_path, status, end)
+        return read(tmp_path)["status"], read(tmp_path)["generations"][-1]["end"]
+
     mark_ended(tmp_path, "failed", "failed: why")  # there is no run.json to write to
     assert not (tmp_path / "run.json").exists()
     history = open_history(tmp_path)
-    begin(history, 2, 0, None, False, [])
-    mark_ended(tmp_path, "stopped")
-    assert read(tmp_path)["status"] == "stopped" and read(tmp_path)["generations"][-1]["end"] == "running"
-    history.file.write(history.encode())
-    mark_ended(tmp_path, "failed", "failed: why")
-    assert read(tmp_path)["status"] == "failed" and read(tmp_path)["generations"][-1]["end"] == "failed: why"
+    begin(history)
+    assert marked("stopped") == ("stopped", "running")
+    history.write()
+    assert marked("failed", "failed: why") == ("failed", "failed: why")
     history.end("finished", 30, "finished")
-    mark_ended(tmp_path, "stopped", "failed: why")
-    assert read(tmp_path)["status"] == "finished" and read(tmp_path)["generations"][-1]["end"] == "finished"
-
-
-def test_a_generation_whose_store_is_gone_is_told_by_the_hosts_that_are_missing(tmp_path: Path) -> None:
-    history = open_history(tmp_path)
-    begin(history, 3, 0, None, False, [], hosts=("node1", "node2", "node3"))
-    history.note_step(12, 0.5)
-    history.file.retry()
-    sentence = begin(open_history(tmp_path), 2, 10, None, True, [], hosts=("node2", "node3"))
-    assert sentence == "node1 vanished at step 12; resumed from 10 with 2 workers"
-    first, second = read(tmp_path)["generations"]
-    assert (first["to_step"], first["exact"], second["hosts"]) == (12, False, ["node2", "node3"])
+    assert marked("stopped", "failed: why") == ("finished", "finished")
 
 
 def test_the_start_of_the_job_and_the_newest_snapshot_on_disk_are_on_record_until_another_job_begins(
     tmp_path: Path,
 ) -> None:
     history = open_history(tmp_path)
-    assert read_job_start(history.content) is None
-    begin(history, 1, 10, None, False, [])
-    assert read(tmp_path)["durable_step"] == 0
+    begin(history, 10)
     history.note_durable(20)
-    history.file.retry()
-    assert read(tmp_path)["durable_step"] == 20
+    history.write()
     assert load_history(tmp_path, "another") is None
-    begin(open_history(tmp_path), 1, 15, None, True, [])
-    assert read(tmp_path)["durable_step"] == 20, "its disk may be gone, and a restart is in memory"
-    assert read_job_start(read(tmp_path)) == 10
-    begin(open_history(tmp_path), 1, 5, None, False, [])
+    begin(open_history(tmp_path), 15, is_restart=True)
+    content = read(tmp_path)
+    assert content["durable_step"] == 20, "its disk may be gone, and a restart is in memory"
+    assert read_job_start(content) == 10
+    begin(open_history(tmp_path), 5)
     assert (read(tmp_path)["durable_step"], read_job_start(read(tmp_path))) == (0, 5)
