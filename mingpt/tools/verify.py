@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from mingpt.base.command import CommandParser, write_lines
-from mingpt.base.errors import CorruptSnapshot
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.base.files import temporary_folder
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus, read_bytes
 from mingpt.report.history import load_history, plural
 from mingpt.snapshot import SnapshotStore
-from mingpt.tools.compare import compare, render_differences
+from mingpt.tools.compare import compare, read_run
 from mingpt.tools.fault_injection import STEPS, Kill, marker
 from mingpt.tools.jobs import ROOT, children, clean_environment, is_alive, torchrun
 from mingpt.training.audit import recompute
@@ -143,22 +143,20 @@ def find_problems(
     """Train the disturbed run, compare it with the undisturbed one; return (problems, lines on the run).
 
     `work` is the folder of both runs. `workers` is the number of workers to begin with. A disturbed run that
-    fails is a problem, too. Raises UserError if a snapshot to compare cannot be read.
+    fails is a problem, too.
     """
     folder = work / f"seed-{seed}"
     try:
         train(folder, workers, kills, SETTINGS | {"data.path": config.data.path})
         summary = list(describe_generations(folder))
-        found = compare(str(work / "undisturbed" / "run"), str(folder / "run"))
+        found = compare(read_run(str(work / "undisturbed" / "run")), read_run(str(folder / "run")))
         last = last_manifest(folder)
-    except (RuntimeError, OSError, CorruptSnapshot) as error:
+    except (RuntimeError, OSError, CorruptSnapshot, UnreadableSnapshot) as error:
         return [str(error)], []
-    problems = list(render_differences(found))
+    problems = [*found.differences, *found.not_compared]
     missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]
     if missed:
         problems.append(f"kills {missed} hit no living worker")
-    if found.unmatched:
-        problems.append("one run lacks records that the other has")
     tokens = make_corpus(read_bytes(config.data), config.data).train
     if last["audit"] != recompute(config, tokens, STEPS):
         problems.append("the workers were fed other tokens than configuration and text determine")
