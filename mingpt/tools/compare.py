@@ -65,13 +65,14 @@ Pair = tuple[float, float]
 
 
 class Run(NamedTuple):
-    """What a run's folder holds; `stores` has the place of each snapshot, by its step."""
+    """What a run's folder holds; `stores` has the places of its snapshots, by step, as `manifests`."""
 
     name: str
     folder: Path
     records: Sequence[Mapping[str, Any]]
     history: Mapping[str, Any]
     stores: Mapping[int, SnapshotStore]
+    manifests: Mapping[int, dict[str, Any]]
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Return the steps and the values of a metric."""
@@ -89,7 +90,7 @@ class Comparison(NamedTuple):
 
 
 def read_run(name: str) -> Run:
-    """Read what there is of a local run, without its tensors; log snapshots too damaged to be opened.
+    """Read what there is of a local run, without its tensors; log snapshots whose manifest is damaged.
 
     Raises UserError if the run is missing, OSError or UnreadableSnapshot if it cannot be read.
     """
@@ -97,15 +98,14 @@ def read_run(name: str) -> Run:
     if not path.exists():
         raise UserError(f"{name} is not there: give a run folder such as out/default, or a metrics.jsonl")
     folder, file = (path.parent, path) if path.is_file() else (path, path / "metrics.jsonl")
-    stores = {}
+    stores, manifests = {}, {}
     for store in map(SnapshotStore, possible_places(str(folder))):
         for step in store.steps():
             try:
-                store.open(step)
-                stores[step] = store
+                manifests[step], stores[step] = store.read_manifest(step), store
             except CorruptSnapshot as error:
                 log.warning(f"the snapshot of step {step} of {name} is damaged: {error}")
-    return Run(name, folder, list(read_records(file)), load_history(folder) or {}, stores)
+    return Run(name, folder, list(read_records(file)), load_history(folder) or {}, stores, manifests)
 
 
 def read_values(run: Run) -> dict[tuple[int, str], float]:
@@ -126,11 +126,10 @@ def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
     """
     config, inputs = run.folder / "config.yaml", run.history.get("inputs")
     if by_manifest:
-        newest = max(run.stores)
-        manifest = run.stores[newest].read_manifest(newest)
+        manifest = run.manifests[max(run.manifests)]
         inputs = {
             "data": manifest["data"]["sha256"][:12],
-            "tokenizer": " ".join(f"{value!s:.12}" for value in manifest.get("tokenizer", {}).values()),
+            "tokenizer": manifest.get("tokenizer", {}).get("sha256", "")[:12],
             "software": manifest["software"],
         }
     elif inputs and config.is_file():
@@ -150,10 +149,9 @@ def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
 
 def affects_result(key: str) -> bool:
     """Whether this fact can change the result, or the losses that are recorded."""
-    setting = settings().get(key)
-    if setting is None:
-        return key != "workers"
-    return setting.affects_result or key == "trainer.eval_windows"
+    if key in settings():
+        return settings()[key].affects_result or key == "trainer.eval_windows"
+    return key != "workers"
 
 
 def can_act(key: str, runs: Sequence[Run], facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
@@ -228,8 +226,7 @@ def find_damage(runs: Sequence[Run], step: int) -> str | None:
         try:
             run.stores[step].read(step)
         except CorruptSnapshot as error:
-            log.warning(f"the snapshot of step {step} of {run.name} is damaged: {error}")
-            return f"a damaged snapshot: {run.name}, step {step}"
+            return f"the snapshot of step {step} of {run.name} is damaged: {error}"
     return None
 
 
@@ -245,13 +242,11 @@ def compare(one: Run, other: Run) -> Comparison:
     saved = max(one.stores.keys() & other.stores.keys(), default=None)
     if saved is None and not pairs:
         raise UserError(f"{one.name} and {other.name} have no record and no snapshot of the same step")
-    first: dict[str, tuple[int, Pair]] = {}
-    for (step, name), pair in pairs.items():
-        if pair[0] != pair[1]:
-            first.setdefault(name, (step, pair))
+    # Of several steps, the earliest is the last one put in.
+    first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
     differences = [
-        f"{name} differs from step {step} on: {pair[0]:.9g} and {pair[1]:.9g}, by {share(pair):.0e} of it"
-        for name, (step, pair) in first.items()
+        f"{name} differs from step {step} on: {a:.9g} and {b:.9g}, by {share((a, b)):.0e} of it"
+        for name, (step, (a, b)) in first.items()
     ]
     compared, not_compared = f"{len(pairs)} values", list[str]()
     if only := sorted(ours.keys() ^ theirs.keys()):
@@ -259,27 +254,29 @@ def compare(one: Run, other: Run) -> Comparison:
         not_compared.append(f"not compared: {len(only)} values of {steps}, in one run only")
     if saved is None:
         not_compared.append("not compared: tensors, as no step has a snapshot of both runs")
+    elif damage := find_damage(runs, saved):
+        differences.append(damage)
     else:
         compared += f", tensors of step {saved}"
         tensors = list(compare_tensors(*(run.stores[saved].open(saved) for run in runs)))
         if tensors:
             differences.append(f"tensors that differ at step {saved}: {len(tensors)}, first {tensors[0]}")
-            damage = find_damage(runs, saved)
-    facts = [read_facts(run, bool(one.stores and other.stores)) for run in runs]
-    if not all(facts):
-        facts = [{}, {}]
-    differing = [key for key in facts[0] | facts[1] if facts[0].get(key) != facts[1].get(key)]
+    facts = [read_facts(run, bool(one.manifests and other.manifests)) for run in runs]
+    known, others = facts if all(facts) else ({}, {})
+    differing = [key for key in known | others if known.get(key) != others.get(key)]
     lines = [
-        f"{'*' if affects_result(key) else ' '} {key}: {facts[0].get(key)} -> {facts[1].get(key)}"
+        f"{'*' if affects_result(key) else ' '} {key}: {known.get(key)} -> {others.get(key)}"
         for key in differing
     ]
     if not differences or (damage and not first):
         return Comparison(lines, differences, not_compared, damage or f"the same bits: {compared}")
-    moments = [(step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()]
-    moment = min(moments, default=(saved or 0, EVALUATION))
+    moment = min(
+        ((step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()),
+        default=(saved or 0, EVALUATION),
+    )
     able = [key for key in differing if can_act(key, runs, facts, moment)]
     norms = {step: pair for (step, name), pair in pairs.items() if name == "grad_norm"}
-    dtypes = {known.get("software.dtype") for known in facts}
+    dtypes = {found.get("software.dtype") for found in facts}
     finding = explain(able, facts, OTHER if "lr" in first else judge(norms, dtypes))
     return Comparison(lines, differences, not_compared, finding)
 
@@ -290,7 +287,7 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         names = ("step", "val/loss", "val/bits_per_byte", "tokens")
         steps, losses, bits, tokens = (run.curve(name)[1] or [math.nan] for name in names)
-        seconds = sum(entry["seconds"] for entry in run.history.get("generations", []))
+        seconds = sum(entry.get("seconds", 0.0) for entry in run.history.get("generations", []))
         row = (
             f"{max(steps):7}{losses[-1]:10.3f}{min(losses):8.3f}{bits[-1]:11.3f}{min(bits):8.3f}"
             f"{seconds or math.nan:9.0f}{tokens[-1]:15,}  "
