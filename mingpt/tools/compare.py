@@ -59,6 +59,8 @@ ROUNDING, OTHER = "rounding", "another computation"
 # since they were last seen equal, in bfloat16 or float16 at any step.
 FLOAT32_SHARE, LOW_PRECISION_SHARE = 1e-4, 1e-2
 MAX_UNSEEN = 20  # steps without a record, after which rounding may have grown to any size
+HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
+ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
 log = logging.getLogger(__name__)
 Facts = Mapping[str, str]  # settings, data, tokenizer, software and workers of a run; empty if unknown
 Pair = tuple[float, float]
@@ -143,7 +145,7 @@ def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
             old, new = values.split(" -> ", 1)
             found |= {key: old, f"{key} after step {change['step']}": new}
     workers = dict.fromkeys(str(entry.get("workers")) for entry in run.history.get("generations", []))
-    found |= {"run_dir": None, "workers": ", then ".join(workers)}
+    found |= {"run_dir": "", "workers": ", then ".join(workers)}
     return {key: str(value) for key, value in found.items()}
 
 
@@ -283,16 +285,13 @@ def compare(one: Run, other: Run) -> Comparison:
 
 def tabulate(runs: Sequence[Run]) -> Iterator[str]:
     """Yield a header and a row for each run, with "-" for what is not known."""
-    yield "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
+    yield HEADER
     for run in runs:
         names = ("step", "val/loss", "val/bits_per_byte", "tokens")
         steps, losses, bits, tokens = (run.curve(name)[1] or [math.nan] for name in names)
         seconds = sum(entry.get("seconds", 0.0) for entry in run.history.get("generations", []))
-        row = (
-            f"{max(steps):7}{losses[-1]:10.3f}{min(losses):8.3f}{bits[-1]:11.3f}{min(bits):8.3f}"
-            f"{seconds or math.nan:9.0f}{tokens[-1]:15,}  "
-        )
-        yield row.replace("nan", "  -") + run.name
+        row = (max(steps), losses[-1], min(losses), bits[-1], min(bits), seconds or math.nan, tokens[-1])
+        yield ROW.format(*row).replace("nan", "  -") + run.name
 
 
 def draw_curves(figure: Any, runs: Mapping[str, Mapping[str, tuple[list[int], list[float]]]]) -> None:
