@@ -26,7 +26,7 @@ def is_identical(seed: int, folder: Path, config: Config) -> bool:
     kills = make_schedule(seed, rng.randint(1, 5), [1, 2, 3, 4])
     problems, digest = find_problems(seed, kills, workers, folder, config)
     row(
-        seed=seed, workers=workers, kills=[kill._asdict() for kill in kills],
+        seed=seed, workers=workers, kills=kills,
         seconds=round(time.monotonic() - began, 1), identical=not problems, problems=problems,
         disturbed=digest,
     )  # fmt: skip

@@ -248,7 +248,7 @@ def compare(one: Run, other: Run) -> Comparison:
     first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
     differences = [
         f"{name} differs from step {step} on: {a:.9g} and {b:.9g}, by {share((a, b)):.0e} of it"
-        for name, (step, (a, b)) in first.items()
+        for name, (step, (a, b)) in sorted(first.items(), key=lambda item: item[1])
     ]
     compared, not_compared = f"{len(pairs)} values", list[str]()
     if only := sorted(ours.keys() ^ theirs.keys()):
@@ -270,16 +270,14 @@ def compare(one: Run, other: Run) -> Comparison:
         f"{'*' if affects_result(key) else ' '} {key}: {known.get(key)} -> {others.get(key)}"
         for key in differing
     ]
-    if not differences or (damage and not first):
-        return Comparison(lines, differences, not_compared, damage or f"the same bits: {compared}")
-    moment = min(
-        ((step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()),
-        default=(saved or 0, EVALUATION),
-    )
-    able = [key for key in differing if can_act(key, runs, facts, moment)]
-    norms = {step: pair for (step, name), pair in pairs.items() if name == "grad_norm"}
-    dtypes = {found.get("software.dtype") for found in facts}
-    finding = explain(able, facts, OTHER if "lr" in first else judge(norms, dtypes))
+    finding = damage or f"the same bits: {compared}"
+    if first or (differences and not damage):
+        moments = [(step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()]
+        moment = min(moments, default=(saved or 0, EVALUATION))
+        able = [key for key in differing if can_act(key, runs, facts, moment)]
+        norms = {step: pair for (step, name), pair in pairs.items() if name == "grad_norm"}
+        dtypes = {found.get("software.dtype") for found in facts}
+        finding = explain(able, facts, OTHER if "lr" in first else judge(norms, dtypes))
     return Comparison(lines, differences, not_compared, finding)
 
 
