@@ -76,10 +76,8 @@ class Run(NamedTuple):
     stores: Mapping[int, SnapshotStore]
     manifests: Mapping[int, dict[str, Any]]
 
-    def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return the steps and the values of a metric."""
-        records = [record for record in self.records if metric in record]
-        return [record["step"] for record in records], [record[metric] for record in records]
+    def values(self, metric: str) -> dict[int, float]:
+        return {record["step"]: record[metric] for record in self.records if metric in record}
 
 
 class Comparison(NamedTuple):
@@ -238,25 +236,27 @@ def compare(one: Run, other: Run) -> Comparison:
     Raises UserError if they have nothing in common, CorruptSnapshot or UnreadableSnapshot if one of them
     cannot be read.
     """
-    runs, damage = (one, other), None
+    runs = (one, other)
     ours, theirs = map(read_values, runs)
     pairs = {key: (ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())}
     saved = max(one.stores.keys() & other.stores.keys(), default=None)
     if saved is None and not pairs:
         raise UserError(f"{one.name} and {other.name} have no record and no snapshot of the same step")
+    damage = None if saved is None else find_damage(runs, saved)
     # Of several steps, the earliest is the last one put in.
     first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
     differences = [
-        f"{name} differs from step {step} on: {a:.9g} and {b:.9g}, by {share((a, b)):.0e} of it"
+        f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, by {share((a, b)):.0e} of it"
         for name, (step, (a, b)) in sorted(first.items(), key=lambda item: item[1])
     ]
     compared, not_compared = f"{len(pairs)} values", list[str]()
-    if only := sorted(ours.keys() ^ theirs.keys()):
+    only = sorted(ours.keys() ^ theirs.keys())
+    if only:
         steps = f"steps {only[0][0]} to {only[-1][0]}"
         not_compared.append(f"not compared: {len(only)} values of {steps}, in one run only")
     if saved is None:
         not_compared.append("not compared: tensors, as no step has a snapshot of both runs")
-    elif damage := find_damage(runs, saved):
+    elif damage:
         differences.append(damage)
     else:
         compared += f", tensors of step {saved}"
@@ -286,18 +286,19 @@ def tabulate(runs: Sequence[Run]) -> Iterator[str]:
     yield HEADER
     for run in runs:
         names = ("step", "val/loss", "val/bits_per_byte", "tokens")
-        steps, losses, bits, tokens = (run.curve(name)[1] or [math.nan] for name in names)
+        steps, losses, bits, tokens = ([*run.values(name).values()] or [math.nan] for name in names)
         seconds = sum(entry.get("seconds", 0.0) for entry in run.history.get("generations", []))
         row = (max(steps), losses[-1], min(losses), bits[-1], min(bits), seconds or math.nan, tokens[-1])
         yield ROW.format(*row).replace("nan", "  -") + run.name
 
 
-def draw_curves(figure: Any, runs: Mapping[str, Mapping[str, tuple[list[int], list[float]]]]) -> None:
-    """Draw the losses of runs, {run: {metric: (steps, losses)}}: training thin, validation with dots."""
+def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
+    """Draw the losses of runs: training thin, validation with dots."""
     axes = figure.subplots()
-    for number, (name, curves) in enumerate(runs.items()):
-        axes.plot(*curves["train/loss"], color=f"C{number}", alpha=0.4, linewidth=0.8)
-        axes.plot(*curves["val/loss"], color=f"C{number}", marker="o", markersize=3, label=name)
+    for number, run in enumerate(runs):
+        train, val = run.values("train/loss"), run.values("val/loss")
+        axes.plot(train.keys(), train.values(), color=f"C{number}", alpha=0.4, linewidth=0.8)
+        axes.plot(val.keys(), val.values(), color=f"C{number}", marker="o", markersize=3, label=run.name)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
@@ -305,9 +306,8 @@ def draw_curves(figure: Any, runs: Mapping[str, Mapping[str, tuple[list[int], li
 
 def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
     """Draw the losses of all runs into a PNG and yield a line that names it; log why it cannot be drawn."""
-    curves = {run.name: {name: run.curve(name) for name in ("train/loss", "val/loss")} for run in runs}
     try:
-        write_atomic(path, to_png("compare.png", functools.partial(draw_curves, runs=curves)))
+        write_atomic(path, to_png("compare.png", functools.partial(draw_curves, runs=runs)))
         yield f"losses of all runs: {path}"
     except (OSError, ImportError) as error:
         log.warning(f"{path} cannot be drawn ({reason_of(error)}): give another file with --plot FILE")
