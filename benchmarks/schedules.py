@@ -11,7 +11,6 @@ row per schedule, as JSON; exit code 1 unless all are identical.
 import random
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from common import Tally, argument_parser, row, work_folder
@@ -25,11 +24,11 @@ def is_identical(seed: int, folder: Path, config: Config) -> bool:
     rng = random.Random(f"schedule {seed}")
     began, workers = time.monotonic(), rng.randint(1, 4)
     kills = make_schedule(seed, rng.randint(1, 5), [1, 2, 3, 4])
-    problems, summary = find_problems(seed, kills, workers, folder, config)
+    problems, digest = find_problems(seed, kills, workers, folder, config)
     row(
-        seed=seed, workers=workers, kills=[asdict(kill) for kill in kills],
+        seed=seed, workers=workers, kills=kills,
         seconds=round(time.monotonic() - began, 1), identical=not problems, problems=problems,
-        disturbed=summary[-1].split()[-1] if summary else None,
+        disturbed=digest,
     )  # fmt: skip
     return not problems
 

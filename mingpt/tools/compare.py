@@ -1,33 +1,36 @@
-"""Find where two runs begin to differ, and why: python -m mingpt compare RUN RUN
+"""Say which run is best, where runs begin to differ, and why: python -m mingpt compare RUN RUN [RUN ...]
 
-A RUN is a run folder or a metrics.jsonl. The snapshots of a run may also lie at its snapshot.path.
-Prints the settings, data and versions that differ, with * if they can change the result; what one run alone
-has; the first value of each metric that differs; the tensors that differ in the newest snapshots of the same
-step; and the cause, which follows from the settings, data and versions alone. Exit code 0: the values that
-both runs have, and these snapshots, are bit-identical; 1: they differ; 2: a run is missing or cannot be read,
-or the runs have nothing in common.
+A RUN is a run folder, or a metrics.jsonl that was copied from one. The snapshots of a run may also lie at its
+snapshot.path. Prints a row for each run, and draws the losses of all runs into one picture, compare.png in
+the working directory, which is replaced if it is there. Compares each run with the first, and prints the
+settings, data and versions that differ, with * if they can change the result; the first value of each metric
+that differs; the tensors that differ in the newest snapshots of the same step; what is not compared; and,
+last, the finding. Exit code 0: what was compared has the same bits; 1: it differs; 2: a run is missing or
+cannot be read, or two runs have nothing in common.
 """
 
 import logging
+import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import yaml
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
-from mingpt.base.files import reason_of
+from mingpt.base.files import reason_of, write_atomic
 from mingpt.base.paths import typed_path
 from mingpt.config import flatten, settings, to_dict
-from mingpt.config.cli import build, read_file
 from mingpt.report import load_history, read_records
-from mingpt.snapshot import Snapshot, SnapshotStore
+from mingpt.report.plot import draw_curves, read_curves, to_png
+from mingpt.snapshot import Snapshot, SnapshotStore, read_config
 from mingpt.snapshot.lookup import possible_places
 
 TIMINGS = ("step_s", "data_s", "tokens_per_s", "mfu")
-# Metadata that only change the rounding; the parallelism does so only under trainer.reduction=fast.
+# Facts that only change the rounding; the parallelism does so only under trainer.reduction=fast.
 NUMERICS = (
     "trainer.dtype",
     "trainer.compile",
@@ -39,225 +42,289 @@ NUMERICS = (
 PARALLELISM = ("workers", "trainer.parallel", "trainer.shard_optimizer")
 # With dropout, these also change which activations are dropped.
 MASKS = ("trainer.micro_batch_size", "trainer.compile", "software.compiled", "software.device_type")
-# Values from before the first update, and the settings that act in updates alone.
-BEFORE_UPDATE = (("val/loss", 0), ("train/loss", 1), ("grad_norm", 1))
-UPDATE = ("optimizer.", "trainer.max_steps", "trainer.on_nonfinite")
-MAX_VALUE = 1e30  # larger values are left out: they have no float32 beside them
+# The stages of a step, in which values arise; the one of step 0 is an evaluation.
+FORWARD, BACKWARD, UPDATE, EVALUATION = range(4)
+STAGES = {"train/loss": FORWARD, "grad_norm": BACKWARD, "lr": UPDATE}
+# The stage of step 1 in which facts begin to act, by their first letters; all others act from step 0 on.
+BEGIN = {
+    "model.dropout": FORWARD,
+    "trainer.batch_size": FORWARD,
+    "trainer.reduction": BACKWARD,
+    "optimizer.": UPDATE,
+}
+AFTER_WARMUP = ("trainer.max_steps", "optimizer.schedule", "optimizer.min_lr_fraction")
+ROUNDING, OTHER = "rounding", "another computation"
+# Gradient norms differ by rounding if they differ by less than this share of them: in float32 for each step
+# since they were last seen equal, in bfloat16 or float16 at any step.
+FLOAT32_SHARE, LOW_PRECISION_SHARE = 1e-4, 1e-2
+MAX_UNSEEN = 20  # steps without a record, after which rounding may have grown to any size
+HEADER = "  steps  val/loss  lowest  bits/byte  lowest  seconds         tokens  run"
+ROW = "{:7}{:10.3f}{:8.3f}{:11.3f}{:8.3f}{:9.0f}{:15,}  "
 log = logging.getLogger(__name__)
+Facts = Mapping[str, str]  # settings, data, tokenizer, software and workers of a run; empty if unknown
 Pair = tuple[float, float]
-Metadata = Mapping[str, tuple[Any, Any]]  # the values of both runs, by key
 
 
-class TensorDifference(NamedTuple):
-    """A tensor that differs between two snapshots, from byte `first_byte` of its content on.
-
-    `first_byte` is None if the tensor is in one snapshot alone, or has other types or shapes in the two.
-    """
+class Run(NamedTuple):
+    """What a run's folder holds; `stores` has the places of its snapshots, by step, as `manifests`."""
 
     name: str
-    first_byte: int | None = None
-    max_abs_diff: float = 0.0
-    argmax: Sequence[int] = ()  # the index of the element that differs most
+    folder: Path
+    file: Path  # metrics.jsonl
+    records: Sequence[Mapping[str, Any]]
+    history: Mapping[str, Any]
+    stores: Mapping[int, SnapshotStore]
+    manifests: Mapping[int, dict[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """The differences between two runs."""
+    """The lines on two runs. If `differences` is empty, what was compared has the same bits."""
 
-    metadata: Metadata  # settings, data, software and workers that differ
-    steps: Sequence[int]  # of the values that both runs have, one for each value
-    unmatched: Mapping[str, Sequence[int]]  # {run: steps of the values that it alone has}
-    first_values: Mapping[str, tuple[int, Pair]]  # {metric: (step, values)} of the first difference
-    cause: str  # in words; without meaning if `is_same`
-    snapshot_step: int | None  # None if the runs have no snapshots of the same step
-    tensor_count: int  # tensors in either snapshot
-    tensors: Sequence[TensorDifference]
-
-    @property
-    def is_same(self) -> bool:
-        return not (self.first_values or self.tensors)
+    facts: Sequence[str]
+    differences: Sequence[str]
+    not_compared: Sequence[str]
+    finding: str
 
 
-def read_values(path: Path) -> dict[tuple[int, str], float]:
-    """Return {(step, metric): value} of a metrics.jsonl without integers and timings; {} if it is missing."""
+def read_run(name: str) -> Run:
+    """Read what there is of a local run, without its tensors; log snapshots whose manifest is damaged.
+
+    Raises UserError if the run is missing, OSError or UnreadableSnapshot if it cannot be read.
+    """
+    path = Path(name)
+    if not path.exists():
+        raise UserError(f"{name} is not there: give a run folder such as out/default, or a metrics.jsonl")
+    folder, file = (path.parent, path) if path.is_file() else (path, path / "metrics.jsonl")
+    stores, manifests = {}, {}
+    for store in map(SnapshotStore, possible_places(str(folder))):
+        for step in store.steps():
+            try:
+                manifests[step], stores[step] = store.read_manifest(step), store
+            except CorruptSnapshot as error:
+                log.warning(f"the snapshot of step {step} of {name} is damaged: {error}")
+    return Run(name, folder, file, list(read_records(file)), load_history(folder) or {}, stores, manifests)
+
+
+def read_values(run: Run) -> dict[tuple[int, str], float]:
+    """Return {(step, metric): value} without integers and timings."""
     return {
         (record["step"], name): value
-        for record in read_records(path)
+        for record in run.records
         for name, value in record.items()
-        if isinstance(value, float) and abs(value) < MAX_VALUE and name not in TIMINGS
+        if isinstance(value, float) and math.isfinite(value) and name not in TIMINGS
     }
 
 
-def open_newest(runs: Sequence[str]) -> list[Snapshot]:
-    """Open one snapshot per run, all of the same step: the newest at which none is too damaged to be opened.
+def read_facts(run: Run, by_manifest: bool) -> dict[str, str]:
+    """Return the facts by the run's newest manifest, or else by config.yaml and run.json.
 
-    Empty if there is no such step. A damaged snapshot is logged in one line, and still used if its manifest
-    and headers are valid. Raises UnreadableSnapshot if a snapshot cannot be read now; no older step is tried.
+    Settings are those of the run's start; a later change of one is a fact of its own. Raises CorruptSnapshot
+    for a wrong setting.
     """
-    stores = [
-        {step: store for store in map(SnapshotStore, possible_places(run)) for step in store.steps()}
-        for run in runs
-    ]
-    for step in sorted(set.intersection(*map(set, stores)), reverse=True):
-        found = []
-        for run, store_of in zip(runs, stores, strict=True):
-            try:
-                found.append(store_of[step].open(step))
-                store_of[step].verify(found[-1])
-            except CorruptSnapshot as error:
-                log.warning(f"the snapshot of step {step} of {run} is damaged: {error}")
-        if len(found) == len(runs):
-            return found
-    return []
-
-
-def read_metadata(run: Path, snapshot: Snapshot | None) -> dict[str, Any]:
-    """Return {key: value} of a run's settings, data, tokenizer, software and numbers of workers.
-
-    The settings are those of the manifest of `snapshot` or, if that is None, of config.yaml; run.json has the
-    rest. Also has the settings that were changed on purpose. Empty without either. Raises UserError for a bad
-    config.yaml.
-    """
-    config, history = run / "config.yaml", load_history(run) or {"generations": []}
-    if snapshot:
-        manifest = snapshot.manifest
-        kept = {name: manifest[name] for name in ("tokenizer", "software", "audit") if name in manifest}
-        found = flatten(to_dict(snapshot.config) | kept) | {"data": manifest["data"]["sha256"]}
-    elif config.is_file():
-        given = {key: value for key, value in read_file(str(config)).items() if key in settings()}
-        found = flatten(to_dict(build(given))) | flatten(history.get("inputs", {}))
+    config, inputs = run.folder / "config.yaml", run.history.get("inputs")
+    if by_manifest:
+        manifest = run.manifests[max(run.manifests)]
+        inputs = {
+            "data": manifest["data"]["sha256"][:12],
+            "tokenizer": manifest.get("tokenizer", {}).get("sha256", "")[:12],
+            "software": manifest["software"],
+        }
+    elif inputs and config.is_file():
+        manifest = {"config": yaml.safe_load(config.read_text())}
     else:
         return {}
-    workers = dict.fromkeys(str(entry.get("workers")) for entry in history["generations"])
-    return found | {
-        "run_dir": None,
-        "workers": ", then ".join(workers),
-        "changes": history.get("changes", []),
-    }
-
-
-def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[TensorDifference]:
-    """Yield the tensors that differ: those of `one`, in the order of its files, then those that it lacks."""
-    for name in one.file_of | other.file_of:
-        ours, theirs = (run.read(name) if name in run.file_of else None for run in (one, other))
-        if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            yield TensorDifference(name)
-            continue
-        differs = ours.reshape(-1).view(torch.uint8) != theirs.reshape(-1).view(torch.uint8)
-        if differs.any():
-            gaps = (ours.double() - theirs.double()).abs()
-            argmax = [int(index) for index in torch.unravel_index(gaps.argmax(), gaps.shape)]
-            yield TensorDifference(name, int(differs.int().argmax()), float(gaps.max()), argmax)
-
-
-def explain(metadata: Metadata, runs: Sequence[Mapping[str, Any]], differs_early: bool) -> str:
-    """Return in words why two runs differ.
-
-    `metadata` has what differs, `runs` all that is known of each run. `differs_early` tells that a value from
-    before the first update differs.
-    """
-    is_fast = any(run.get("trainer.reduction") == "fast" for run in runs)
-    has_dropout = any(run.get("model.dropout") for run in runs)
-    prefixes = NUMERICS + PARALLELISM if is_fast else NUMERICS
-    rounding = [key for key in metadata if key.startswith(prefixes) and not (has_dropout and key in MASKS)]
-    # The audit, a digest of the tokens, differs if a setting or the data do.
-    causes = [key for key in metadata if affects_result(key) and key not in (*rounding, "audit")]
-    if differs_early and not rounding:
-        causes = [key for key in causes if not key.startswith(UPDATE)]
-    if causes:
-        return f"another computation: {', '.join(causes)}"
-    if not all("data" in run for run in runs):
-        return (
-            "cannot tell why: settings, data and software of both runs are not on record here; give the run "
-            "folders, with config.yaml and run.json"
-        )
-    if rounding:
-        return f"rounding: {', '.join(rounding)}"
-    return (
-        "nothing on record explains it: the program was changed, or a machine computed wrongly, which "
-        "trainer.replay_every checks"
-    )
+    found = flatten(to_dict(read_config(manifest))) | flatten(inputs)
+    for change in reversed(run.history.get("changes", [])):
+        for text in change["settings"]:
+            key, values = text.split(": ", 1)
+            old, new = values.split(" -> ", 1)
+            found |= {key: old, f"{key} after step {change['step']}": new}
+    workers = dict.fromkeys(str(entry.get("workers")) for entry in run.history.get("generations", []))
+    found |= {"run_dir": "", "workers": ", then ".join(workers)}
+    return {key: str(value) for key, value in found.items()}
 
 
 def affects_result(key: str) -> bool:
-    """Whether this metadata can change the result, or the losses that are recorded."""
-    setting = settings().get(key)
-    if setting is None:
-        return key != "workers"
-    return setting.affects_result or key == "trainer.eval_windows"
+    """Whether this fact can change the result, or the losses that are recorded."""
+    if key in settings():
+        return settings()[key].affects_result or key == "trainer.eval_windows"
+    return key != "workers"
 
 
-def compare(*runs: str) -> Comparison:
-    """Compare two local runs. Raises UserError if one cannot be read, or if they have nothing in common."""
-    paths = [Path(run) for run in runs]
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path} is not there: give a run folder such as out/default, or a metrics.jsonl")
-    try:
-        one, other = (read_values(path if path.is_file() else path / "metrics.jsonl") for path in paths)
-        snapshots = open_newest(runs)
-        tensors = list(compare_tensors(*snapshots)) if snapshots else []
-    except (CorruptSnapshot, UnreadableSnapshot, OSError) as error:
-        raise UserError(f"{' and '.join(runs)} cannot be compared: {reason_of(error)}") from None
-    pairs = {key: (one[key], other[key]) for key in sorted(one.keys() & other.keys())}
-    if not snapshots and not pairs:
-        raise UserError(f"{' and '.join(runs)} have neither a record nor a snapshot of the same step")
-    ours, theirs = map(read_metadata, paths, snapshots or (None, None))
-    metadata = {key: (ours[key], theirs[key]) for key in ours if key in theirs and ours[key] != theirs[key]}
-    first_values: dict[str, tuple[int, Pair]] = {}
-    for (step, name), pair in pairs.items():
-        if pair[0] != pair[1]:
-            first_values.setdefault(name, (step, pair))
-    unmatched = {runs[0]: one.keys() - other.keys(), runs[1]: other.keys() - one.keys()}
-    differs_early = any((name, step) in BEFORE_UPDATE for name, (step, _) in first_values.items())
-    return Comparison(
-        metadata,
-        [step for step, _ in pairs],
-        {run: [step for step, _ in mine] for run, mine in unmatched.items() if mine},
-        first_values,
-        explain(metadata, (ours, theirs), differs_early),
-        snapshots[0].manifest["step"] if snapshots else None,
-        len({name for snapshot in snapshots for name in snapshot.file_of}),
-        tensors,
-    )
+def can_act(key: str, runs: Sequence[Run], facts: Sequence[Facts], moment: tuple[int, int]) -> bool:
+    """Whether a fact that differs can have acted at this step and stage, or before."""
+    if key == "trainer.eval_windows":
+        return moment[1] == EVALUATION
+    if key == "trainer.on_nonfinite":
+        return any(run.history.get("updates_skipped") for run in runs)
+    if " after step " in key:
+        return int(key.rpartition(" ")[2]) < moment[0]
+    if key in AFTER_WARMUP:
+        return (min(int(known["optimizer.warmup_steps"]) for known in facts) + 1, UPDATE) <= moment
+    stages = [stage for prefix, stage in BEGIN.items() if key.startswith(prefix)]
+    return (1, stages[0]) <= moment if stages else True
 
 
-def render(found: Comparison) -> Iterator[str]:
-    """Yield the lines that the command prints."""
-    for key, (one, other) in found.metadata.items():
-        yield f"{'*' if affects_result(key) else ' '} {key}: {one} -> {other}"
-    yield from render_differences(found)
-    for run, steps in found.unmatched.items():
-        yield f"only {run} has {len(steps)} values of steps {min(steps)} to {max(steps)}"
-    if found.snapshot_step is None:
-        yield "no tensors are compared: the runs have no snapshot of the same step"
-    values = f"{len(found.steps)} values of {len(set(found.steps))} steps"
-    yield f"the same bits: {values}, {found.tensor_count} tensors" if found.is_same else found.cause
+def share(pair: Pair) -> float:
+    """Return the difference of two values as a share of the larger one."""
+    return abs(pair[0] - pair[1]) / max(map(abs, pair))
 
 
-def render_differences(found: Comparison) -> Iterator[str]:
-    """Yield lines that say where values and tensors begin to differ; none if they are bit-identical."""
-    for name, (step, (one, other)) in found.first_values.items():
-        last_place = np.spacing(np.float32(max(abs(one), abs(other))))
-        units = f"{abs(one - other) / last_place:.3g} units in the last place of float32"
-        yield f"{name} first differs at step {step}: {one} and {other}, {units}"
-    unlike = [tensor.name for tensor in found.tensors if tensor.first_byte is None]
-    differing = [tensor for tensor in found.tensors if tensor.first_byte is not None]
-    if unlike:
-        yield f"step {found.snapshot_step}: in one run alone or of another shape or type: {', '.join(unlike)}"
-    if differing:
-        first, most = differing[0], max(differing, key=lambda tensor: tensor.max_abs_diff)
-        yield (
-            f"step {found.snapshot_step}: {len(differing)} of {found.tensor_count} tensors differ, the first "
-            f"one is {first.name} from its byte {first.first_byte} on; by {most.max_abs_diff:.3g} at most, "
-            f"in {most.name} at {list(most.argmax)}"
+def judge(norms: Mapping[int, Pair], dtypes: set[Any]) -> str:
+    """Tell rounding from another computation by the first gradient norms that differ, {step: both}.
+
+    Rounding begins in the last digits and grows from step to step; other samples or dropout masks change the
+    norm at once. `dtypes` has the types in which the runs compute, None for one that is not known.
+    """
+    shares = {step: share(pair) for step, pair in norms.items() if pair[0] != pair[1]}
+    step = min(shares, default=0)
+    unseen = step - max((equal for equal in norms if equal < step), default=0)
+    if shares and unseen <= MAX_UNSEEN:
+        low = dtypes & {"bfloat16", "float16"}
+        if shares[step] < (LOW_PRECISION_SHARE if low else FLOAT32_SHARE * unseen):
+            return ROUNDING
+        if shares[step] > LOW_PRECISION_SHARE or None not in dtypes:
+            return OTHER
+    return f"{ROUNDING} or {OTHER}"
+
+
+def explain(able: Sequence[str], facts: Sequence[Facts], verdict: str) -> str:
+    """Return in words why two runs differ.
+
+    `able` has the facts that differ and can have acted; `verdict` is what `judge` says.
+    """
+    is_fast = "fast" in [known.get("trainer.reduction") for known in facts]
+    has_dropout = any(float(known.get("model.dropout", 0)) for known in facts)
+    prefixes = NUMERICS + PARALLELISM if is_fast else NUMERICS
+    rounding = [key for key in able if key.startswith(prefixes) and not (has_dropout and key in MASKS)]
+    causes = [key for key in able if affects_result(key) and key not in rounding]
+    if causes:
+        return f"{OTHER}: {', '.join(causes)}"
+    if not all(facts):
+        return f"{verdict}: settings are not on record: give run folders"
+    if rounding and verdict != OTHER:
+        return f"{ROUNDING}: {', '.join(rounding)}"
+    return f"{verdict}: nothing on record explains it"
+
+
+def compare_tensors(one: Snapshot, other: Snapshot) -> Iterator[str]:
+    """Yield the name of each tensor that differs, and how."""
+    for name in one.file_of | other.file_of:
+        ours, theirs = (run.read(name) if name in run.file_of else None for run in (one, other))
+        if ours is None or theirs is None or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            yield f"{name}, in one run only or of another shape or type"
+        elif not torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+            yield f"{name}, by {float((ours.double() - theirs.double()).abs().max()):.3g} at most"
+
+
+def find_damage(runs: Sequence[Run], step: int) -> str | None:
+    """Say which run's snapshot has other bytes than those that were written; None if none has."""
+    for run in runs:
+        try:
+            run.stores[step].read(step)
+        except CorruptSnapshot as error:
+            return f"the snapshot of step {step} of {run.name} is damaged: {error}"
+    return None
+
+
+def compare(one: Run, other: Run) -> Comparison:
+    """Compare two runs.
+
+    Raises UserError if they have nothing in common, CorruptSnapshot or UnreadableSnapshot if one of them
+    cannot be read.
+    """
+    runs = (one, other)
+    ours, theirs = map(read_values, runs)
+    pairs = {key: (ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())}
+    saved = max(one.stores.keys() & other.stores.keys(), default=None)
+    if saved is None and not pairs:
+        raise UserError(f"{one.name} and {other.name} have no record and no snapshot of the same step")
+    damage = None if saved is None else find_damage(runs, saved)
+    # Of several steps, the earliest is the last one put in.
+    first = {name: (step, (a, b)) for (step, name), (a, b) in reversed(pairs.items()) if a != b}
+    differences = [
+        f"{name} differs from step {step} on: {a:.8g} and {b:.8g}, by {share((a, b)):.0e} of it"
+        for name, (step, (a, b)) in sorted(first.items(), key=lambda item: item[1])
+    ]
+    compared, not_compared = f"{len(pairs)} values", list[str]()
+    only = sorted(ours.keys() ^ theirs.keys())
+    if only:
+        steps = f"steps {only[0][0]} to {only[-1][0]}"
+        not_compared.append(f"not compared: {len(only)} values of {steps}, in one run only")
+    if saved is None:
+        not_compared.append("not compared: tensors, as no step has a snapshot of both runs")
+    elif damage:
+        differences.append(damage)
+    else:
+        compared += f", tensors of step {saved}"
+        tensors = list(compare_tensors(*(run.stores[saved].open(saved) for run in runs)))
+        if tensors:
+            differences.append(f"tensors that differ at step {saved}: {len(tensors)}, first {tensors[0]}")
+    facts = [read_facts(run, bool(one.manifests and other.manifests)) for run in runs]
+    known, others = facts if all(facts) else ({}, {})
+    differing = [key for key in known | others if known.get(key) != others.get(key)]
+    lines = [
+        f"{'*' if affects_result(key) else ' '} {key}: {known.get(key)} -> {others.get(key)}"
+        for key in differing
+    ]
+    finding = damage or f"the same bits: {compared}"
+    if first or (differences and not damage):
+        moments = [(step, STAGES.get(name, EVALUATION)) for name, (step, _) in first.items()]
+        moment = min(moments, default=(saved or 0, EVALUATION))
+        able = [key for key in differing if can_act(key, runs, facts, moment)]
+        norms = {step: pair for (step, name), pair in pairs.items() if name == "grad_norm"}
+        dtypes = {found.get("software.dtype") for found in facts}
+        finding = explain(able, facts, OTHER if "lr" in first else judge(norms, dtypes))
+    return Comparison(lines, differences, not_compared, finding)
+
+
+def tabulate(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a header and a row for each run, with "-" for what is not known."""
+    yield HEADER
+    for run in runs:
+        names = ("step", "val/loss", "val/bits_per_byte", "tokens")
+        steps, losses, bits, tokens = (
+            [record[name] for record in run.records if name in record] or [math.nan] for name in names
         )
+        seconds = sum(entry.get("seconds", 0.0) for entry in run.history.get("generations", []))
+        row = (max(steps), losses[-1], min(losses), bits[-1], min(bits), seconds or math.nan, tokens[-1])
+        yield ROW.format(*row).replace("nan", "  -") + run.name
+
+
+def draw(runs: Sequence[Run], path: str) -> Iterator[str]:
+    """Draw the losses of all runs into a PNG and yield a line that names it; log why it cannot be drawn."""
+    try:
+        curves = {run.name: read_curves(run.file) for run in runs}
+        write_atomic(path, to_png("compare.png", draw_curves, curves))
+        yield f"losses of all runs: {path}"
+    except (OSError, ImportError) as error:
+        log.warning(f"{path} cannot be drawn ({reason_of(error)}): give another file with --plot FILE")
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = CommandParser("python -m mingpt compare", __doc__)
     parser.add_argument(
-        "runs", nargs=2, type=typed_path, metavar="RUN", help="a run folder or a metrics.jsonl"
+        "first", type=typed_path, metavar="RUN", help="the run that the others are compared with"
     )
-    found = compare(*parser.parse_args(arguments).runs)
-    write_lines(render(found))
-    return 0 if found.is_same else 1
+    parser.add_argument("others", nargs="+", type=typed_path, metavar="RUN", help="another run")
+    parser.add_argument(
+        "--plot",
+        type=typed_path,
+        default="compare.png",
+        metavar="FILE",
+        help="the picture (default: %(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        runs = [read_run(name) for name in (options.first, *options.others)]
+        comparisons = [compare(runs[0], run) for run in runs[1:]]
+    except (CorruptSnapshot, UnreadableSnapshot, OSError) as error:
+        raise UserError(f"the runs cannot be compared: {reason_of(error)}") from None
+    lines = [*tabulate(runs), *draw(runs, options.plot)]
+    for run, found in zip(runs[1:], comparisons, strict=True):
+        lines += ["", f"{runs[0].name} and {run.name}:"]
+        for line in (*found.facts, *found.differences, *found.not_compared):
+            lines += textwrap.wrap(line, 80, subsequent_indent="    ", break_on_hyphens=False)
+        lines.append(textwrap.shorten(found.finding, 80, placeholder=" ..."))
+    write_lines(lines)
+    return int(any(found.differences for found in comparisons))

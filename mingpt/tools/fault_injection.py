@@ -6,28 +6,24 @@ FOLDER/kills.json is a list with the fields of each Kill. Each kill is done once
 then its file `marker` exists.
 """
 
+import functools
 import json
 import os
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from mingpt.base import events
 from mingpt.config.cli import build
 from mingpt.distributed.launch import Launch
 from mingpt.launch.worker import Worker
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 STEPS = 48
-SNAPSHOT_FILES = 2  # tensor files of a snapshot: weights and optimizer
+PHASE_OF = {"batch": "forward", "reduction_start": "reduction", "evaluation_start": "evaluation"}
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """A kill: worker `rank` gets SIGKILL in `phase` of the first step that has this phase, from `step` on.
 
     `rank` is taken modulo the number of workers; in a save, of the workers that write a file. In a start-up
@@ -51,51 +47,44 @@ class FaultInjector:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.kills = [Kill(**kill) for kill in json.loads((folder / "kills.json").read_text())]
-        self.rank, self.workers, self.step = 0, 1, 0
+        self.kills = [Kill(*kill) for kill in json.loads((folder / "kills.json").read_text())]
+        self.rank, self.workers, self.step = 0, 1, STEPS
         self.savers = 1  # how many ranks write a file of a snapshot, from rank 0 on
-        for name in events.EVENTS:
-            if hasattr(self, f"on_{name}"):
-                events.subscribe(name, getattr(self, f"on_{name}"))
+        for name in ("worker_start", "run_start", "step_end", "file_progress"):
+            events.subscribe(name, getattr(self, f"on_{name}"))
+        for name, phase in PHASE_OF.items():
+            events.subscribe(name, functools.partial(self.kill_if_due, phase))
 
-    def kill_if_due(self, phase: str, step: int) -> None:
-        """Create the next kill's marker and kill this process, if that kill is for this phase and rank, and
-        for `step` or an earlier one.
+    def kill_if_due(self, phase: str, **_: Any) -> None:
+        """Create the next kill's marker and kill this process, if that kill is for this phase, rank and step.
+
+        A kill for an earlier step is due, too.
         """
         for number, kill in enumerate(self.kills):
             if marker(self.folder, number).exists():
                 continue
             rank = kill.rank % (self.savers if phase == "save" else self.workers)
-            if kill.phase == phase and step >= kill.step and self.rank == rank:
+            if kill.phase == phase and self.step >= kill.step and self.rank == rank:
                 marker(self.folder, number).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             return
 
     def on_worker_start(self, launch: Launch) -> None:
         self.rank, self.workers = launch.rank, launch.world_size
-        self.kill_if_due("start-up", STEPS)  # no step: a kill in a start-up is due at the next start
+        self.kill_if_due("start-up")  # a kill in a start-up is due at the next start, whatever its step
 
     def on_run_start(self, state: Any, strategy: Any) -> None:
         self.step = state.step
         if strategy.updates_are_sharded:
-            self.savers = min(self.workers, SNAPSHOT_FILES)
+            self.savers = min(self.workers, 2)  # weights and optimizer state are files of two ranks
 
     def on_step_end(self, step: int) -> None:
         self.step = step
 
-    def on_batch(self, step: int, micro_batch: int, inputs: "Tensor", targets: "Tensor") -> None:
-        self.kill_if_due("forward", step)
-
-    def on_reduction_start(self) -> None:
-        self.kill_if_due("reduction", self.step)
-
-    def on_evaluation_start(self, step: int) -> None:
-        self.kill_if_due("evaluation", step)
-
     def on_file_progress(self, name: str, written: int, size: int) -> None:
         """Do a kill that is due in a save, once half of a tensor file's `size` bytes are written."""
         if name.endswith(".safetensors") and 2 * written >= size:
-            self.kill_if_due("save", self.step)
+            self.kill_if_due("save")
 
 
 def run_worker(folder: Path, argv: list[str]) -> None:

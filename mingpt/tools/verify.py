@@ -14,22 +14,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mingpt.base.command import CommandParser, write_lines
-from mingpt.base.errors import CorruptSnapshot
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot
 from mingpt.base.files import temporary_folder
 from mingpt.config import Config
 from mingpt.config.cli import build
 from mingpt.data import make_corpus, read_bytes
-from mingpt.report.history import load_history, plural
+from mingpt.report.history import plural
 from mingpt.snapshot import SnapshotStore
-from mingpt.tools.compare import compare, render_differences
+from mingpt.tools.compare import compare, read_run
 from mingpt.tools.fault_injection import STEPS, Kill, marker
-from mingpt.tools.jobs import ROOT, children, clean_environment, is_alive, torchrun
+from mingpt.tools.jobs import ROOT, clean_environment, torchrun
 from mingpt.training.audit import recompute
 
 PHASES = ("start-up", "forward", "reduction", "evaluation", "save")
@@ -68,102 +67,61 @@ def make_schedule(seed: int, kills: int, workers: list[int]) -> list[Kill]:
 def train(folder: Path, workers: int, kills: list[Kill], settings: dict[str, Any]) -> None:
     """Train a whole run in `folder`/run, killed as `kills` say, with `workers` workers under ddp at first.
 
-    `folder` must not exist. A kill that hits no worker leaves no `marker` file. Where the number of workers
-    or the strategy changes, torchrun is killed and started again; after other kills it restarts the workers
-    itself. Raises RuntimeError, with the end of torchrun's stderr, if torchrun fails.
+    `folder` must not exist. torchrun restarts the workers after kills that change neither their number nor
+    the strategy. It ends at the first other kill, and is started again. Writes a line to stderr for each kill
+    that comes next; one that hits no worker leaves no `marker` file. Raises RuntimeError, with the end of
+    torchrun's stderr, if torchrun fails.
     """
     folder.mkdir(parents=True)
-    (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
-    done, strategy, told = 0, "ddp", 0
+    (folder / "kills.json").write_text(json.dumps(kills))
+    done, strategy = 0, "ddp"
     while True:
+        last = done  # the kill that ends this torchrun, if there is one
+        while last < len(kills) and (kills[last].workers, kills[last].strategy) == (workers, strategy):
+            last += 1
+        for kill in kills[done : last + 1]:
+            then = f"{plural(kill.workers, 'worker')}, {kill.strategy}"
+            sys.stderr.write(f"a kill in {kill.phase}, from step {kill.step} on, then {then}\n")
         own = STRATEGIES[strategy] | {"run_dir": folder / "run"}
         given = [f"{key}={value}" for key, value in (settings | own).items()]
-        change = next(
-            (
-                number
-                for number in range(done, len(kills))
-                if (kills[number].workers, kills[number].strategy) != (workers, strategy)
-            ),
-            None,
-        )
-        command = [
-            *torchrun(workers, len(kills) + 1),
-            "-m",
-            "mingpt.tools.fault_injection",
-            str(folder),
-            *given,
-        ]
+        program = ["-m", "mingpt.tools.fault_injection", str(folder), *given]
         with open(folder / "job.err", "ab") as err:
-            job = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=clean_environment(),
-                stdout=subprocess.DEVNULL,
-                stderr=err,
-                start_new_session=True,
+            command = [*torchrun(workers, last - done), *program]
+            job = subprocess.run(
+                command, cwd=ROOT, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=err
             )
-        while job.poll() is None and not (change is not None and marker(folder, change).exists()):
-            told = tell_kills(folder, kills, told)
-            time.sleep(0.02)
-        told = tell_kills(folder, kills, told)
-        if job.poll() is None and change is not None:  # this kill changes workers or strategy
-            orphans = children(job.pid)
-            job.kill()
-            job.wait()
-            while any(is_alive(pid) for pid in orphans):  # workers notice that their agent is gone
-                time.sleep(0.02)
-            done, workers, strategy = change + 1, kills[change].workers, kills[change].strategy
-        elif job.returncode == 0:
+        if job.returncode == 0:
             return
-        else:
+        if last == len(kills) or not marker(folder, last).exists():
             said = (folder / "job.err").read_text()[-3000:]
             raise RuntimeError(f"torchrun ended with code {job.returncode}:\n{said}")
-
-
-def tell_kills(folder: Path, kills: list[Kill], told: int) -> int:
-    """Write a line to stderr for each kill done so far, except the first `told`; return how many are done."""
-    while told < len(kills) and marker(folder, told).exists():
-        kill, told = kills[told], told + 1
-        after = f"{plural(kill.workers, 'worker')}, {kill.strategy}"
-        sys.stderr.write(f"kill {told} of {len(kills)}: {kill.phase}, step {kill.step}; then {after}\n")
-    return told
-
-
-def describe_generations(folder: Path) -> Iterator[str]:
-    """Yield a line on the workers, steps and end of each generation in run.json; none if that is missing."""
-    history = load_history(folder / "run") or {"generations": []}
-    for number, entry in enumerate(history["generations"]):
-        steps = f"steps {entry['from_step']} to {entry['to_step']}"
-        yield f"  generation {number}: {plural(entry['workers'], 'worker')}, {steps}, {entry['end']}"
+        done, workers, strategy = last + 1, kills[last].workers, kills[last].strategy
 
 
 def find_problems(
     seed: int, kills: list[Kill], workers: int, work: Path, config: Config
-) -> tuple[list[str], list[str]]:
-    """Train the disturbed run, compare it with the undisturbed one; return (problems, lines on the run).
+) -> tuple[list[str], str | None]:
+    """Train the disturbed run, compare it with the undisturbed one; return (problems, its SHA-256).
 
     `work` is the folder of both runs. `workers` is the number of workers to begin with. A disturbed run that
-    fails is a problem, too. Raises UserError if a snapshot to compare cannot be read.
+    fails is a problem, too.
     """
     folder = work / f"seed-{seed}"
     try:
         train(folder, workers, kills, SETTINGS | {"data.path": config.data.path})
-        summary = list(describe_generations(folder))
-        found = compare(str(work / "undisturbed" / "run"), str(folder / "run"))
+        found = compare(read_run(str(work / "undisturbed" / "run")), read_run(str(folder / "run")))
         last = last_manifest(folder)
-    except (RuntimeError, OSError, CorruptSnapshot) as error:
-        return [str(error)], []
-    problems = list(render_differences(found))
+    except (RuntimeError, OSError, CorruptSnapshot, UnreadableSnapshot) as error:
+        return [str(error)], None
+    problems = [*found.differences, *found.not_compared]
     missed = [number for number in range(len(kills)) if not marker(folder, number).exists()]
     if missed:
         problems.append(f"kills {missed} hit no living worker")
-    if found.unmatched:
-        problems.append("one run lacks records that the other has")
     tokens = make_corpus(read_bytes(config.data), config.data).train
     if last["audit"] != recompute(config, tokens, STEPS):
         problems.append("the workers were fed other tokens than configuration and text determine")
     shutil.rmtree(folder)
-    return problems, [*summary, f"  disturbed    {last['sha256']}"]
+    return problems, last["sha256"]
 
 
 def last_manifest(folder: Path) -> dict[str, Any]:
@@ -196,8 +154,9 @@ def main(arguments: Sequence[str]) -> int:
         config = train_undisturbed(work)
         write_lines([f"undisturbed: 1 worker, {STEPS} steps, {time.monotonic() - began:.0f} s"])
         kills = make_schedule(options.seed, options.kills, counts)
-        problems, summary = find_problems(options.seed, kills, counts[0], work, config)
-        write_lines([*summary, f"  undisturbed  {last_manifest(work / 'undisturbed')['sha256']}"])
+        problems, digest = find_problems(options.seed, kills, counts[0], work, config)
+        undisturbed = last_manifest(work / "undisturbed")["sha256"]
+        write_lines([f"  disturbed    {digest}", f"  undisturbed  {undisturbed}"])
     took = f"({time.monotonic() - began:.0f} s)"
     write_lines([f"seed {options.seed} broke it: {'; '.join(problems)}" if problems else f"identical {took}"])
     return 1 if problems else 0

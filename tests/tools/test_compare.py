@@ -1,4 +1,4 @@
-"""`python -m mingpt compare` says where two runs begin to differ, and why."""
+"""`python -m mingpt compare` says which run is best, where runs begin to differ, and why."""
 
 import functools
 import json
@@ -12,7 +12,6 @@ import torch
 from conftest import command
 from support.jobs import Job
 from support.snapshots import TENSORS, make_manifest, make_store, write
-from torch import Tensor
 
 from mingpt.base.errors import UserError
 from mingpt.config import to_yaml
@@ -20,28 +19,37 @@ from mingpt.config.cli import build
 from mingpt.report.history import GenerationStart, RunHistory
 from mingpt.tools.compare import main
 
-WEIGHT = TENSORS["model.wte"]
-LOSSES = [3.0, 2.5, 2.6, 2.0, 2.2, 1.5, 1.8, 1.4]
+Compare = Callable[..., tuple[int, list[str]]]
+ALONE = ": settings are not on record: give run folders"
+OTHER = "another computation"
+CHANGED = {"changes": [(12, "trainer.batch_size: 16 -> 8")]}
+ON_RECORD = ": nothing on record explains it"
 SETTINGS = {"trainer__max_steps": 12, "trainer__eval_every": 6, "snapshot__every": 6}
-PROGRAM = (
-    "nothing on record explains it: the program was changed, or a machine computed wrongly, which "
-    "trainer.replay_every checks"
-)
-UNKNOWN = (
-    "cannot tell why: settings, data and software of both runs are not on record here; give the run folders, "
-    "with config.yaml and run.json"
-)
 RUNS: dict[str, dict[str, Any]] = {
     "one": {"trainer__workers": 1},
     "two": {"trainer__workers": 2},
     "fast": {"trainer__workers": 1, "trainer__reduction": "fast"},
     "four, fast": {"trainer__workers": 4, "trainer__reduction": "fast"},
     "seed": {"trainer__workers": 1, "seed": 2},
-    "batch": {"trainer__workers": 4, "trainer__batch_size": 32},
-    "window": {"trainer__workers": 1, "data__block_size": 16},
     "micro": {"trainer__workers": 1, "trainer__micro_batch_size": 2},
     "bfloat16": {"trainer__workers": 1, "trainer__dtype": "bfloat16"},
+    "dropout": {"trainer__workers": 1, "model__dropout": 0.1},
+    "masks": {"trainer__workers": 1, "model__dropout": 0.1, "trainer__micro_batch_size": 2},
 }
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
+    """A function that compares runs, from an empty folder; returns the exit code and the lines."""
+    monkeypatch.chdir(tmp_path)
+
+    def compare(*words: str) -> tuple[int, list[str]]:
+        code = main(words)
+        lines = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= 80 for line in lines), lines
+        return code, lines
+
+    return compare
 
 
 @pytest.fixture(scope="module")
@@ -60,158 +68,175 @@ def train(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
 
 def make_run(
-    folder: Path, tensors: Mapping[str, Tensor] = TENSORS, losses: Sequence[float] = LOSSES, step: int = 8
-) -> str:
-    """Make a run folder with a snapshot and a record of each loss."""
-    write_records(folder, [{"train/loss": loss} for loss in losses])
-    write(make_store(folder), make_manifest(step), tensors)
-    return str(folder)
-
-
-def write_records(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
-    """Make a run folder with a metrics.jsonl alone, of these records from step 1 on."""
+    folder: Path,
+    records: Sequence[Mapping[str, float]] = (),
+    settings: Mapping[str, Any] | None = None,
+    changes: Sequence[tuple[int, str]] = (),
+    **inputs: Any,
+) -> None:
+    """Make a run folder without snapshots; `settings` and `inputs` are those that have no default value."""
     folder.mkdir()
-    lines = [json.dumps({"step": step, **record}) for step, record in enumerate(records, 1)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9, "tra']))
+    lines = [json.dumps(record) for record in records]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "tra']))
+    if settings is not None:
+        (folder / "config.yaml").write_text(to_yaml(build(dict(settings))))
+        history = RunHistory(folder, "id", {})
+        history.content["inputs"] = {"data": "a", "tokenizer": "b", "software": {"threads": 1}, **inputs}
+        history.content["changes"] = [{"step": step, "settings": [text]} for step, text in changes]
+        history.start_generation(GenerationStart("id", 0, 1, False))
 
 
-def write_facts(folder: Path, settings: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Write a config.yaml of `settings`, else with defaults, and a run.json with `inputs`."""
-    (folder / "config.yaml").write_text(to_yaml(build(dict(settings))))
-    history = RunHistory(folder, "id", {})
-    history.content["inputs"] = {"data": "a", "tokenizer": "b", "software": {"threads": 1}, **inputs}
-    history.start_generation(GenerationStart("id", 0, 1, False))
+def make_records(metric: str = "", step: int = 0, factor: float = 1.0) -> list[dict[str, float]]:
+    """Records of an evaluation at step 0 and of 30 steps; from a metric's value on, all have a factor."""
+    names = [(0, "val/loss")] + [(at, name) for at in range(1, 31) for name in ("train/loss", "grad_norm")]
+    first = names.index((step, metric)) if metric else len(names)
+    values = {key: 2.5 * (factor if place >= first else 1) for place, key in enumerate(names)}
+    return [
+        {"step": at, **{name: values[key] for key in names if key[0] == at for name in key[1:]}}
+        for at in range(31)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("other", "sentences"),
+    ("one", "other", "finding", "alone"),
     [
-        ("two", [r"  workers: 1 -> 2", r"the same bits: \d+ values of 13 steps, \d+ tensors"]),
-        ("seed", [r"\* seed: 1337 -> 2", "another computation: seed"]),
-        ("batch", [r"\* trainer.batch_size: 8 -> 32", "another computation: trainer.batch_size"]),
-        ("window", [r"train/loss first differs at step 1: .*", "another computation: data.block_size"]),
-        ("micro", [r"\* trainer.micro_batch_size: 1 -> 2", "rounding: trainer.micro_batch_size"]),
-        ("bfloat16", ["step 12: .* tensors differ, .*", "rounding: trainer.dtype, software.dtype"]),
-        ("four, fast", [r"grad_norm first differs at step \d: .* units .*", "rounding: workers"]),
+        ("one", "two", r"the same bits: \d+ values, tensors of step 12", r"the same bits: \d+ values"),
+        ("one", "seed", "another computation: seed", f"another computation{ALONE}"),
+        ("one", "micro", "rounding: trainer.micro_batch_size", f"rounding{ALONE}"),
+        ("one", "bfloat16", "rounding: trainer.dtype, software.dtype", f"rounding or another .*{ALONE}"),
+        ("dropout", "masks", "another computation: trainer.micro_batch_size", f".*another .*{ALONE}"),
+        ("fast", "four, fast", "rounding: workers", f"rounding{ALONE}"),
     ],
 )
 def test_the_cause_of_a_difference_is_named(
-    other: str, sentences: list[str], train: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = train("fast" if "fast" in other else "one")
-    assert main([str(one), str(train(other))]) == (0 if other == "two" else 1)
-    lines = capsys.readouterr().out.splitlines()
-    found = [any(re.fullmatch(sentence, line) for line in lines) for sentence in sentences]
-    assert all(found) and re.fullmatch(sentences[-1], lines[-1]), lines
+    one: str, other: str, finding: str, alone: str,
+    train: Callable[[str], Path], tmp_path: Path, compare: Compare,
+) -> None:  # fmt: skip
+    """The run folders tell the setting; copies of metrics.jsonl tell rounding apart, if that is possible."""
+    for name, run in (("a", train(one)), ("b", train(other))):
+        (tmp_path / name).symlink_to(run)
+        (tmp_path / f"{name}.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
+    for files, expected in ((("a", "b"), finding), (("a.jsonl", "b.jsonl"), alone)):
+        code, lines = compare(*files)
+        assert code == (0 if other == "two" else 1)
+        assert re.fullmatch(expected, lines[-1]), lines
 
 
 @pytest.mark.parametrize(
-    ("changed", "sentence"),
+    ("settings", "facts", "first", "finding"),
     [
-        ({}, "the same bits: 8 values of 8 steps, 3 tensors"),
-        (
-            {
-                "model.wte": (WEIGHT.view(torch.int32) ^ (torch.arange(12).view(3, 4) == 5)).view(
-                    torch.float32
-                )
-            },
-            "step 8: 1 of 3 tensors differ, the first one is model.wte from its byte 20 on; by 4.77e-07 at "
-            f"most, in model.wte at [1, 1]\n{PROGRAM}\n",
-        ),
-        (
-            {"optimizer.wte.step": torch.tensor(2.0)},
-            "step from its byte 2 on; by 1 at most, in optimizer.wte.step at []",
-        ),
-        ({"model.half": torch.ones(4), "new": WEIGHT}, "or of another shape or type: model.half, new\n"),
+        ({}, {}, ("grad_norm", 1, 1.001), f"rounding or {OTHER}{ON_RECORD}"),
+        ({"trainer.micro_batch_size": 4}, {}, ("grad_norm", 1, 1 + 1e-6),
+         "rounding: trainer.micro_batch_size"),
+        ({"trainer.micro_batch_size": 4, "model.dropout": 0.1}, {}, ("grad_norm", 1, 1.001),
+         f"{OTHER}: model.dropout, trainer.micro_batch_size"),
+        ({}, {"software": {"threads": 2}}, ("grad_norm", 1, 1 + 1e-6), "rounding: software.threads"),
+        ({}, {"software": {"threads": 2}}, ("grad_norm", 1, 1.05), f"{OTHER}{ON_RECORD}"),
+        ({"trainer.eval_windows": 4}, {}, ("val/loss", 0, 1.2), f"{OTHER}: trainer.eval_windows"),
+        ({"trainer.eval_windows": 4}, {}, ("train/loss", 1, 1.2), f"{OTHER}{ON_RECORD}"),
+        ({"trainer.max_steps": 60}, {}, ("val/loss", 0, 1.2), f"{OTHER}{ON_RECORD}"),
+        ({"trainer.max_steps": 60}, {"data": "c"}, ("val/loss", 0, 1.2), f"{OTHER}: data"),
+        ({"trainer.max_steps": 60}, {}, ("grad_norm", 21, 1.2), f"{OTHER}{ON_RECORD}"),
+        ({"trainer.max_steps": 60}, {}, ("train/loss", 22, 1.2), f"{OTHER}: trainer.max_steps"),
+        ({"optimizer.beta2": 0.9}, {"tokenizer": "c"}, ("grad_norm", 1, 1.2), f"{OTHER}: tokenizer"),
+        ({"optimizer.beta2": 0.9}, {}, ("train/loss", 2, 1.2), f"{OTHER}: optimizer.beta2"),
+        ({"trainer.on_nonfinite": "skip", "seed": 2}, {}, ("grad_norm", 9, 1.2), f"{OTHER}: seed"),
+        ({"seed": 2, "trainer.batch_size": 8}, CHANGED, ("grad_norm", 12, 1.2), f"{OTHER}: seed"),
+        ({"seed": 2, "trainer.batch_size": 8}, CHANGED, ("grad_norm", 13, 1.2),
+         f"{OTHER}: seed, trainer.batch_size after step 12"),
+        ({"trainer.eval_every": 3, "trainer.log_every": 4, "snapshot.every": 5}, {},
+         ("grad_norm", 3, 1.2), f"{OTHER}{ON_RECORD}"),
     ],
-)
-def test_tensors_are_compared_byte_by_byte(
-    changed: dict[str, Tensor], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_no_setting_is_blamed_before_it_can_act(
+    settings: dict[str, Any], facts: dict[str, Any], first: tuple[str, int, float], finding: str,
+    tmp_path: Path, compare: Compare,
+) -> None:  # fmt: skip
+    make_run(tmp_path / "a", make_records(), {})
+    make_run(tmp_path / "b", make_records(*first), settings, **facts)
+    code, lines = compare("a", "b")
+    assert (code, lines[-1]) == (1, finding), lines
+
+
+def test_without_a_common_snapshot_the_newest_manifests_name_data_and_tokenizer(
+    tmp_path: Path, compare: Compare
 ) -> None:
-    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", TENSORS | changed)]
-    assert main(runs) == (1 if changed else 0)
-    assert sentence in capsys.readouterr().out
-
-
-DROPOUT = {"model.dropout": 0.1}
+    for name, step, digit in (("a", 20, "0"), ("b", 26, "1")):
+        first = ("val/loss", 0, 1.01 if name == "b" else 1.0)
+        make_run(tmp_path / name, make_records(*first)[: step + 1])
+        manifest = make_manifest(step) | {
+            "tokenizer": {"kind": "char", "vocab_size": 2, "sha256": digit * 64}
+        }
+        manifest |= {"config": {"trainer": {"max_steps": step}}, "data": {"path": "x", "sha256": digit * 64}}
+        write(make_store(tmp_path / name), manifest)
+    code, lines = compare("a", "b")
+    assert (code, lines[-3:]) == (
+        1,
+        [
+            "not compared: 12 values of steps 21 to 26, in one run only",
+            "not compared: tensors, as no step has a snapshot of both runs",
+            "another computation: data, tokenizer",
+        ],
+    )
+    assert "* trainer.max_steps: 20 -> 26" in lines
 
 
 @pytest.mark.parametrize(
-    ("settings", "facts", "grad_norm", "cause"),
+    ("changed", "damage", "finding"),
     [
-        (({}, {}), {}, 1.001, PROGRAM),
-        (({}, {"trainer.micro_batch_size": 4}), {}, 1 + 1e-6, "rounding: trainer.micro_batch_size"),
-        (
-            (DROPOUT, DROPOUT | {"trainer.micro_batch_size": 4}),
-            {},
-            1.001,
-            "another computation: trainer.micro_",
-        ),
-        (({}, {"trainer.compile": "true"}), {}, 1.001, "rounding: trainer.compile"),
-        ((DROPOUT, DROPOUT | {"trainer.compile": "true"}), {}, 1.001, "another computation: trainer.compile"),
-        (({}, {}), {"software": {"threads": 2}}, 1.001, "rounding: software.threads"),
-        (({}, {"trainer.eval_windows": 4}), {}, 1.0, "another computation: trainer.eval_windows"),
-        (({}, {"trainer.max_steps": 60}), {}, 1.0, "another computation: trainer.max_steps"),
-        (({}, {"trainer.max_steps": 60}), {}, 1.2, PROGRAM),
-        (({}, {"trainer.max_steps": 60}), {"data": "c"}, 1.2, "another computation: data"),
-        (({}, {"optimizer.beta2": 0.9}), {"tokenizer": "c"}, 1.2, "another computation: tokenizer"),
-        (({}, {"seed": 2, "trainer.threads": 2}), {}, 1.001, "another computation: seed"),
+        ({}, bytes, "the same bits: 61 values, tensors of step 8"),
+        ({"model.wte": TENSORS["model.wte"] * (1 + 2**-23)}, bytes, "1, first model.wte, by 9.54e-07"),
+        ({"optimizer.wte.step": torch.tensor(0.5)}, bytes, "1, first optimizer.wte.step, by 0.5"),
+        ({"model.half": torch.ones(4), "new": torch.ones(1)}, bytes, "2, first model.half, in one run only"),
+        ({}, lambda content: content[:-1] + bytes(1), "the snapshot of step 8 of b is damaged: its file"),
+        ({}, lambda content: content[:9], "the snapshot of step 8 of b is damaged: its file"),
     ],
-)
-def test_the_cause_follows_from_what_is_on_record_without_a_snapshot(
-    settings: tuple[dict[str, Any], dict[str, Any]],
-    facts: dict[str, Any],
-    grad_norm: float,
-    cause: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    runs = [tmp_path / "a", tmp_path / "b"]
-    for run, given, known, norm in zip(runs, settings, ({}, facts), (1.0, grad_norm), strict=True):
-        write_records(run, [{"train/loss": 3.9, "grad_norm": norm}, {"train/loss": float(run == runs[0])}])
-        write_facts(run, given, known)
-    assert main([str(run) for run in runs]) == 1
-    assert cause in capsys.readouterr().out.splitlines()[-1]
-    assert main([f"{run}/metrics.jsonl" for run in runs]) == 1
-    assert capsys.readouterr().out.endswith(f"{UNKNOWN}\n")
-
-
-def test_what_one_run_alone_has_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, losses, step in (("a", [3.0, 2.5, 2.75, 2.875], 4), ("b", [3.0], 1)):
-        write_records(tmp_path / name, [{"val/loss": loss} for loss in losses])
-        write(make_store(tmp_path / name), make_manifest(step))
-    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"only {tmp_path}/a has 3 values of steps 2 to 4",
-        "no tensors are compared: the runs have no snapshot of the same step",
-        "the same bits: 1 values of 1 steps, 0 tensors",
-    ]
-
-
-def test_a_run_that_cannot_be_compared_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    one, other = make_run(tmp_path / "a"), make_run(tmp_path / "b", losses=[], step=7)
-    with pytest.raises(UserError, match="none is not there: give a run folder such as out/default"):
-        main([one, str(tmp_path / "none")])
-    with pytest.raises(UserError, match="have neither a record nor a snapshot of the same step"):
-        main([one, other])
-    with pytest.raises(UserError, match=r"cannot be compared: .*Is a directory"):
-        (tmp_path / "b" / "metrics.jsonl").unlink()
-        (tmp_path / "b" / "metrics.jsonl").mkdir()
-        main([one, other])
-
-
-def test_a_damaged_snapshot_is_used_if_it_can_be_opened_and_otherwise_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, other = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+)  # fmt: skip
+def test_tensors_of_the_same_step_are_compared_unless_a_snapshot_is_damaged(
+    changed: dict[str, torch.Tensor], damage: Callable[[bytes], bytes], finding: str,
+    tmp_path: Path, compare: Compare,
+) -> None:  # fmt: skip
+    for name, tensors in (("a", TENSORS), ("b", TENSORS | changed)):
+        make_run(tmp_path / name, make_records())
+        write(make_store(tmp_path / name), make_manifest(8), tensors)
     path = tmp_path / "b" / "snapshots" / "step_00000008.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert main([one, other]) == 1
-    assert "the first one is model.half from its byte 9 on" in capsys.readouterr().out
-    path.write_bytes(content[:9])
-    assert main([one, other]) == 0
-    assert capsys.readouterr().out.endswith("\nthe same bits: 8 values of 8 steps, 0 tensors\n")
-    assert caplog.text.count("the snapshot of step 8 of ") == 2
+    path.write_bytes(damage(path.read_bytes()))
+    code, lines = compare("a", "b")
+    assert (code, finding in "\n".join(lines)) == ("same" not in finding, True)
+
+
+def test_the_first_lines_tell_which_of_several_runs_is_best_and_a_picture_shows_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compare: Compare
+) -> None:
+    for name, losses in (("a", (2.5, 1.5, 1.75)), ("b", (2.5, 1.5, 1.75)), ("c", (2.5, 1.25, 1.125))):
+        records = [
+            {"step": 10 * number, "val/loss": loss, "val/bits_per_byte": 2 * loss, "tokens": 4000 * number}
+            for number, loss in enumerate(losses)
+        ]
+        make_run(tmp_path / name, records, {} if name == "a" else None)
+    code, lines = compare("a", "b", "c")
+    assert code == 1
+    assert [line.split() for line in lines[:5]] == [
+        ["steps", "val/loss", "lowest", "bits/byte", "lowest", "seconds", "tokens", "run"],
+        ["20", "1.750", "1.500", "3.500", "3.000", "-", "8,000", "a"],
+        ["20", "1.750", "1.500", "3.500", "3.000", "-", "8,000", "b"],
+        ["20", "1.125", "1.125", "2.250", "2.250", "-", "8,000", "c"],
+        ["losses", "of", "all", "runs:", "compare.png"],
+    ]
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert lines.index("a and b:") < lines.index("the same bits: 6 values") < lines.index("a and c:")
+    assert compare("a", "b", "--plot", "none/x.png")[0] == 0
+    assert "none/x.png cannot be drawn (No such file or directory): give another file with" in caplog.text
+
+
+def test_a_run_that_cannot_be_compared_is_refused_in_one_sentence(tmp_path: Path, compare: Compare) -> None:
+    make_run(tmp_path / "a", make_records())
+    make_run(tmp_path / "b")
+    with pytest.raises(UserError, match="nowhere is not there: give a run folder such as out/default"):
+        compare("a", "nowhere")
+    with pytest.raises(UserError, match="a and b have no record and no snapshot of the same step"):
+        compare("a", "b")
+    (tmp_path / "c" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"cannot be compared: .*Is a directory"):
+        compare("a", "c")
