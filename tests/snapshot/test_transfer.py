@@ -130,11 +130,10 @@ def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
     assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
 
 
-def breaking_off(rank: int, error: Exception, fails: Callable[[int], bool], is_local: bool = True) -> Prepare:
+def breaking_off(rank: int, error: Exception, fails: Callable[[int], bool]) -> Prepare:
     """Let a rank's file break off in the middle if `fails` is true of the file's number, from 1."""
 
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        saver.store.is_local, saver.store.retries_s = is_local, (0.0, 0.0)
         if context.rank != rank:
             return
         write_file, numbers = saver.store.write_file, itertools.count(1)
@@ -153,14 +152,32 @@ def breaking_off(rank: int, error: Exception, fails: Callable[[int], bool], is_l
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(("rank", "writes_alone"), [(0, False), (1, False), (0, True)])
-def test_a_full_disk_of_one_rank_is_the_error_of_all(rank: int, writes_alone: bool, tmp_path: Path) -> None:
-    """No rank waits for ever, and the files that were written are removed."""
+class TwoArguments(Exception):
+    """An exception that cannot be made again from its message."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+@pytest.mark.parametrize(
+    ("rank", "writes_alone", "error", "found"),
+    [
+        (0, False, NO_ROOM, ("OSError", errno.ENOSPC)),
+        (1, False, NO_ROOM, ("OSError", errno.ENOSPC)),
+        (0, True, NO_ROOM, ("OSError", errno.ENOSPC)),
+        (1, False, ClaimLost("superseded"), ("ClaimLost", 0)),
+        (1, False, TwoArguments("the server", "503"), ("OSError", 0)),
+    ],
+)
+def test_a_write_that_fails_on_one_rank_is_the_error_of_all(
+    rank: int, writes_alone: bool, error: Exception, found: tuple[str, int], tmp_path: Path
+) -> None:
+    """No rank waits for ever. The files that were written are removed, unless another job may own them."""
     store = make_store(tmp_path)
-    prepare = breaking_off(rank, NO_ROOM, lambda number: number % 2 == 0)
+    prepare = breaking_off(rank, error, lambda number: number % 2 == 0)
     work = save_together(tmp_path, writes_alone=writes_alone, prepare=prepare)
-    assert results_of(3, work) == [("OSError", errno.ENOSPC)] * 3
-    assert file_names(store) == []
+    assert results_of(3, work) == [found] * 3
+    assert store.steps() == [] and (file_names(store) == [] or isinstance(error, ClaimLost))
 
 
 def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_path: Path) -> None:
@@ -172,43 +189,6 @@ def test_where_there_is_no_room_an_older_snapshot_is_removed_for_a_new_one(tmp_p
     assert results_of(2, work) == [("NoneType", 0)] * 2
     assert sorted(store.steps()) == [2, 3, STEP]
     assert read_files(store).items() >= local_files(tmp_path / "alone", state()).items()
-
-
-class TwoArguments(Exception):
-    """An exception that cannot be made again from its message."""
-
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(f"{what}: {why}")
-
-
-@pytest.mark.parametrize("writes_alone", [False, True])
-def test_an_upload_that_fails_is_tried_again_by_all_ranks(writes_alone: bool, tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    rank = 0 if writes_alone else 1
-    prepare = breaking_off(
-        rank, TwoArguments("the server", "503"), lambda number: number <= 2, is_local=False
-    )
-    work = save_together(tmp_path, writes_alone=writes_alone, prepare=prepare)
-    assert results_of(3, work) == [("NoneType", 0)] * 3
-    assert read_files(store) == local_files(tmp_path / "alone", state())
-    assert store.read(STEP).manifest["step"] == STEP
-
-
-@pytest.mark.parametrize(
-    ("times", "error", "kind"),
-    [
-        (9, OSError(errno.EIO, "broken"), "OSError"),
-        (1, ClaimLost("superseded"), "ClaimLost"),
-        (1, NO_ROOM, "OSError"),
-    ],
-    ids=["for good", "claim", "no room"],
-)
-def test_an_upload_is_given_up_by_all_ranks(times: int, error: Exception, kind: str, tmp_path: Path) -> None:
-    """All ranks give up after the last pause, or at once if another attempt would not help."""
-    store = make_store(tmp_path)
-    work = save_together(tmp_path, prepare=breaking_off(1, error, lambda number: number <= times, False))
-    assert [found for found, _ in results_of(3, work)] == [kind] * 3
-    assert store.steps() == []
 
 
 @pytest.mark.parametrize("where", ["begin", "commit", "late fields"])
