@@ -19,7 +19,7 @@ from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
 from mingpt.report.files import JsonlSink, MayWrite, SmallFile, always, read_records
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
-from mingpt.report.log import ConsoleSink, RisingLoss
+from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.tracker import Follower, TensorBoard, Tracker
@@ -27,7 +27,6 @@ from mingpt.report.tracker import Follower, TensorBoard, Tracker
 T = TypeVar("T")
 SINKS: list[Callable[[RunInfo], Sink]] = [  # the sinks beside metrics.jsonl
     ConsoleSink,
-    RisingLoss,
     LossPlot,
 ]
 log = logging.getLogger(__name__)
