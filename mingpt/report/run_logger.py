@@ -264,11 +264,9 @@ class RunLogger:
 
 def peak_memory() -> int:
     """Return the most bytes of memory that this process has had, shared memory included; 0 if not Linux."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else "VmHWM: 0"
+    return 1024 * int(text.partition("VmHWM:")[2].split()[0])
 
 
 def is_reported(run_dir: Path) -> bool:
