@@ -125,7 +125,7 @@ def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: 
         columns.append(settings | {name: spelled(size) for name, size in needs.items() if size})
         fitting += [f"{words} fits"] if needs["total"] <= limit else []
     return [
-        f"memory of worker 0 of {workers:,}, to a third, of the {spelled(limit)} that it has",
+        f"memory of worker 0 of {workers:,}, right to a third; it has {spelled(limit)}",
         "",
         *align([[name, *(column[name] for column in columns)] for name in columns[0]]),
         "",
