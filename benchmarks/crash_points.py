@@ -14,7 +14,7 @@ two tensor files and a manifest. There are five kinds of fault, all enumerated:
   combination (after Pillai et al. 2014, "All file systems are not created equal");
 - `order`: the workers are killed while any of the tensor files exist, or are being written;
 - `store`: an object store fails once, fails from then on, tears an upload with or without an error, or lists
-  late, at each of its calls; files go up by one PUT, or in parts.
+  late, at each of its calls.
 
 After each fault the newest valid snapshot must be of step 20 or 30, with the right content, a further save
 must succeed, and no file of an unfinished save may be left. Exit code 1 otherwise.
@@ -46,7 +46,6 @@ ON_FILES = {
     "unlinkat", "close", "stat", "newfstatat", "fstat", "statx", "lstat", "lseek", "ioctl", "getdents64",
     "read", "mkdir", "ftruncate", "access", "faccessat2",
 }  # fmt: skip
-UPLOAD_PART_BYTES = 300
 BEGIN, END = "/the/save/begins", "/the/save/ends"  # paths that the child looks up for strace to see
 
 Verdicts = Iterator[tuple[str, str, str]]  # kind of fault, where it happened, verdict
@@ -292,11 +291,11 @@ def orders(work: Path, stride: int) -> Verdicts:
         yield "order", f"state {number}", verdict(store)
 
 
-def faulty_store(upload_part_bytes: int) -> tuple[SnapshotStore, FaultyStore]:
+def faulty_store() -> tuple[SnapshotStore, FaultyStore]:
     """A faulty store with the first two snapshots."""
     FaultyStore.store.clear()
     FaultyStore.pseudo_dirs[:] = [""]
-    store = SnapshotStore("memory://bucket/run", (0.0, 0.0), upload_part_bytes)
+    store = SnapshotStore("memory://bucket/run", (0.0, 0.0))
     files = FaultyStore(skip_instance_cache=True)
     store.files = files
     write_first_two(store)
@@ -305,18 +304,17 @@ def faulty_store(upload_part_bytes: int) -> tuple[SnapshotStore, FaultyStore]:
 
 def faults_of_a_store(stride: int) -> Verdicts:
     """The verdicts on `store`."""
-    for upload_part_bytes, way in ((1 << 20, "by a PUT"), (UPLOAD_PART_BYTES, "in parts")):
-        store, files = faulty_store(upload_part_bytes)
-        files.armed = True
-        saver(store).write(manifest(30), transfer(30))
-        points = [(fault, at) for fault in FAULTS for at in range(1, files.calls + 1)]
-        for fault, at in points[::stride]:
-            yield f"store {fault}", f"{way}, call {at}", fault_of_a_store(upload_part_bytes, fault, at)
+    store, files = faulty_store()
+    files.armed = True
+    saver(store).write(manifest(30), transfer(30))
+    points = [(fault, at) for fault in FAULTS for at in range(1, files.calls + 1)]
+    for fault, at in points[::stride]:
+        yield f"store {fault}", f"call {at}", fault_of_a_store(fault, at)
 
 
-def fault_of_a_store(upload_part_bytes: int, fault: str, at: int) -> str:
+def fault_of_a_store(fault: str, at: int) -> str:
     """The verdict on a save whose call `at` has this fault."""
-    store, files = faulty_store(upload_part_bytes)
+    store, files = faulty_store()
     files.last_listing = files.ls(store.root, detail=False)
     files.armed, files.fault, files.at = True, fault, at
     saver(store).write(manifest(30), transfer(30))

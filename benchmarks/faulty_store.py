@@ -1,35 +1,11 @@
 """An object store in memory that goes wrong at a given call, or from it on, for crash_points.py."""
 
-import io
+from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.spec import AbstractBufferedFile
 
 FAULTS = ("fails once", "fails on", "tears", "tears and says so", "lists late")
-
-
-class FaultyUpload(AbstractBufferedFile):  # type: ignore[misc]
-    """An upload in parts: the object appears when it is closed. Its calls count as its FaultyStore's."""
-
-    def _initiate_upload(self) -> None:
-        self.fs.count_call()
-        self.parts: list[bytes] = []
-
-    def _upload_chunk(self, final: bool = False) -> bool:
-        part, is_the_one = self.buffer.getvalue(), self.fs.count_call()
-        if is_the_one and self.fs.fault.startswith("tears"):
-            part = part[: len(part) // 2]
-        self.parts.append(part)
-        if is_the_one and self.fs.fault == "tears and says so":
-            raise OSError("connection lost")
-        if final:
-            self.fs.put(self.path, b"".join(self.parts))
-        return True
-
-    def discard(self) -> None:
-        self.fs.count_call()
-        self.buffer = io.BytesIO()
 
 
 class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
@@ -59,23 +35,12 @@ class FaultyStore(MemoryFileSystem):  # type: ignore[misc]
             raise OSError(f"503 on call {self.calls}")
         return self.calls == self.at
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        is_the_one = self.count_call()
-        if not (is_the_one and self.fault.startswith("tears")):
-            super().pipe_file(path, value, mode=mode, **options)
-            return
-        super().pipe_file(path, value[: len(value) // 2], mode=mode, **options)
-        if self.fault == "tears and says so":
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+        is_the_one, content = self.count_call(), Path(lpath).read_bytes()
+        is_torn = is_the_one and self.fault.startswith("tears")
+        self.pipe_file(rpath, content[: len(content) // 2] if is_torn else content)
+        if is_torn and self.fault == "tears and says so":
             raise OSError("connection lost")
-
-    def put(self, path: str, value: bytes) -> None:
-        """Store an object without faults."""
-        super().pipe_file(path, value)
-
-    def open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
-        if mode == "wb" and "data" not in options:
-            return FaultyUpload(self, self._strip_protocol(path), mode, block_size)
-        return super().open(path, mode, block_size, **options)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         self.count_call()

@@ -41,8 +41,7 @@ from support.shards import write_nanogpt
 from mingpt.base import events
 from mingpt.config.cli import build, parse, read_file
 from mingpt.tools.jobs import ROOT, torchrun
-from mingpt.tools.plan.costs import CUDA_CONTEXT_BYTES, estimate
-from mingpt.tools.plan.workload import Workload
+from mingpt.tools.plan import CUDA_BYTES, estimate
 
 STAND_IN = "CUDA stand-in"
 LIMIT = 0.02  # of the relative difference between losses in two types, or on two devices
@@ -213,8 +212,8 @@ def recipe(bench: Bench, seed: int) -> Row:
 def large(bench: Bench, more: Row) -> Row:
     """Speed at 124 M parameters, and the peak of torch's allocator over the plan's without CUDA's context."""
     row, config = speed(bench, "124M", more), build(bench.settings("124M", more))
-    work = Workload(config, 50257, 1, on_cpu=False, dtype="bfloat16")
-    return row | {"over_plan": row["peak_bytes"] / (estimate(work).peak_bytes - CUDA_CONTEXT_BYTES)}
+    planned = estimate(config, 50257, 1, on_cpu=False, element=2)["total"] - CUDA_BYTES
+    return row | {"over_plan": row["peak_bytes"] / planned}
 
 
 def saves(bench: Bench, memory_every: int) -> Row:

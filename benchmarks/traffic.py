@@ -13,11 +13,10 @@ busy a machine is. A worker that gives n bytes to a collective of W workers send
     all_reduce   2 n (W - 1) / W   a ring; also FSDP2's own reduce-scatter, which gloo does as an all-reduce
     broadcast    n (W - 1) / W     on average over the workers
 
-`sent` is the sum of these bytes, `wire` the bytes that the sockets between workers have sent. `asked` is the
-figure of `python -m mingpt plan` for a step, `ring` the bytes of an all-reduce of the gradient: 2 (W - 1) / W
-x 4 bytes x parameters. Figures are means over the workers; `largest` is the figure of the worker that sends
-most; calls are the first worker's. Prints one row per strategy, optimizer and number of workers, as JSON.
-Then prints the sizes of the buckets of GPT-2 XL. Needs Linux.
+`sent` is the sum of these bytes, `wire` the bytes that the sockets between workers have sent. `ring` is the
+bytes of an all-reduce of the gradient: 2 (W - 1) / W x 4 bytes x parameters. Figures are means over the
+workers; `largest` is the figure of the worker that sends most; calls are the first worker's. Prints one row
+per strategy, optimizer and number of workers, as JSON. Needs Linux.
 """
 
 import itertools
@@ -36,10 +35,10 @@ from common import SMALL, argument_parser, row, work_folder
 from one_hash import train_forked
 
 from mingpt.base import events
-from mingpt.config import Config
-from mingpt.config.cli import build, parse
+from mingpt.config.cli import build
 from mingpt.distributed import shared_memory
 from mingpt.tools.jobs import ROOT
+from mingpt.tools.plan import estimate, find_vocab_size
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp exact": {},
@@ -152,48 +151,18 @@ def summary(by_rank: Sequence[dict[str, Any]], workers: int) -> dict[str, Any]:
     }
 
 
-def asked_of_step(config: Config, workers: int) -> tuple[int, int]:
-    """The bytes that a worker sends in a step by `python -m mingpt plan`, and the number of parameters."""
-    from mingpt.tools.plan.costs import bytes_sent
-    from mingpt.tools.plan.workload import Workload, measure_data
-
-    work = Workload(config, measure_data(config)[0], workers, on_cpu=True, dtype="float32")
-    return bytes_sent(work), work.parameters
-
-
 def measure(strategy: str, settings: dict[str, Any], workers: int, folder: Path) -> None:
     """Train, and print the row of a configuration."""
     train_forked(settings | {"run_dir": str(folder / "run")}, workers)
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)]
     found = summary(by_rank, workers)
     config = build(settings)
-    asked, parameters = asked_of_step(config, workers)
+    parameters = int(estimate(config, find_vocab_size(config), 1, True, 4)["weights"]) // 4
     micro_batches = config.trainer.batch_size // config.trainer.micro_batch_size
     row(
         strategy=strategy, optimizer=config.optimizer.name, workers=workers, parameters=parameters,
-        micro_batches=micro_batches, rounds=-(-micro_batches // workers), asked=asked,
-        over_asked=round(found["sent"] / asked, 4),
+        micro_batches=micro_batches, rounds=-(-micro_batches // workers),
         ring=round(8 * parameters * (workers - 1) / workers), step=found,
-    )  # fmt: skip
-
-
-def buckets_of_xl() -> None:
-    """Print the collectives of exact reduction in a step of configs/gpt2-xl.yaml."""
-    import torch
-
-    from mingpt.model import parameter_shapes
-    from mingpt.parallel.ddp import make_buckets
-
-    config = parse([str(ROOT / "configs/gpt2-xl.yaml")])
-    assert config.data.vocab_size
-    shapes = parameter_shapes(
-        config.model, vocab_size=config.data.vocab_size, block_size=config.data.block_size
-    )
-    weights = [torch.empty(shape, device="meta") for shape in shapes.values()]
-    sizes = [sum(weights[number].nbytes for number in bucket) for bucket in make_buckets(weights)]
-    row(
-        model="gpt2-xl", tensors=len(weights), buckets=len(sizes), smallest_bytes=min(sizes),
-        largest_bytes=max(sizes), collectives=2 * len(sizes),
     )  # fmt: skip
 
 
@@ -216,7 +185,6 @@ def main() -> int:
             folders[-1].mkdir()
             chosen = {"optimizer.name": optimizer, "trainer.batch_size": arguments.micro_batches}
             measure(strategy, SETTINGS | chosen | STRATEGIES[strategy], workers, folders[-1])
-    buckets_of_xl()
     return 0
 
 

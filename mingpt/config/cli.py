@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import itertools
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,32 +24,6 @@ from mingpt.config.settings import PATHS, PROJECT, Config, Setting, check, flatt
 DEFAULT_FILE = "gpt2_train_cfg.yaml"
 # Tags of a YAML file, implicit ones included; None stands for all others, which its constructor refuses.
 TAGS = (None, "tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
-# The forms in which values of a type are written; pydantic would also take 1_000 for a number or t for true.
-FORMS = {
-    bool: "(?i)true|false",
-    int: "[+-]?[0-9]+",
-    float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?",
-}
-# Names that other programs, above all nanoGPT, give to a setting; a section before the name is ignored.
-OTHER_NAMES = {
-    "lr": "optimizer.learning_rate",
-    "max_lr": "optimizer.learning_rate",
-    "min_lr": "optimizer.min_lr_fraction",
-    "warmup_iters": "optimizer.warmup_steps",
-    "lr_scheduler": "optimizer.schedule",
-    "optimizer": "optimizer.name",
-    "max_iters": "trainer.max_steps",
-    "lr_decay_iters": "trainer.max_steps",
-    "epochs": "trainer.max_steps",
-    "gradient_accumulation_steps": "trainer.micro_batch_size",
-    "eval_interval": "trainer.eval_every",
-    "eval_iters": "trainer.eval_windows",
-    "log_interval": "trainer.log_every",
-    "out_dir": "run_dir",
-    "output_dir": "run_dir",
-    "dataset": "data.path",
-    "wandb_log": "report.tracker",
-}
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -127,9 +100,10 @@ def read_file(path: str) -> dict[str, Any]:
     """
     refuse_pipe(path, "the configuration file")
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
-        is_mapping = isinstance(content, dict | None)
-        flat = join_sections(content or {}) if is_mapping else {}
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader) or {}
+        if not isinstance(content, dict):
+            raise yaml.YAMLError("it must hold sections such as 'model:' with settings below them")
+        return join_sections(content)
     except RecursionError:
         raise UserError(
             f"{path} is not valid YAML for settings: an anchor contains itself, or it is nested too deep"
@@ -138,16 +112,7 @@ def read_file(path: str) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the configuration file {path} cannot be read: {reason}") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path} is not valid YAML: {reason}{where}") from None
-    if not is_mapping:
-        raise UserError(
-            f"{path} must hold sections such as 'model:' with settings below them, "
-            f"not {type(content).__name__}"
-        )
-    return flat
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def join_sections(content: dict[str, Any]) -> dict[str, Any]:
@@ -177,53 +142,35 @@ def build(flat: dict[str, Any]) -> Config:
     try:
         config = Config(**nested)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        key = next(
-            name
-            for name in known
-            if name.split(".") == [str(part) for part in first["loc"][: name.count(".") + 1]]
-        )
-        raise wrong_value(known[key], flat[key]) from None
+        # There is an error for each type that a setting may have.
+        places = [(".".join(map(str, one["loc"][:2])), one["msg"]) for one in error.errors()]
+        key = places[0][0]
+        wrong = [
+            said.partition(" should ")[2].partition(", unable")[0] or "be shorter"
+            for place, said in places
+            if place == key
+        ]
+        raise UserError(f"{key} must {' or '.join(wrong)}, not {flat[key]!r}") from None
     check(config)
     return config
 
 
 def convert(text: Any, setting: Setting) -> Any:
-    """Return what a text means for a setting, by the type of the setting alone.
+    """Return None for null, and an expanded path for a path's text. Raises UserError for what is no path.
 
-    Null becomes None, and a path is expanded; pydantic makes numbers and truth values of texts. What is no
-    text is returned as it is. Raises UserError for a text that does not have the form of that type, or that
-    cannot be meant as a path.
+    pydantic makes numbers and truth values of other texts.
     """
-    kinds = setting.kinds
-    is_optional = type(None) in kinds
-    if not isinstance(text, str) or text in kinds:
-        return text
-    if is_optional and text == "null":
+    if setting.is_optional and text in ("null", "~"):  # both are null in YAML
         return None
-    if any(kind in kinds and re.fullmatch(form, text) for kind, form in FORMS.items()):
-        return text
-    # ~ alone is null in YAML and the home folder in a shell.
-    is_nothing = is_optional and (text == "~" or text.lower() in ("", "none", "null"))
-    if str not in kinds or is_nothing:
-        raise wrong_value(setting, text)
-    return typed_path(text, setting.key) if setting.key in PATHS else text
-
-
-def wrong_value(setting: Setting, value: Any) -> UserError:
-    return UserError(f"{setting.key} must be {setting.allowed()}, not {value!r}")
+    return typed_path(text, setting.key) if setting.key in PATHS and isinstance(text, str) else text
 
 
 def unknown_key(key: str, value: Any, known: dict[str, Setting]) -> str:
     if key in (item.name for item in dataclasses.fields(Config)):
         example = next(full for full in known if full.startswith(key))
         return f"{key} is a section and takes settings such as {example}, not {value!r}"
-    other = OTHER_NAMES.get(key.rpartition(".")[2])
-    near = [other] if other else difflib.get_close_matches(key, known, 1)
-    near = near or [full for full in known if full.endswith("." + key)]
-    if near:
-        return f"unknown setting '{key}'; did you mean '{near[0]}'?"
-    return f"unknown setting '{key}'; there is no section '{key.split('.')[0]}'"
+    near = difflib.get_close_matches(key, known, 1) or [full for full in known if full.endswith(f".{key}")]
+    return f"unknown setting '{key}'" + (f"; did you mean '{near[0]}'?" if near else "; see --help")
 
 
 def help_text() -> str:
@@ -235,7 +182,9 @@ def help_text() -> str:
         "",
     ]
     for setting in settings().values():
-        default = "null" if setting.default is None else setting.default
-        lines.append(f"  {'*' if setting.affects_result else ' '} {setting.key}={default}")
-        lines.append(f"        {setting.description} ({setting.allowed()})")
+        lines += [
+            f"  {'*' if setting.affects_result else ' '} {setting.key}="
+            f"{'null' if setting.default is None else setting.default}",
+            f"        {setting.description} ({setting.allowed})",
+        ]
     return "\n".join(lines) + "\n"

@@ -8,9 +8,8 @@ page list settings by their dotted keys, and convert configurations to dictionar
 
 import dataclasses
 import os
-import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -22,12 +21,6 @@ from mingpt.base.errors import UserError
 from mingpt.base.urls import redact_all
 
 RULES = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
-# The allowed values of settings whose type does not tell them.
-ALLOWED = {
-    "trainer.workers": "auto or a whole number at least 1",
-    "trainer.compile": "auto, true or false",
-    "data.sha256": "64 hexadecimal digits or null",
-}
 PATHS = (
     "run_dir",
     "data.path",
@@ -37,11 +30,12 @@ PATHS = (
     "snapshot.init_from",
 )
 PROJECT = Path(__file__).resolve().parents[2]  # where train.py lies
+WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
 LIMITS = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
 
 
 def Field(default: Any, description: str, *, affects_result: bool = False, **limits: Any) -> Any:
-    """Declare a setting. `limits` are ge, gt, lt, le; `affects_result`: the setting can change the result."""
+    """Declare a setting; `affects_result` tells that it can change the result. `limits` are pydantic's."""
     extra: dict[str, Any] = {"affects_result": affects_result}
     return pydantic.Field(default, description=description, json_schema_extra=extra, **limits)
 
@@ -55,7 +49,9 @@ class DataConfig:
         "UTF-8 text: a path, or any fsspec URL, which is cached under ~/.cache/mingpt; or token shards: a "
         "folder or pattern of .bin files; if left at its default, the text beside train.py will do",
     )
-    sha256: Optional[str] = Field(None, "expected SHA-256 of the text in hex; null accepts any")
+    sha256: Optional[str] = Field(
+        None, "expected SHA-256 of the text in hex; null accepts any", pattern="^[0-9a-fA-F]{64}$"
+    )
     block_size: int = Field(
         256, "context length in tokens; a window holds one more", ge=1, affects_result=True
     )
@@ -207,7 +203,7 @@ class TrainerConfig:
         "none", "block: keep each block's input alone and compute its activations again in the backward pass"
     )
     timeout_s: float = Field(60, "timeout of a collective in seconds; one step must fit in", gt=0)
-    workers: Literal["auto"] | typing.Annotated[int, pydantic.Field(ge=1)] = Field(
+    workers: Literal["auto"] | pydantic.PositiveInt = Field(
         "auto", "workers that plain `python train.py` starts; auto: one per GPU, else one per `threads` cores"
     )
     max_restarts: int = Field(3, "how often plain `python train.py` restarts failed workers", ge=0)
@@ -302,8 +298,6 @@ def check(config: Config) -> None:
             "trainer.recompute does not go with trainer.compile, which chooses by itself what to keep; "
             "drop either"
         )
-    if config.data.sha256 and not re.fullmatch("[0-9a-fA-F]{64}", config.data.sha256):
-        raise UserError(f"data.sha256 must be 64 hexadecimal digits or null, not {config.data.sha256!r}")
     if config.snapshot.init_from and config.snapshot.resume == "must":
         raise UserError(
             "snapshot.init_from starts a fresh run and snapshot.resume=must forbids one; drop either"
@@ -312,18 +306,13 @@ def check(config: Config) -> None:
 
 def check_workers(config: Config, workers: int) -> None:
     """Raise UserError if a step has fewer micro-batches than the number of `workers` that a job starts."""
-    batch_size, micro_batch_size = config.trainer.batch_size, config.trainer.micro_batch_size
-    micro_batches = batch_size // micro_batch_size
-    if micro_batches >= workers:
-        return
-    smaller = [size for size in range(1, batch_size // workers + 1) if batch_size % size == 0]
-    lower = (
-        f"lower trainer.micro_batch_size (now {micro_batch_size}) to {max(smaller)}, or " if smaller else ""
-    )
-    raise UserError(
-        f"{workers} workers cannot share the {micro_batches} micro-batches of a step: "
-        f"{lower}start at most {micro_batches} workers"
-    )
+    trainer = config.trainer
+    micro_batches = trainer.batch_size // trainer.micro_batch_size
+    if micro_batches < workers:
+        raise UserError(
+            f"{workers} workers cannot share the {micro_batches} micro-batches of a step: start at most "
+            f"{micro_batches} workers, or lower trainer.micro_batch_size (now {trainer.micro_batch_size})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,34 +320,17 @@ class Setting:
     """The declaration of one setting of Config; `key` is dotted, such as "model.n_layer"."""
 
     key: str
-    kinds: list[Any]  # the types and words that it may be; NoneType stands for null
     default: Any
     description: str
     affects_result: bool
-    limits: dict[str, float]  # {"at least": 1}
-
-    def allowed(self) -> str:
-        """Return, in words, the values that the setting may take, such as "a whole number at least 1"."""
-        if self.key in ALLOWED:
-            return ALLOWED[self.key]
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a path"}
-        kinds = [kind for kind in self.kinds if kind is not type(None)]
-        text = names.get(kinds[0]) or f"one of {', '.join(kinds)}"
-        limits = " and ".join(f"{words} {limit:g}" for words, limit in self.limits.items())
-        return f"{text} {limits}".rstrip() + (" or null" if len(kinds) < len(self.kinds) else "")
+    is_optional: bool  # whether it may be null
+    allowed: str  # the values that it may have, in words, such as "whole number, at least 1"
 
 
 def find_kinds(kind: Any) -> list[Any]:
     """Return the types and words that the parts of an annotation name."""
     parts = typing.get_args(kind)
     return [one for part in parts for one in find_kinds(part)] if parts else [kind]
-
-
-def find_limits(rules: Iterable[Any]) -> dict[str, float]:
-    """Return the limits of a field, such as {"at least": 1}, from pydantic's rules for the field."""
-    return {
-        words: getattr(rule, kind) for rule in rules for kind, words in LIMITS.items() if hasattr(rule, kind)
-    }
 
 
 def settings() -> dict[str, Setting]:
@@ -370,11 +342,16 @@ def settings() -> dict[str, Setting]:
             if dataclasses.is_dataclass(info.annotation):
                 walk(info.annotation, name + ".")
                 continue
-            limits = find_limits(info.metadata)
-            affects_result = info.json_schema_extra["affects_result"]
-            key = prefix + name
-            kinds = find_kinds(info.annotation)
-            found[key] = Setting(key, kinds, info.default, info.description, affects_result, limits)
+            kinds, affects_result = find_kinds(info.annotation), info.json_schema_extra["affects_result"]
+            words = [WORDS.get(kind, kind) for kind in kinds if kind in WORDS or isinstance(kind, str)]
+            for limit, what in LIMITS.items():
+                words += [
+                    f"{what} {getattr(rule, limit):g}"
+                    for rule in (*kinds, *info.metadata)
+                    if hasattr(rule, limit)
+                ]
+            about = info.default, info.description, affects_result, type(None) in kinds, ", ".join(words)
+            found[prefix + name] = Setting(prefix + name, *about)
 
     walk(Config, "")
     return found

@@ -4,7 +4,6 @@ Training shows a progress bar or one line per record, an evaluation shows one li
 """
 
 import logging
-import math
 import sys
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from mingpt.report.files import MayWrite, ReportFile
 from mingpt.report.metrics import RunInfo, Sink, Values
 
 MAX_WAITING_LINES = 1000  # kept in memory while a disk is full; the terminal shows all lines
-PATIENCE = 3  # evaluations in a row, without a new lowest loss, before the warning
 log = logging.getLogger(__name__)
 
 
@@ -56,30 +54,6 @@ def open_log(rank: int, run_dir: Path | None, may_write: MayWrite = lambda: True
     logger.addHandler(console)
     if run_dir is not None:
         logger.addHandler(FileHandler(run_dir / "log.txt", may_write))
-
-
-class RisingLoss(Sink):
-    """Logs one line when PATIENCE evaluations in a row have brought no new lowest validation loss."""
-
-    def __init__(self, run: RunInfo) -> None:
-        self.lowest, self.lowest_step, self.above = math.inf, 0, 0
-
-    def replay(self, step: int, values: Values) -> None:
-        loss = values.get("val/loss")
-        if loss is None:
-            return
-        self.above += 1
-        if loss < self.lowest:
-            self.lowest, self.lowest_step, self.above = loss, step, 0
-
-    def log(self, step: int, values: Values) -> None:
-        self.replay(step, values)
-        if "val/loss" in values and self.above == PATIENCE:
-            log.info(
-                f"the validation loss was lowest at step {self.lowest_step} ({self.lowest:.4f}) and has been "
-                f"higher {PATIENCE} times since: the model learns the training text by heart; more text or "
-                "model.dropout helps"
-            )
 
 
 class ConsoleSink(Sink):

@@ -19,7 +19,7 @@ from mingpt.data.shards import TokenShards
 from mingpt.distributed.device import Environment, gpu_facts, usable_cores
 from mingpt.report.files import JsonlSink, MayWrite, ReportFile
 from mingpt.report.history import GenerationStart, RunHistory, load_history, plural
-from mingpt.report.log import ConsoleSink, RisingLoss
+from mingpt.report.log import ConsoleSink
 from mingpt.report.metrics import RunInfo, Sink, StepStats, Values, training_values
 from mingpt.report.plot import LossPlot
 from mingpt.report.tracker import InThread, TensorBoard, Tracker
@@ -27,7 +27,6 @@ from mingpt.report.tracker import InThread, TensorBoard, Tracker
 T = TypeVar("T")
 SINKS: list[Callable[[RunInfo], Sink]] = [  # the sinks beside metrics.jsonl
     ConsoleSink,
-    RisingLoss,
     LossPlot,
 ]
 log = logging.getLogger(__name__)
@@ -227,9 +226,10 @@ class RunLogger:
         self.history.content["durable_step"] = step
         self._end("stopped" if stopped_by else "finished", step, how, phases)
         log.info(f"{how} at step {step}: {self.history.summary()}")
-        if self.gpu:
-            peak_gib = torch.cuda.max_memory_allocated() / 2**30
-            log.info(f"tensors took {peak_gib:.1f} GiB of the GPU's {self.gpu['memory']} at most")
+        peak = torch.cuda.max_memory_allocated() if self.gpu else peak_memory()
+        if peak:
+            what = f"tensors, of the GPU's {self.gpu['memory']}" if self.gpu else "memory"
+            log.info(f"worker 0 took at most {peak / 1e6:,.0f} MB of {what}")
         log.info(f"snapshot in {snapshots}, metrics, loss.png and timeline.png in {self.config.run_dir}")
 
     def _end(self, status: str, step: int, how: str, phases: dict[str, float] | None = None) -> None:
@@ -240,6 +240,13 @@ class RunLogger:
         self.history.end(status, step, how, phases)
         for sink in self.sinks:
             sink.close()
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had, shared memory included; 0 if not Linux."""
+    status = Path("/proc/self/status")
+    text = status.read_text() if status.exists() else "VmHWM: 0"
+    return 1024 * int(text.partition("VmHWM:")[2].split()[0])
 
 
 def is_reported(run_dir: Path) -> bool:

@@ -1,10 +1,10 @@
 """Read and write files in a folder or at an fsspec URL. In a folder or object store they appear whole.
 
-In a folder a file is written under another name, fsynced and renamed. At a URL a small file is uploaded by a
-single PUT, a large file in parts (S3's multipart upload): the object appears when the upload is completed.
+In a folder a file is written under another name, fsynced and renamed. For a URL it is written to a temporary
+file, in TMPDIR, which the driver of fsspec then uploads: an object appears when its upload is complete.
 
-S3 keeps, and charges for, the parts of an unfinished upload until it is aborted. An upload that fails is
-aborted at once. The upload of a killed process stays: a lifecycle rule of the bucket removes it
+S3 keeps, and charges for, the parts of an unfinished upload until it is aborted. s3fs aborts an upload that
+fails. That of a killed process stays: a lifecycle rule of the bucket removes it
 (AbortIncompleteMultipartUpload).
 """
 
@@ -14,42 +14,28 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractBufferedFile
 
 from mingpt.base import events
-from mingpt.base.errors import ClaimLost, CorruptSnapshot, UnreadableSnapshot
+from mingpt.base.errors import CorruptSnapshot, UnreadableSnapshot, UserError
 from mingpt.base.files import (
-    PIECE_BYTES,
     RETRIES_S,
-    DriverError,
     atomic_file,
     fsync_path,
     reason_of,
     retry,
+    temporary_folder,
     write_all,
 )
 from mingpt.base.urls import open_url
 from mingpt.snapshot.reading import with_retries
 
-UPLOAD_PART_BYTES = PIECE_BYTES  # S3 takes at most 10,000 parts of a file: 156 GiB
 FLUSH_BYTES = 64 << 20
 Content = bytes | memoryview
 log = logging.getLogger(__name__)
-
-
-def discard(file: Any, path: str) -> None:
-    """Abort an object's upload, so that no object appears; close any other file. Errors are logged."""
-    try:
-        if isinstance(file, AbstractBufferedFile):
-            file.closed = True  # closing the file, also by garbage collection, would complete the upload
-            file.discard()
-        else:
-            file.close()
-    except DriverError as error:
-        log.warning(f"the upload of {path} could not be aborted ({reason_of(error)})")
 
 
 def write_chunks(
@@ -80,19 +66,18 @@ def write_chunks(
 class FileStore:
     """Reads and writes the files at `url`, a path or URL. Raises UserError if its driver is not installed.
 
-    A failed read, or upload to a URL, is tried again after pauses of `retries_s` seconds. Files of more than
-    `upload_part_bytes` are uploaded in parts. `check_claim` is called before a file appears; it raises
-    ClaimLost if this job no longer has the claim (the right to write there). By default it does nothing.
+    A failed read, or upload to a URL, is tried again after pauses of `retries_s` seconds. `check_claim` is
+    called before a file appears; it raises ClaimLost if this job no longer has the claim (the right to write
+    there). By default it does nothing.
     """
 
     def __init__(
         self,
         url: str,
         retries_s: tuple[float, ...] = RETRIES_S,
-        upload_part_bytes: int = UPLOAD_PART_BYTES,
         check_claim: Callable[[], None] = lambda: None,
     ) -> None:
-        self.url, self.retries_s, self.upload_part_bytes = url, retries_s, upload_part_bytes
+        self.url, self.retries_s = url, retries_s
         self.files, self.root = open_url(url, f"snapshot.path {url}")
         self.is_local = isinstance(self.files, LocalFileSystem)
         self.is_process_private = self.files.protocol == "memory"
@@ -126,51 +111,38 @@ class FileStore:
         """Write a file atomically from `chunks`, `size` bytes in all; returns their SHA-256 in hex digits.
 
         The file is durable on return. An earlier file of this name is replaced. Raises ClaimLost if this job
-        has lost the right to write, OSError, or a driver's error. A failed upload is tried again, unless
-        `chunks` is an iterator, which can be read only once.
+        has lost the right to write, UserError if a temporary file cannot be written, OSError, or a driver's
+        error.
         """
-        if not self.is_local:
-            self.check_claim()
-            return self.upload(name, chunks, size)
         partial, final = self.path(f"partial-{name}"), self.path(name)
-        events.emit("file_write", name=name, path=partial, size=size)
-        with atomic_file(final, partial, before_rename=self.check_claim) as file:
-            return write_chunks(file, chunks, name, size, file.fileno())
-
-    def upload(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        """Upload an object and check its size; returns its SHA-256. Raises and retries as `write_stream`.
-
-        The caller checks the claim first. An upload in parts checks it again before the object appears.
-        """
+        if self.is_local:
+            events.emit("file_write", name=name, path=partial, size=size)
+            with atomic_file(final, partial, before_rename=self.check_claim) as file:
+                return write_chunks(file, chunks, name, size, file.fileno())
 
         def on_failure(error: Exception) -> None:
-            if isinstance(error, ClaimLost):
-                raise error
             log.info(f"writing {self.url}/{name} failed ({reason_of(error)}) and is retried")
 
-        pauses_s = () if iter(chunks) is chunks else self.retries_s
-        return retry(lambda: self.upload_once(name, chunks, size), pauses_s, on_failure)
-
-    def upload_once(self, name: str, chunks: Iterable[memoryview], size: int) -> str:
-        path = self.path(name)
-        if size <= self.upload_part_bytes:
-            content = b"".join([bytes(chunk) for chunk in chunks])
-            sha256 = hashlib.sha256(content).hexdigest()
-            self.files.pipe_file(path, content)
-        else:
-            file = self.files.open(path, "wb", block_size=self.upload_part_bytes)
+        with temporary_folder() as folder:
+            local = Path(folder) / name
             try:
-                sha256 = write_chunks(file, chunks, name, size)
-                self.check_claim()
-                file.close()  # now the object appears
-            except BaseException:
-                discard(file, path)
-                raise
-        self.files.invalidate_cache()
-        written = self.files.size(path)
-        if written != size:  # s3fs once truncated uploads silently
-            raise OSError(f"{self.url}/{name} has {written} bytes of {size} after writing")
+                with open(local, "wb", buffering=0) as file:
+                    sha256 = write_chunks(file, chunks, name, size)
+            except OSError as error:
+                raise UserError(
+                    f"no snapshot can be kept in TMPDIR until it is uploaded ({reason_of(error)})"
+                ) from error
+            self.check_claim()
+            retry(lambda: self.upload(local, final), self.retries_s, on_failure)
         return sha256
+
+    def upload(self, local: Path, path: str) -> None:
+        """Upload a file. Raises a driver's error, or OSError if the object then has another size."""
+        self.files.put_file(str(local), path)
+        self.files.invalidate_cache()
+        written, size = self.files.size(path), local.stat().st_size
+        if written != size:  # s3fs once truncated uploads silently
+            raise OSError(f"{path} has {written} bytes of {size} after writing")
 
     def remove_file(self, name: str) -> None:
         """Remove a file, if it exists. In a local folder, `fsync_folder` then makes the removal durable."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mingpt.base.errors import ClaimLost, CorruptSnapshot, SaveAborted, UnreadableSnapshot, UserError
-from mingpt.base.files import PIECE_BYTES, reason_of, retry
+from mingpt.base.files import PIECE_BYTES, reason_of
 from mingpt.distributed import DistributedContext
 from mingpt.distributed.background_group import BackgroundGroup
 from mingpt.snapshot.layout import (
@@ -30,7 +30,7 @@ from mingpt.snapshot.layout import (
     specs_of,
 )
 from mingpt.snapshot.manifest import FileRecord
-from mingpt.snapshot.store import NO_ROOM, SnapshotStore
+from mingpt.snapshot.store import SnapshotStore
 
 # A function that computes manifest fields in the background; it may raise SaveAborted.
 LateFields = Callable[[], dict[str, Any]]
@@ -90,27 +90,13 @@ class Transfer:
         self.layouts, self.staging, self.group, self.sharding = layouts, staging, group, sharding
         self.main_rank, self.is_main = sharding.main_rank, group.rank == sharding.main_rank
 
-    def write_files(self, store: SnapshotStore, step: int) -> list[FileRecord]:
+    def write_files(self, store: SnapshotStore) -> list[FileRecord]:
         """Write all files, durable on return; returns their records for the manifest. Collective.
 
-        An error of one rank is raised on all ranks, and SaveAborted if a rank is gone. At a URL, an error
-        that may pass is raised only after further attempts, `store.retries_s` seconds apart.
+        An error of one rank is raised on all ranks, and SaveAborted if a rank is gone.
         """
         if self.group.world_size == 1:
             return [store.write_file(layout, self.staging.chunks(layout)) for layout in self.layouts]
-
-        def on_failure(failure: Exception) -> None:
-            is_no_room = getattr(failure, "errno", None) in NO_ROOM
-            if is_no_room or isinstance(failure, (ClaimLost, SaveAborted)):
-                raise failure
-            if self.is_main:
-                log.info(f"writing step {step} to {store.url} failed ({reason_of(failure)}) and is retried")
-
-        pauses_s = () if store.is_local else store.retries_s
-        return retry(lambda: self.write_files_once(store), pauses_s, on_failure)
-
-    def write_files_once(self, store: SnapshotStore) -> list[FileRecord]:
-        """Write the files as `write_files` does with several ranks, but without trying again. Collective."""
         records: list[FileRecord] = []
         error: Exception | None = None
         for layout in self.layouts:
@@ -247,7 +233,7 @@ class SnapshotSaver:
 
         try:
             is_complete = self.on_main_rank(lambda: self.store.begin(step))
-            records = transfer.write_files(self.store, step)
+            records = transfer.write_files(self.store)
             self.on_main_rank(commit)
         except ClaimLost:
             raise

@@ -115,11 +115,6 @@ def load_corpus(
         rows = snapshot_vocab_size(snapshot.manifest)
     if tokenizer is None and context.rank == 0 and not is_restart:
         log.info("no tokenizer: no bits per byte, and no samples of text")
-        if isinstance(data, ShardData) and (data.folder / "meta.pkl").exists():
-            log.warning(
-                f"{data.folder}/meta.pkl is not read, since it is a pickle: name the tokenizer by "
-                "data.tokenizer, or its size by data.vocab_size"
-            )
     corpus = context.run_with_heartbeat(lambda: tokenize(data, config.data, tokenizer, rows))
     is_unknown = tokenizer is not None and tokenizer.token_bytes() is None and corpus.val_bytes is None
     if is_unknown and context.rank == 0 and not is_restart:

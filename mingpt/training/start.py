@@ -114,22 +114,11 @@ def find_start(config: Config, context: DistributedContext) -> StartPoint:
         initial = context.run_with_heartbeat(lambda: open_weights(weights) if context.rank == 0 else None)
     corpus = load_corpus(config, context, data, found.snapshot, found.is_restart, initial)
     environment = choose_environment(config, context, found)
-    report_warmup(config, found)
     if context.idle_gpus:
         log.info(context.idle_gpus)
     return StartPoint(
         **vars(found), folder=folder, claims=claims, corpus=corpus, environment=environment, initial=initial
     )
-
-
-def report_warmup(config: Config, found: FoundSnapshot) -> None:
-    """Log one line, at the start of a job, if its steps do not reach the peak learning rate."""
-    warmup_steps, max_steps = config.optimizer.warmup_steps, config.trainer.max_steps
-    if warmup_steps > max_steps > found.step and not (found.is_restart or config.trainer.eval_only):
-        log.info(
-            f"the warm-up is longer than the run (optimizer.warmup_steps={warmup_steps}, "
-            f"trainer.max_steps={max_steps}): the peak learning rate is never reached"
-        )
 
 
 def find_snapshot(

@@ -92,7 +92,7 @@ def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
     assert job.wait(60) == 0, job.err()
     assert len(job.out().splitlines()) == 4 and job.out().endswith("no fault found\n")
     job = start([sys.executable, "-m", "mingpt", "doctor", *words, "seed=x"])
-    assert job.wait(60) == 2 and job.err().startswith("error: seed must be a whole number")
+    assert job.wait(60) == 2 and job.err().startswith("error: seed must be a valid integer")
 
 
 @pytest.mark.weekly

@@ -6,8 +6,6 @@ import pytest
 from support.faults import FaultyDisk
 
 from mingpt.report import open_log
-from mingpt.report.log import RisingLoss
-from mingpt.report.metrics import RunInfo
 
 log = logging.getLogger("mingpt.something")
 
@@ -70,14 +68,3 @@ def test_the_file_is_left_alone_once_it_belongs_to_another_job(
     log.warning("second")
     assert written(tmp_path) == ["first"]
     assert capsys.readouterr().err == "first\nsecond\n"
-
-
-def test_a_validation_loss_that_has_risen_is_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    sink = RisingLoss(RunInfo(tmp_path, 100, 0, [], None))
-    sink.replay(10, {"val/loss": 2.0})
-    with caplog.at_level(logging.INFO):
-        for step, loss in ((20, 1.5), (30, 1.75), (40, 1.5), (45, None), (50, 1.6), (60, 1.7)):
-            sink.log(step, {} if loss is None else {"val/loss": loss})
-    assert len(caplog.messages) == 1 and "lowest at step 20 (1.5000)" in caplog.messages[0]

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import logging
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -159,6 +160,14 @@ def test_a_run_folder_that_cannot_be_written_ends_no_run(
     again = [message for message in caplog.messages if message.endswith("is written again")]
     assert len(again) == len(names)
     assert not any(".partial" in path.name for path in tmp_path.iterdir())
+
+
+def test_the_end_of_a_run_says_how_much_memory_it_took(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mingpt")
+    make_logger(tmp_path).ended(3, None, "snapshots")
+    assert re.search(r"worker 0 took at most [1-9][\d,]+ MB of memory", caplog.text)
 
 
 def test_metrics_that_were_never_written_are_told_by_run_json(

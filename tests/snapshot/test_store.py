@@ -112,10 +112,13 @@ def test_a_full_disk_at_the_start_is_a_line_and_it_is_tried_again_with_the_first
 
 def test_an_upload_that_keeps_failing_or_is_truncated_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SnapshotStore(f"memory://{random.random()}/snapshots", retries_s=(0.0,))
-    upload = store.files.pipe_file
-    monkeypatch.setattr(store.files, "pipe_file", lambda path, content: upload(path, content[:-1]))
+    content = b"conten"
+    monkeypatch.setattr(store.files, "put_file", lambda _, path: store.files.pipe_file(path, content))
     with pytest.raises(OSError, match="has 6 bytes of 7 after writing"):
         store.write_atomic("step_00000001.json", b"content")
+    monkeypatch.setattr("mingpt.snapshot.files.write_chunks", FaultyDisk(monkeypatch, "write", "").call)
+    with pytest.raises(UserError, match=r"kept in TMPDIR until it is uploaded \(No space left on device"):
+        store.write_atomic("step_00000002.json", b"content")
 
 
 def test_a_snapshot_is_found_from_its_run_its_folder_or_itself(tmp_path: Path) -> None:

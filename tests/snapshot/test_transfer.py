@@ -121,11 +121,10 @@ def test_the_files_are_those_of_one_rank_that_has_all_of_the_state(
     assert all(torch.equal(snapshot.read(name), tensor) for name, tensor in tensors.items())
 
 
-def breaking_off(error: Exception, fails: Callable[[int], bool], is_local: bool = True) -> Prepare:
+def breaking_off(error: Exception, fails: Callable[[int], bool]) -> Prepare:
     """Let a file break off in the middle if `fails` is true of the number of files so far, from 1."""
 
     def prepare(saver: SnapshotSaver, context: DistributedContext) -> None:
-        saver.store.is_local, saver.store.retries_s = is_local, (0.0, 0.0)
         write_file, numbers = saver.store.write_file, itertools.count(1)
 
         def write(layout: FileLayout, chunks: Iterable[memoryview]) -> FileRecord:
@@ -142,15 +141,6 @@ def breaking_off(error: Exception, fails: Callable[[int], bool], is_local: bool 
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("file", [1, 2])
-def test_a_full_disk_of_one_rank_is_the_error_of_all(file: int, tmp_path: Path) -> None:
-    """No rank waits for ever, and the files that were written are removed."""
-    store = make_store(tmp_path)
-    work = save_together(tmp_path, prepare=breaking_off(NO_ROOM, lambda number: number == file))
-    assert results_of(3, work) == [("OSError", errno.ENOSPC)] * 3
-    assert file_names(store) == []
-
-
 class TwoArguments(Exception):
     """An exception that cannot be made again from its message."""
 
@@ -158,30 +148,23 @@ class TwoArguments(Exception):
         super().__init__(f"{what}: {why}")
 
 
-def test_an_upload_that_fails_is_tried_again_by_all_ranks(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    prepare = breaking_off(TwoArguments("the server", "503"), lambda number: number <= 2, is_local=False)
-    work = save_together(tmp_path, prepare=prepare)
-    assert results_of(3, work) == [("NoneType", 0)] * 3
-    assert read_files(store) == local_files(tmp_path / "alone", state())
-    assert store.read(STEP).manifest["step"] == STEP
-
-
+@pytest.mark.parametrize("file", [1, 2])
 @pytest.mark.parametrize(
-    ("times", "error", "kind"),
+    ("error", "found"),
     [
-        (9, OSError(errno.EIO, "broken"), "OSError"),
-        (1, ClaimLost("superseded"), "ClaimLost"),
-        (1, NO_ROOM, "OSError"),
+        (NO_ROOM, ("OSError", errno.ENOSPC)),
+        (ClaimLost("superseded"), ("ClaimLost", 0)),
+        (TwoArguments("the server", "503"), ("OSError", 0)),
     ],
-    ids=["for good", "claim", "no room"],
 )
-def test_an_upload_is_given_up_by_all_ranks(times: int, error: Exception, kind: str, tmp_path: Path) -> None:
-    """All ranks give up after the last pause, or at once if another attempt would not help."""
+def test_a_write_that_fails_on_one_rank_is_the_error_of_all(
+    file: int, error: Exception, found: tuple[str, int], tmp_path: Path
+) -> None:
+    """No rank waits for ever. The files that were written are removed, unless another job may own them."""
     store = make_store(tmp_path)
-    work = save_together(tmp_path, prepare=breaking_off(error, lambda number: number <= times, False))
-    assert [found for found, _ in results_of(3, work)] == [kind] * 3
-    assert store.steps() == []
+    work = save_together(tmp_path, prepare=breaking_off(error, lambda number: number == file))
+    assert results_of(3, work) == [found] * 3
+    assert store.steps() == [] and (file_names(store) == [] or isinstance(error, ClaimLost))
 
 
 @pytest.mark.parametrize("where", ["begin", "commit", "late fields"])

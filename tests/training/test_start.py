@@ -3,7 +3,6 @@
 import errno
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from mingpt.training.search import (
     prepare_store,
     report_skipped,
 )
-from mingpt.training.start import check_snapshot, make_check, report_warmup
+from mingpt.training.start import check_snapshot, make_check
 from mingpt.training.state import StoredState, snapshot_shapes, snapshot_vocab_size
 
 NEVER, AUTO = Config(snapshot=SnapshotConfig(resume="never")), Config()
@@ -249,14 +248,3 @@ def test_an_evaluation_compares_what_can_change_it() -> None:
     for key, value in {"data.block_size": 16, "trainer.dtype": "bfloat16", "data.val_fraction": 0.5}.items():
         with pytest.raises(UserError, match=key):
             check_changed(evaluation | {key: value}, "modern", "auto")
-
-
-def test_a_warm_up_that_is_longer_than_the_run_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    for max_steps, warmup_steps, step in ((5, 5, 0), (0, 20, 0), (5, 1000, 5), (5, 1000, 0)):
-        report_warmup(
-            build({"trainer.max_steps": max_steps, "optimizer.warmup_steps": warmup_steps}),
-            SimpleNamespace(step=step, is_restart=False),  # type: ignore[arg-type]
-        )
-    (line,) = caplog.messages
-    assert line.startswith("the warm-up is longer than the run (optimizer.warmup_steps=1000, trainer.max_st")

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.shards import write_nanogpt
 from support.single_process import SingleProcess
 from support.snapshots import snapshot_of
 from support.training import ARCHITECTURES, NAMES, Arch, Name, make_model
@@ -14,7 +13,6 @@ from torch import Tensor
 from mingpt.base.errors import CorruptSnapshot, UserError
 from mingpt.config import Config, DataConfig, ModelConfig, OptimizerConfig, to_dict
 from mingpt.data import CharTokenizer, Corpus
-from mingpt.report.run_logger import describe_part
 from mingpt.snapshot.reading import TensorEntry
 from mingpt.training.initial_weights import InitialWeights, match_rows, match_weights
 from mingpt.training.run_data import initial_rows, load_corpus, load_data
@@ -175,16 +173,6 @@ def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(
     (tmp_path / "tokenizer.json").write_bytes(words_of(words))
     assert (load(tmp_path / "text.txt").val_bytes is None) == loses_text
     assert [line[:16] for line in caplog.messages] == ["no bits per byte"] * loses_text
-
-
-def test_a_pickle_beside_the_shards_is_said_to_be_unread(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("train.bin", "val.bin"):
-        write_nanogpt(tmp_path / name, range(50))
-    (tmp_path / "meta.pkl").touch()
-    assert describe_part(load(tmp_path).train) == "50 tokens in 1 file"
-    assert "meta.pkl is not read" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from mingpt.tools.doctor.network import (
     named_address,
     networks,
 )
-from mingpt.tools.plan.command import align
+from mingpt.tools.plan import align
 
 LIMIT_S = 58.0  # of the whole check-up
 MEET_S, WAIT_S, ACK_S = 20.0, 12.0, 3.0  # of the rendezvous, of a wait for values, of the last wait

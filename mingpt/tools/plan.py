@@ -1,0 +1,179 @@
+"""Estimate the memory that a worker of a run needs, by strategy, and say which strategy fits.
+
+    python -m mingpt plan [CONFIG.yaml] [section.key=value ...] [--workers N] [--gpu_memory 80GB]
+
+Nothing is trained. The bytes of weights, optimizer, gradients and snapshots are exact; those of activations
+follow equation 2 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+The total is right to a third. With --gpu_memory, which trainer.device=cuda needs, each worker has a GPU; else
+all share this machine's memory. data.vocab_size=N plans without the data. Exit code 0, also if nothing fits;
+2 for a mistake.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import ByteSize, TypeAdapter
+
+from mingpt.base.command import CommandParser, write_lines
+from mingpt.base.errors import UserError
+from mingpt.config import Config, check_workers
+from mingpt.config.cli import parse
+from mingpt.data import TOKENIZERS, load_named_tokenizer, tokenize, train_tokenizer
+from mingpt.data.windows import TextData, open_data
+from mingpt.distributed.device import resolve_dtype
+from mingpt.model import parameter_shapes
+from mingpt.model.gpt import MAX_MATH_ATTENTION
+from mingpt.model.loss import MAX_LOGITS
+from mingpt.optim import state_shapes
+from mingpt.parallel.ddp import BUCKET_BYTES, fits_one_bucket
+from mingpt.parallel.tree import cover
+from mingpt.training.evaluate import MIN_BATCH_TOKENS
+from mingpt.training.run_data import find_tokenizer_file
+
+# From the simplest strategy to the one that needs least memory.
+STRATEGIES = [
+    "trainer.parallel=ddp",
+    "trainer.parallel=ddp trainer.shard_optimizer=true",
+    "trainer.parallel=fsdp",
+    "trainer.parallel=fsdp trainer.recompute=block",
+]
+# On CPUs, by benchmarks/plan.py: Python and what it imports; and with text, pictures and kernels' buffers.
+LIBRARY_BYTES, PROCESS_BYTES = 280e6, 360e6
+CUDA_BYTES = 1e9  # of a context, not measured
+FRAGMENTED = 1.5  # glibc keeps freed memory that lies between activations; torch's CUDA allocator reuses it
+
+
+def nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the bytes of float32 tensors of these shapes."""
+    return 4 * sum(map(math.prod, shapes.values()))
+
+
+def estimate(config: Config, vocab_size: int, workers: int, on_cpu: bool, element: int) -> dict[str, float]:
+    """Return {what for: bytes} of worker 0 at its peak, and their total.
+
+    Worker 0 needs most, since it writes snapshots; if it has a GPU, they are in the host's memory, which the
+    total leaves out. `element` is the bytes of a number in matrix products.
+    """
+    trainer = config.trainer
+    shapes = parameter_shapes(config.model, vocab_size=vocab_size, block_size=config.data.block_size)
+    whole, optimizer = nbytes(shapes), nbytes(state_shapes(shapes, config.optimizer))
+    count, is_fsdp = trainer.batch_size // trainer.micro_batch_size, trainer.parallel == "fsdp"
+    if is_fsdp:
+        block = nbytes({name: shape for name, shape in shapes.items() if name.startswith("h.0.")})
+        block = 0 if fits_one_bucket(whole) else block  # a small model is gathered at once
+        root = whole - config.model.n_layer * block
+        exchanged = 4 * root + 5 * block  # weights of the root and two blocks, gradients in three buffers
+        sums = max(first.bit_count() for first in range(0, count, workers))  # of the rounds before
+    else:
+        shares = [range(rank * count // workers, (rank + 1) * count // workers) for rank in range(workers)]
+        sums = max(len(cover(range(share.start, last), count)) for share in shares for last in share)
+        exchanged = 3 * min(whole, BUCKET_BYTES + 4 * max(map(math.prod, shapes.values())))
+    weights = whole / workers if is_fsdp else whole
+    state = weights + optimizer / (workers if is_fsdp or trainer.shard_optimizer else 1)
+    needs = {
+        "weights": weights,
+        "optimizer": state - weights,
+        "gradients": (1 + sums * (trainer.reduction == "exact")) * weights,
+        "exchanges": exchanged if workers > 1 else 0,
+        "activations": activations(config, vocab_size, on_cpu, element),
+        "process": PROCESS_BYTES if on_cpu else CUDA_BYTES,
+    }
+    copies = {
+        "host: snapshot for disk": state,
+        "host: snapshots in memory": 2 * state if config.snapshot.memory_every else 0,
+    }
+    total = sum(needs.values()) + (sum(copies.values()) if on_cpu else 0)
+    return needs | copies | {"total": total}
+
+
+def activations(config: Config, vocab_size: int, on_cpu: bool, element: int) -> float:
+    """Return the bytes that a micro-batch's forward pass keeps, with the logits and their gradients.
+
+    In place of the equation's 5 a s / h, attention on a CPU keeps the softmax, and a mask of dropout, for
+    earlier positions; FlashAttention keeps neither.
+    """
+    model, length = config.model, config.data.block_size
+    tokens = config.trainer.micro_batch_size * length
+    stream = tokens * model.n_embd
+    block = 34 * stream * element / 2
+    if on_cpu and length <= MAX_MATH_ATTENTION:
+        block += (1 if model.dropout else 0.5) * element * tokens * model.n_head * length
+    kept = model.n_layer * block
+    if config.trainer.recompute == "block":
+        kept = model.n_layer * 4 * stream + block  # the blocks' inputs, and what is computed again
+    logits = vocab_size * max(tokens, MIN_BATCH_TOKENS)  # an evaluation has some, too
+    return kept * (FRAGMENTED if on_cpu else 1) + 12 * min(logits, MAX_LOGITS)
+
+
+def render(config: Config, vocab_size: int, workers: int, limit: float, on_cpu: bool) -> list[str]:
+    """Return the lines to print: the bytes by strategy, and the first strategy that fits `limit` bytes."""
+    element = 2  # of bfloat16 or float16
+    if on_cpu or config.trainer.dtype != "auto":
+        element = resolve_dtype(config.trainer.dtype, torch.device("cpu")).itemsize
+    plain = {"parallel": "ddp", "shard_optimizer": "false", "recompute": config.trainer.recompute}
+    columns, fitting = [], []
+    for words in STRATEGIES:
+        settings: dict[str, Any] = plain | dict(
+            word.removeprefix("trainer.").split("=") for word in words.split()
+        )
+        one = replace(config, trainer=replace(config.trainer, **settings))
+        needs = estimate(one, vocab_size, workers, on_cpu, element)
+        columns.append(settings | {name: spelled(size) for name, size in needs.items() if size})
+        fitting += [f"{words} fits"] if needs["total"] <= limit else []
+    return [
+        f"memory of worker 0 of {workers:,}, right to a third; it has {spelled(limit)}",
+        "",
+        *align([[name, *(column[name] for column in columns)] for name in columns[0]]),
+        "",
+        [*fitting, "none fits: take more workers, a smaller trainer.micro_batch_size or model"][0],
+    ]
+
+
+def spelled(size: float) -> str:
+    """Return bytes in two digits, with the unit that suits them, as "1.5 GB"."""
+    return ByteSize(float(f"{size:.2g}")).human_readable(decimal=True, separator=" ").replace(".0 ", " ")
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines of aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def find_vocab_size(config: Config) -> int:
+    """Return the number of rows of the embedding, by the data and its tokenizer. Raises UserError."""
+    if config.snapshot.init_from and config.data.tokenizer == "auto":
+        raise UserError("with snapshot.init_from a plan needs the weights' vocabulary: set data.vocab_size=N")
+    data, name, tokenizer = open_data(config.data), config.data.tokenizer, None
+    path = find_tokenizer_file(config.data, data) if name == "auto" else name
+    if path and str(path) not in TOKENIZERS:
+        tokenizer = load_named_tokenizer(str(path))
+    elif isinstance(data, TextData):
+        tokenizer = train_tokenizer(data, config.data)
+    return tokenize(data, config.data, tokenizer).vocab_size
+
+
+def size(text: str) -> int:
+    return TypeAdapter(ByteSize).validate_python(text)  # type: ignore[no-any-return]
+
+
+def main(arguments: Sequence[str]) -> int:
+    usage = "%(prog)s [CONFIG.yaml] [section.key=value ...] [options]"
+    parser = CommandParser("python -m mingpt plan", __doc__, usage)
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="of the job (default 1)")
+    parser.add_argument("--gpu_memory", type=size, metavar="SIZE", help="of each worker's GPU, such as 80GB")
+    options, words = parser.parse_known_args(arguments)
+    config, workers, gpu = parse(words), options.workers, options.gpu_memory
+    if workers < 1:
+        raise UserError(f"--workers must be at least 1, not {workers}")
+    if not gpu and config.trainer.device == "cuda":
+        raise UserError("how much memory does a GPU have? Give --gpu_memory, such as --gpu_memory 80GB")
+    check_workers(config, workers)
+    vocab_size = config.data.vocab_size or find_vocab_size(config)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / workers
+    write_lines(render(config, vocab_size, workers, gpu or machine, not gpu))
+    return 0

@@ -1,0 +1,97 @@
+"""What a plan says of known configurations, beside tensors that are really alive; and its sentences."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.alive import AliveTensors
+
+from mingpt.base.command import run_command
+from mingpt.config import Config
+from mingpt.config.cli import build
+from mingpt.model import GPT, LossModule
+from mingpt.model.cpu_ops import gelu_tables
+from mingpt.tools.plan import FRAGMENTED, activations, estimate, main
+
+TINY = ["model.n_layer=1", "model.n_embd=16", "data.block_size=32"]
+GPT2 = 124_439_808
+
+
+def gpt2(**settings: Any) -> Config:
+    """GPT-2 of 124 M parameters, 16 micro-batches of one window."""
+    flat = {"model.arch": "gpt2", "model.n_layer": 12, "model.n_head": 12, "model.n_embd": 768}
+    flat |= {"data.block_size": 1024, "trainer.batch_size": 16, "trainer.micro_batch_size": 1}
+    return build(flat | {"optimizer.name": "adamw"} | {f"trainer.{key}": settings[key] for key in settings})
+
+
+def test_what_is_sharded_is_held_once_by_all_workers_together() -> None:
+    sharding: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"parallel": "fsdp"}]
+    ddp, sharded, fsdp = (estimate(gpt2(**one), 50257, 4, True, 4) for one in sharding)
+    found = [[needs["weights"] / GPT2, needs["optimizer"] / GPT2] for needs in (ddp, sharded, fsdp)]
+    assert found == [pytest.approx(sizes, rel=1e-3) for sizes in ([4, 8], [4, 2], [1, 2])]
+    assert fsdp["host: snapshot for disk"] == pytest.approx(3 * GPT2, rel=1e-3)
+    assert fsdp["host: snapshots in memory"] == pytest.approx(6 * GPT2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 4), (2, 3), (4, 2), (7, 2), (16, 0)])
+def test_partial_sums_are_kept_like_a_binary_counter(workers: int, most: int) -> None:
+    """Sixteen micro-batches; of seven workers it is not one with three micro-batches that keeps most."""
+    gradients = estimate(gpt2(), 50257, workers, True, 4)["gradients"]
+    assert gradients == 4 * GPT2 * (most + 1)
+    assert estimate(gpt2(reduction="fast"), 50257, workers, True, 4)["gradients"] == 4 * GPT2
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize(("element", "block_size", "dropout"), [(4, 192, 0), (2, 192, 0.1), (4, 600, 0)])
+def test_activations_are_right_to_a_third(arch: str, element: int, block_size: int, dropout: float) -> None:
+    flat = {"model.arch": arch, "model.n_layer": 6, "model.n_head": 4, "model.n_embd": 64}
+    config = build(flat | {"model.dropout": dropout, "data.block_size": block_size})
+    trained = LossModule(GPT(config.model, vocab_size=2, block_size=block_size))
+    tokens = torch.zeros(2, config.trainer.micro_batch_size, block_size, dtype=torch.long)
+    gelu_tables()  # computed once in a process
+    alive = AliveTensors()
+    with alive, torch.autocast("cpu", dtype=torch.bfloat16, enabled=element == 2):
+        for tensor in (*trained.parameters(), *trained.buffers()):
+            alive.add(tensor)
+        before, loss = alive.now_bytes, trained(*tokens)
+    planned = activations(config, 2, True, element) / FRAGMENTED
+    assert loss.requires_grad and planned == pytest.approx(alive.now_bytes - before, rel=1 / 3)
+
+
+def test_a_plan_is_one_screen_and_ends_with_the_first_strategy_that_fits(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = []
+    for memory in ("80GB", "16GB", "14GB", "4.5GB", "1GB"):
+        words = [f"data.path={text}", "model.n_layer=48", "model.n_embd=1600", "model.n_head=25"]
+        assert main([*words, "--workers", "8", "--gpu_memory", memory]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24 and max(map(len, lines)) <= 80 and " 0.0 B" not in "".join(lines)
+        ends.append(lines[-1])
+    assert ends == [
+        "trainer.parallel=ddp fits",
+        "trainer.parallel=ddp trainer.shard_optimizer=true fits",
+        "trainer.parallel=fsdp fits",
+        "trainer.parallel=fsdp trainer.recompute=block fits",
+        "none fits: take more workers, a smaller trainer.micro_batch_size or model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--workers", "0"], "--workers must be at least 1, not 0"),
+        (["--workers", "9"], "9 workers cannot share the 8 micro-batches of a step"),
+        (["--gpu_memory", "80 apples"], "argument --gpu_memory: invalid size value: '80 apples'"),
+        (["trainer.device=cuda"], "how much memory does a GPU have? Give --gpu_memory"),
+        (["data.path=nowhere.txt"], "data.path nowhere.txt does not exist"),
+        (["snapshot.init_from=gpt2"], "with snapshot.init_from a plan needs the weights' vocabulary"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(main, [*TINY, *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"error: {sentence}") and said.err.count("\n") == 1
