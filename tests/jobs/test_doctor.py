@@ -1,98 +1,54 @@
-"""The doctor under torchrun: only a table on a healthy cluster, one sentence per fault on a faulty one."""
+"""The doctor under torchrun: only a table on a healthy cluster, a sentence per fault on a faulty one."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, Start
-from support.jobs import Job, free_port
+from conftest import ROOT, Start, error_of
+from support.jobs import free_port
 from support.nodes import why_no_cluster
 
 from mingpt.tools.jobs import clean_environment, torchrun
 
-
-def start_agents(start: Start, folder: Path, text: Path, *changes: dict[str, str]) -> list[Job]:
-    """Start an agent with one worker per dict, as if on as many nodes; names in capitals are variables."""
-    options = [f"--nnodes={len(changes)}", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    jobs = []
-    for change in changes:
-        env = {key: value for key, value in change.items() if key.isupper()}
-        own = {key: value for key, value in change.items() if not key.isupper()}
-        settings = SMALL | {"run_dir": folder / "run", "data.path": text} | own
-        words = [f"{key}={value}" for key, value in settings.items()]
-        launcher = torchrun(1, restarts=3, options=options)
-        jobs.append(start([*launcher, "-m", "mingpt", "doctor", *words], **env))
-    return jobs
-
-
-def said(jobs: list[Job]) -> list[str]:
-    return "".join(job.out() for job in jobs).splitlines()
-
-
-def test_a_healthy_cluster_gets_a_table_and_one_line(start: Start, text: Path, tmp_path: Path) -> None:
-    jobs = start_agents(start, tmp_path, text, {}, {})
-    assert [job.wait(60) for job in jobs] == [0, 0], "".join(job.err() for job in jobs)
-    head, first, second, empty, last = said(jobs)
-    assert head.split()[:4] == ["worker", "host", "device", "torch"]
-    assert first.startswith("0 ") and second.startswith("1 ") and (empty, last) == ("", "no fault found")
-    assert "MB/s" in first and "MB/s" in second
-    assert list(tmp_path.iterdir()) == []  # the doctor writes no file
-
-
-@pytest.mark.slow
-def test_a_fault_is_one_sentence_and_ends_the_job_without_restarts(
-    start: Start, text: Path, tmp_path: Path
-) -> None:
-    jobs = start_agents(start, tmp_path, text, {}, {"seed": "7"})
-    assert [job.wait(60) for job in jobs] == [1, 1]
-    lines = said(jobs)
-    (fault,) = [line for line in lines if line.startswith("fault: ")]
-    assert "is started with seed=7, the others with 1337" in fault and "(node " in fault
-    assert sum(line.startswith("worker ") for line in lines) == 1  # there was a single generation
-    errors = [line for job in jobs for line in job.err().splitlines() if line.startswith("error:")]
-    assert errors == ["error: 1 fault found"]
+DOCTOR = ["-m", "mingpt", "doctor", "trainer.device=cpu"]
 
 
 @pytest.mark.parametrize(
-    ("rank", "sentences"),
+    ("threads", "code", "said"),
     [
-        pytest.param(
-            0,
-            ["worker 1 did not reach the rendezvous within 20 s", "reaches TCP port 127.0.0.1"],
-            marks=pytest.mark.slow,
-        ),
-        (1, ["cannot use the workers' store at 127.0.0.1:", "connection refused"]),
+        ("1", 0, "no fault found"),
+        pytest.param("2", 1, ": threads is 2, on the others 1: set OMP_NUM_THREADS", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_does_not_come_and_a_store_that_is_not_there_are_named(
-    rank: int, sentences: list[str], start: Start, tmp_path: Path, text: Path
+def test_two_agents_get_one_table_and_a_sentence_if_they_differ(
+    start: Start, threads: str, code: int, said: str
 ) -> None:
-    """Only one of two workers comes; without rank 0 there is no store."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = str(store.port if store else free_port())
-    env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    job = start(
-        [sys.executable, "-m", "mingpt", "doctor", f"data.path={text}", f"run_dir={tmp_path / 'run'}"], **env
-    )
-    assert job.wait(60) == 1
-    (error,) = job.err().splitlines()
-    for words in sentences:
-        assert words in error
+    """A fault ends the job without restarts."""
+    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    command = [*torchrun(1, 3, options), *DOCTOR]
+    jobs = [start(command, OMP_NUM_THREADS=one) for one in ("1", threads)]
+    assert [job.wait(60) for job in jobs] == [code, code]
+    lines = "".join(job.out() for job in jobs).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert [line[:4] for line in lines if line.startswith(("host", "MB/s"))] == ["host"] * 2 + ["MB/s"] * 2
+    assert said in " ".join(lines) and sum(line.startswith("fault:") for line in lines) == code
+    assert all(job.err().count("error: worker") == code for job in jobs)
 
 
 @pytest.mark.slow
-def test_alone_it_is_one_row(start: Start, text: Path, tmp_path: Path) -> None:
-    words = [f"run_dir={tmp_path}", f"data.path={text}", *(f"{key}={value}" for key, value in SMALL.items())]
-    job = start([sys.executable, "-m", "mingpt", "doctor", *words])
-    assert job.wait(60) == 0, job.err()
-    assert len(job.out().splitlines()) == 4 and job.out().endswith("no fault found\n")
-    job = start([sys.executable, "-m", "mingpt", "doctor", *words, "seed=x"])
-    assert job.wait(60) == 2 and job.err().startswith("error: seed must be a whole number")
+def test_a_store_that_is_not_there_is_named_with_worker_and_host(start: Start) -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = start([sys.executable, *DOCTOR], TORCHELASTIC_USE_AGENT_STORE="True", **env)
+    said = error_of(job, 1)
+    assert said.startswith("worker 1 on ") and env["MASTER_PORT"] in said
+
+
+@pytest.mark.slow
+def test_alone_it_shows_this_host_and_a_mistake_has_exit_code_2(start: Start) -> None:
+    job = start([sys.executable, *DOCTOR])
+    assert job.wait(60) == 0 and job.out().endswith("no fault found\n"), job.err()
+    assert error_of(start([sys.executable, *DOCTOR, "seed=x"])).startswith("seed must be a whole number")
 
 
 @pytest.mark.weekly
