@@ -23,8 +23,8 @@ LIMIT_S = 60.0
 # {kind: (who names the fault, what one sentence says)}
 FAULTS = {
     "healthy": ("doctor", r"no fault found"),
-    "interface": ("doctor", r"node[12] and node[12] cannot connect to node3 at 10\.99\.0\.1 .*_IFNAME=eth0"),
-    "port": ("doctor", r"node2 cannot connect to node3 at .*no answer; open TCP ports 32768-60999"),
+    "interface": ("doctor", r"node[12] and node[12] cannot connect to node3 at 10\.99\.0\.1 .*_IFNAME=eth0 "),
+    "port": ("doctor", r"node2 cannot connect to node3 at .*no answer; let TCP ports 32768-60999 in"),
     "link": ("doctor", r"node3 receives [\d.]+ MB/s from node2, and [\d.]+ are usual"),
     "torch": ("doctor", r"node3: program is .* torch 2\.0\.1, on the others .*: install"),
     "clock": ("doctor", r"node3: the clock is \+[45]\.\d s off node1's: have NTP set it"),

@@ -71,11 +71,10 @@ def examine(launch: Launch, config: Config) -> None:
     clock = time.time()  # all workers have met just now
     facts = run_within(FACTS_S, lambda: find_facts(launch, config)) | {"clock": clock}
     facts["links"] = receive_from_all(launch.rank, all_gather(store, launch, "facts", facts))
-    workers = all_gather(store, launch, "links", facts)
-    if not find_faults(workers)[1]:
+    rows, faults = find_faults(all_gather(store, launch, "links", facts))
+    if not faults:
         facts["problem"] = try_backend(store, launch, config)
-        workers = all_gather(store, launch, "backend", facts)
-    rows, faults = find_faults(workers)
+        rows, faults = find_faults(all_gather(store, launch, "backend", facts))
     if launch.rank == 0:
         lines = [*rows, "", *(faults or ["no fault found"])]
         write_lines(
@@ -166,9 +165,9 @@ class ZeroServer(socketserver.ThreadingTCPServer):
 
 
 def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, float]]:
-    """Return the links from other nodes if this is a node's first worker, else []. All nodes measure at once.
+    """Return (sender, *receive_from) of each other node if this is a node's first worker, else [].
 
-    Nodes begin with different ones, so that each receives from one node, and sends to one, at a time.
+    Nodes start with different senders, so that each receives from one node, and sends to one, at a time.
     """
     nodes = [number for number, there in enumerate(workers) if there["port"]]
     if rank not in nodes:
@@ -180,7 +179,7 @@ def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, fl
 
 
 def receive_from(there: Facts) -> tuple[str, float]:
-    """Return ("", MB/s) of the link from another node, or why there is no connection, and what to do."""
+    """Return ("", MB/s) of the link from another node; the text says why there is none, and what to do."""
     problem = ""
     for interface, address in there["addresses"].items():
         try:
@@ -188,9 +187,9 @@ def receive_from(there: Facts) -> tuple[str, float]:
         except OSError as error:
             problem = problem or f"{address} ({interface}): {error.strerror or 'no answer'}"
         else:
-            advice = f"; {address} can be reached: set GLOO_SOCKET_IFNAME={interface} there"
+            advice = f"; {address} can be reached: set GLOO_SOCKET_IFNAME={interface} (and NCCL_SOCKET_IFNAME) there"
             return problem and problem + advice, mb_s
-    return f"{problem}; open TCP ports 32768-60999 there to this node, or look at the MTU between them", 0.0
+    return f"{problem}; let TCP ports 32768-60999 in through the firewall there, or look at the MTU", 0.0
 
 
 def receive_mb_s(address: str, port: int) -> float:
@@ -228,11 +227,11 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
 
 
 def find_faults(workers: list[Facts]) -> tuple[list[str], list[str]]:
-    """Return a line per fact, with the nodes that have it, and a sentence per fault, with what to do.
+    """Return lines on the facts and the links, and a sentence per fault, which names the node and a way out.
 
     Of values that equally many nodes have, that of the lowest rank counts as usual.
     """
-    rows, found, first = [], [], workers[0]["name"]
+    rows, found, first = [], [], workers[0]
     for fact, advice in ADVICE.items():
         values = group((there["name"], there[fact]) for there in workers)
         rows += [f"{fact:9}{', '.join(nodes)}: {value or '-'}" for value, nodes in values.items()]
@@ -259,11 +258,13 @@ def find_faults(workers: list[Facts]) -> tuple[list[str], list[str]]:
                 )
             )
     for there in workers:
-        lead_s = there["clock"] - workers[0]["clock"]
+        lead_s = there["clock"] - first["clock"]
         if there["problem"]:
             found.append((there["name"], f": {there['problem']}"))
         if abs(lead_s) > MAX_CLOCK_S:
-            found.append((there["name"], f": the clock is {lead_s:+.1f} s off {first}'s: have NTP set it"))
+            found.append(
+                (there["name"], f": the clock is {lead_s:+.1f} s off {first['name']}'s: have NTP set it")
+            )
     return rows, [f"fault:   {' and '.join(nodes)}{text}" for text, nodes in group(found).items()]
 
 

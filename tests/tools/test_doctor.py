@@ -1,5 +1,6 @@
 """Sentences from facts: each names the node, the cause and what to do; a healthy cluster gets none."""
 
+import socketserver
 import subprocess
 import sys
 from typing import Any
@@ -58,15 +59,17 @@ def test_a_healthy_cluster_has_no_fault_and_a_line_per_fact() -> None:
 
 
 def test_an_address_that_nobody_reaches_is_told_with_the_one_that_can_be_reached() -> None:
-    server = ZeroServer(("", 0), None)
+    server = ZeroServer(("", 0), socketserver.BaseRequestHandler)
     start(server.serve_forever)
     there = {"addresses": {"eth1": "nowhere.invalid", "eth0": "127.0.0.1"}, "port": server.server_address[1]}
     problem, mb_s = receive_from(there)
     assert problem.startswith("nowhere.invalid (eth1): ") and mb_s > 0
-    assert problem.endswith("; 127.0.0.1 can be reached: set GLOO_SOCKET_IFNAME=eth0 there")
+    assert problem.endswith(
+        "; 127.0.0.1 can be reached: set GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME) there"
+    )
     assert receive_from(there | {"addresses": {"lo": "127.0.0.1"}})[0] == ""
     problem, _ = receive_from({"addresses": {"lo": "127.0.0.1"}, "port": free_port()})
-    assert problem.startswith("127.0.0.1 (lo): Connection refused; open TCP ports")
+    assert problem.startswith("127.0.0.1 (lo): Connection refused; let TCP ports")
 
 
 PROGRAM = """
