@@ -78,7 +78,7 @@ def examine(launch: Launch, config: Config) -> None:
     if launch.rank == 0:
         lines = [*rows, "", *(faults or ["no fault found"])]
         write_lines(
-            textwrap.fill(line, 80, subsequent_indent=" " * 9, break_on_hyphens=False) for line in lines
+            textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False) for line in lines
         )
     with contextlib.suppress(Exception):  # rank 0, which may host the store, has left
         all_gather(store, launch, "done", True)
@@ -187,14 +187,17 @@ def receive_from(there: Facts) -> tuple[str, float]:
         except OSError as error:
             problem = problem or f"{address} ({interface}): {error.strerror or 'no answer'}"
         else:
-            advice = f"; {address} can be reached: set GLOO_SOCKET_IFNAME={interface} (and NCCL_SOCKET_IFNAME) there"
-            return problem and problem + advice, mb_s
+            return (
+                problem
+                and f"{problem}; {address} can be reached: set GLOO_SOCKET_IFNAME={interface} (and "
+                "NCCL_SOCKET_IFNAME) there"
+            ), mb_s
     return f"{problem}; let TCP ports 32768-60999 in through the firewall there, or look at the MTU", 0.0
 
 
 def receive_mb_s(address: str, port: int) -> float:
     """Return the rate, in MB/s, at which data come from an address. Raises OSError if none do."""
-    buffer, received = bytearray(len(CHUNK)), 0
+    buffer, received = bytearray(CHUNK), 0
     with socket.create_connection((address, port), CONNECT_S) as connection:
         began = time.monotonic()
         while time.monotonic() < began + LINK_S:

@@ -67,7 +67,6 @@ def test_an_address_that_nobody_reaches_is_told_with_the_one_that_can_be_reached
     assert problem.endswith(
         "; 127.0.0.1 can be reached: set GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME) there"
     )
-    assert receive_from(there | {"addresses": {"lo": "127.0.0.1"}})[0] == ""
     problem, _ = receive_from({"addresses": {"lo": "127.0.0.1"}, "port": free_port()})
     assert problem.startswith("127.0.0.1 (lo): Connection refused; let TCP ports")
 
