@@ -64,7 +64,7 @@ def start(kind: str, node: Node) -> Job:
     (shards / "train.bin").write_bytes(bytes([7, 0]) * 5000 + bytes([int(is_odd), 0]) * 100)
     (shards / "sitecustomize.py").write_text(ANOTHER_TORCH)
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    settings = SMALL | {"trainer.max_steps": 2, "run_dir": cluster.disk / "run"}
+    settings = SMALL | {"trainer.max_steps": 2, "trainer.eval_windows": 8, "run_dir": cluster.disk / "run"}
     if kind == "data":
         settings["data.path"] = cluster.disk / "shards" / "*.bin"
     if is_odd:
