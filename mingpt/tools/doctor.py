@@ -76,9 +76,9 @@ def examine(launch: Launch, config: Config) -> None:
         facts["problem"] = try_backend(store, launch, config)
         rows, faults = find_faults(all_gather(store, launch, "backend", facts))
     if launch.rank == 0:
-        lines = [*rows, "", *(faults or ["no fault found"])]
         write_lines(
-            textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False) for line in lines
+            textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False)
+            for line in [*rows, "", *(faults or ["no fault found"])]
         )
     with contextlib.suppress(Exception):  # rank 0, which may host the store, has left
         all_gather(store, launch, "done", True)
@@ -111,19 +111,19 @@ def find_facts(launch: Launch, config: Config) -> Facts:
     try:
         devices.check_gloo()
         found = devices.find_device(config.trainer.device, launch)
-        about = devices.gpu_facts(found) or {devices.device_name(found): cpu}
-        device = ", ".join(f"{name} {value}" for name, value in about.items())
+        facts = devices.gpu_facts(found) or {devices.device_name(found): cpu}
+        device = ", ".join(f"{name} {value}" for name, value in facts.items())
     except UserError as error:
         problem = str(error)
     addresses = find_addresses()
-    first = launch.rank - launch.local_rank
     disk, memory = free_gb(config.run_dir), free_gb(config.snapshot.memory_path)
     server = ZeroServer(("", 0), socketserver.BaseRequestHandler)
     start(server.serve_forever)
     return {
         "name": platform.node(),
         "host": f"{' '.join(next(iter(addresses.items())))}, {launch.local_world_size} workers "
-        f"from {first} on, free: {disk} GB for run_dir, {memory} GB for snapshots in memory",
+        f"from {launch.rank - launch.local_rank} on, free: {disk} GB for run_dir, "
+        f"{memory} GB for snapshots in memory",
         "device": device,
         "program": devices.find_program(),
         "threads": launch.threads(config.trainer),
@@ -217,7 +217,7 @@ def try_backend(store: Any, launch: Launch, config: Config) -> str:
         distributed.init_process_group(
             backend, None, timedelta(seconds=GROUP_S), launch.world_size, launch.rank, store
         )
-        distributed.barrier()
+        distributed.all_gather_object([None] * launch.world_size, "on the current device")
 
     try:
         run_within(2 * GROUP_S, compute)
