@@ -121,9 +121,8 @@ def find_facts(launch: Launch, config: Config) -> Facts:
     start(server.serve_forever)
     return {
         "name": platform.node(),
-        "host": f"{' '.join(next(iter(addresses.items())))}, {launch.local_world_size} workers "
-        f"from {launch.rank - launch.local_rank} on, free: {disk} GB for run_dir, "
-        f"{memory} GB for snapshots in memory",
+        "host": f"{' '.join(next(iter(addresses.items())))}; workers: {launch.local_world_size}, from "
+        f"{launch.rank - launch.local_rank} on; free: {disk} GB for run_dir, {memory} GB for snapshots in memory",
         "device": device,
         "program": devices.find_program(),
         "threads": launch.threads(config.trainer),
@@ -146,11 +145,11 @@ def find_addresses() -> dict[str, str]:
     return {used or "host name": found.get(used, own)} | found
 
 
-def free_gb(place: str) -> int:
+def free_gb(place: str) -> float:
     """Return the free GB of the disk on which `place` is, or will be."""
     while not os.path.exists(place):
         place = os.path.dirname(place) or "."
-    return shutil.disk_usage(place).free // 10**9
+    return round(shutil.disk_usage(place).free / 1e9, 1)
 
 
 class ZeroServer(socketserver.ThreadingTCPServer):
