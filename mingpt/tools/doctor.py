@@ -122,7 +122,8 @@ def find_facts(launch: Launch, config: Config) -> Facts:
     return {
         "name": platform.node(),
         "host": f"{' '.join(next(iter(addresses.items())))}; workers: {launch.local_world_size}, from "
-        f"{launch.rank - launch.local_rank} on; free: {disk} GB for run_dir, {memory} GB for snapshots in memory",
+        f"{launch.rank - launch.local_rank} on; free: {disk} GB for run_dir, {memory} GB "
+        "for snapshots in memory",
         "device": device,
         "program": devices.find_program(),
         "threads": launch.threads(config.trainer),
