@@ -1,156 +1,117 @@
-"""Does the doctor find what is wrong with a cluster of three nodes, and no fault on a healthy one?
+"""Does the doctor, or the start of the trainer, name what is wrong with a cluster of three nodes?
 
-    python benchmarks/doctor.py                # 2 minutes; needs root, ip, nft, bindfs and faketime
+    python benchmarks/doctor.py                # 5 minutes; needs root, ip, tc, nft, bindfs and faketime
     python benchmarks/doctor.py --only port    # half a minute
 
-Each fault is planted on node 3, then `python -m mingpt doctor` is started as a run would be, by torchrun's
-agents, whose store is on node 1. Within 60 s the doctor must name the host and the cause, say what to change,
-and end the job with exit code 1 on every node (0 on the healthy cluster). It must start no second generation
-and leave no file.
-
-Prints a row per fault, as JSON; `seconds` is from the start of the agents to the end of the last one. Exit
-code 1 unless the doctor meets all of this.
+Each fault is planted, then the doctor or train.py is started by torchrun's agents, whose store is on node 1.
+Within 60 s one sentence must name the node, and the job must end with the right exit code on every node. The
+doctor must start no second generation, leave no file, and find no fault on the healthy cluster. Prints a row
+per fault, as JSON, with the seconds to the end of the last agent. Exit code 1 unless all faults are named.
 """
 
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Tally, argument_parser, arguments_of, exit_codes, row, work_folder
-
-from mingpt.tools.jobs import ROOT
-
-sys.path.insert(0, str(ROOT / "tests"))
+from common import SMALL, Tally, argument_parser, arguments_of, exit_codes, row, work_folder
+from support.jobs import Job
 from support.nodes import Cluster, Node, why_no_cluster
 
-PORT = 29400
 LIMIT_S = 60.0
+# {kind: (who names the fault, what one sentence says)}
+FAULTS = {
+    "healthy": ("doctor", r"no fault found"),
+    "interface": ("doctor", r"node[12] and node[12] cannot connect to node3 at 10\.99\.0\.1 .*_IFNAME=eth0 "),
+    "port": ("doctor", r"node2 cannot connect to node3 at .*no answer; let TCP ports 32768-60999 in"),
+    "link": ("doctor", r"node3 receives [\d.]+ MB/s from node2, and [\d.]+ are usual"),
+    "torch": ("doctor", r"node3: program is .* torch 2\.0\.1, on the others .*: install"),
+    "clock": ("doctor", r"node3: the clock is \+[45]\.\d s off node1's: have NTP set it"),
+    "data": ("train.py", r"token shards in .* differ between nodes: train\.bin on node3 .*copy"),
+    "config": ("train.py", r"those on node3 differ from .* \(optimizer\.learning_rate"),
+    "folder": ("train.py", r"run_dir.*cannot be written to: Read-only file system \(on node3\)"),
+    "memory": ("train.py", r"no snapshots in memory.*on node3"),
+}
+NO_FAILURE = ("healthy", "memory")
+# {kind: {number of a node: commands of a shell that plant the fault there}}
+COMMANDS = {
+    "interface": {3: '''ip link add eth1 type veth peer name end1
+        ip address add 10.99.0.1/24 dev eth1; ip link set eth1 up; ip link set end1 up'''},
+    # Answers pass, connections from node 2 do not.
+    "port": {3: '''nft 'add table ip wall; add chain ip wall in { type filter hook input priority 0; }'
+        nft add rule ip wall in ip saddr NETWORK.2 tcp dport 32768-60999 tcp flags syn / syn,ack drop'''},
+    # All links have 800 Mbit/s, and the one from node 2 to node 3 has a tenth of that.
+    "link": {
+        1: "tc qdisc add dev eth0 root tbf rate 800mbit burst 256k latency 50ms",
+        2: '''tc qdisc add dev eth0 root handle 1: htb default 1
+        tc class add dev eth0 parent 1: classid 1:1 htb rate 800mbit
+        tc class add dev eth0 parent 1: classid 1:2 htb rate 80mbit
+        tc filter add dev eth0 parent 1: protocol ip u32 match ip dst NETWORK.3 flowid 1:2''',
+        3: "tc qdisc add dev eth0 root tbf rate 800mbit burst 256k latency 50ms",
+    },
+    "folder": {3: "mkdir DISK/run; mount --bind DISK/run DISK/run; mount -o remount,bind,ro DISK/run"},
+    "memory": {3: "mount -t tmpfs -o size=64k tmpfs /dev/shm"},
+}  # fmt: skip
 # torch reports another version, as an older installation would.
 ANOTHER_TORCH = "import torch\ntorch.__version__ = torch.version.__version__ = '2.0.1'\n"
-SETTINGS = {"trainer.device": "cpu", "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 64}
 
 
-@dataclass
-class Trial:
-    """The changes on node 3."""
-
-    env: dict[str, str] = field(default_factory=dict)
-    prefix: list[str] = field(default_factory=list)
-    settings: dict[str, str] = field(default_factory=dict)
-
-
-Plant = Callable[[Cluster, Trial], None]
-
-
-def nothing(cluster: Cluster, trial: Trial) -> None:
-    pass
-
-
-def wrong_interface(cluster: Cluster, trial: Trial) -> None:
-    """Give the node a second card in a network of its own; its cable ends in the same node."""
-    node = cluster.nodes[2]
-    node.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "end1")
-    node.run("ip", "address", "add", "10.99.0.1/24", "dev", "eth1")
-    for card in ("eth1", "end1"):
-        node.run("ip", "link", "set", card, "up")
-    trial.env = {"GLOO_SOCKET_IFNAME": "eth1"}
-
-
-def blocked(cluster: Cluster, trial: Trial) -> None:
-    """Set a firewall on node 3 that lets answers in, but no connections from node 2."""
-    rule = f"ip saddr {cluster.nodes[1].address} tcp dport 32768-60999 tcp flags syn / syn,ack drop"
-    for words in (
-        "table ip wall",
-        "chain ip wall in { type filter hook input priority 0 ; }",
-        f"rule ip wall in {rule}",
-    ):
-        cluster.nodes[2].run("nft", f"add {words}")
-
-
-def other_config(cluster: Cluster, trial: Trial) -> None:
-    trial.settings = {"optimizer.learning_rate": "0.01"}
-
-
-def other_torch(cluster: Cluster, trial: Trial) -> None:
-    folder = cluster.folder / "disks" / "node3" / "another"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(ANOTHER_TORCH)
-    trial.env = {"PYTHONPATH": str(cluster.disk / "another")}
-
-
-def other_clock(cluster: Cluster, trial: Trial) -> None:
-    trial.prefix = ["faketime", "-f", "+5s"]
-
-
-# {kind: (function that plants the fault, what the doctor's one sentence must say)}
-FAULTS: dict[str, tuple[Plant, str]] = {
-    "healthy": (nothing, ""),
-    "interface": (wrong_interface, r"node3 listens on 10\.99\.0\.1, interface eth1.*SOCKET_IFNAME.* eth0"),
-    "port": (blocked, r"node2 cannot connect to node3 .*no answer.*ports 32768-60999 .*of node3 to node2"),
-    "config": (other_config, r"node3 is started with optimizer\.learning_rate=0\.01, the others with 0\.007"),
-    "torch": (other_torch, r"node3 has torch 2\.0\.1 and the others .*pip install torch=="),
-    "clock": (other_clock, r"clock of node3 differs from the others' by \+5\.0 s"),
-}  # fmt: skip
-
-
-def agent(cluster: Cluster, node: Node, trial: Trial) -> list[str]:
-    """The command line of a node's agent."""
-    conf = f"is_host={int(node.number == 1)},join_timeout=60,read_timeout=10"
+def start(kind: str, node: Node) -> Job:
+    """Start a node's agent. Some faults are in its command, its variables or its files."""
+    cluster, is_odd, shards = node.cluster, node.number == 3, node.disk / "shards"
+    shards.mkdir()
+    (shards / "train.bin").write_bytes(bytes([7, 0]) * 5000 + bytes([int(is_odd), 0]) * 100)
+    (shards / "sitecustomize.py").write_text(ANOTHER_TORCH)
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    settings = SMALL | {"trainer.max_steps": 2, "trainer.eval_windows": 8, "run_dir": cluster.disk / "run"}
+    if kind == "data":
+        settings["data.path"] = cluster.disk / "shards" / "*.bin"
+    if is_odd:
+        settings |= {"optimizer.learning_rate": 0.01} if kind == "config" else {}
+        env |= {"GLOO_SOCKET_IFNAME": "eth1"} if kind == "interface" else {}
+        env |= {"PYTHONPATH": str(cluster.disk / "shards")} if kind == "torch" else {}
+    program = ["-m", "mingpt", "doctor"] if FAULTS[kind][0] == "doctor" else ["train.py"]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc_per_node=1", "--max-restarts=5",
-        "--rdzv_backend=c10d", "--rdzv_id=doctor", f"--rdzv_endpoint={cluster.nodes[0].address}:{PORT}",
-        f"--rdzv-conf={conf}", f"--local-addr={node.address}", "-m", "mingpt", "doctor",
+        "--rdzv_backend=c10d", f"--rdzv_endpoint={cluster.nodes[0].address}:29400",
+        f"--rdzv-conf=is_host={int(node.number == 1)},join_timeout=60", f"--local-addr={node.address}",
+        *program, *arguments_of(settings),
     ]  # fmt: skip
-    own = {"run_dir": cluster.disk / "run"}
-    settings = SETTINGS | own
-    if node.number == 3:
-        command, settings = [*trial.prefix, *command], settings | trial.settings
-    return [*command, *arguments_of(settings)]
+    prefix = ["faketime", "-f", "+5s"] if kind == "clock" and is_odd else []
+    return node.start([*prefix, *command], env)
 
 
 def examine(kind: str, folder: Path) -> bool:
-    """Plant a fault, run the doctor, print a row; whether the doctor did all that it must."""
-    plant, expected = FAULTS[kind]
-    trial = Trial()
+    """Plant a fault, run what must name it, print a row; whether that did all that it must."""
+    (program, expected), code = FAULTS[kind], int(kind not in NO_FAILURE)
     with Cluster(3, folder, shared=False) as cluster:
-        plant(cluster, trial)
+        for number, commands in COMMANDS.get(kind, {}).items():
+            commands = commands.replace("NETWORK", cluster.network).replace("DISK", str(cluster.disk))
+            cluster.nodes[number - 1].run("sh", "-ec", commands)
         began = time.monotonic()
-        jobs = []
-        for node in cluster.nodes:
-            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-            env |= trial.env if node.number == 3 else {}
-            jobs.append(node.start(agent(cluster, node, trial), env))
+        jobs = [start(kind, node) for node in cluster.nodes]
         codes = exit_codes(jobs, LIMIT_S + 30)
         took_s = time.monotonic() - began
-        left = [node.number for node in cluster.nodes if list(node.disk.glob("run"))]
-    said = "".join(job.out() for job in jobs).splitlines()
-    faults = [line for line in said if line.startswith("fault: ")]
-    tables = sum(line.startswith("worker ") for line in said)
-    is_good = took_s < LIMIT_S and tables == 1 and not left
-    if kind == "healthy":
-        is_good = is_good and codes == [0, 0, 0] and "no fault found" in said and not faults
-    else:
-        is_good = is_good and codes == [1, 1, 1] and len(faults) == 1 and bool(re.search(expected, faults[0]))
-    shown = [line.replace(str(cluster.folder), "...") for line in faults]
-    row(fault=kind, ok=is_good, seconds=round(took_s, 1), codes=codes, tables=tables, said=shown)
+        wrote = any((node.disk / "run").exists() for node in cluster.nodes)
+    text = "".join(job.out() + job.err() for job in jobs).replace(str(cluster.folder), "...")
+    lines = re.sub(r"\n {9}(?=\S)", " ", text).splitlines()  # the doctor folds its lines
+    said = [line for line in lines if re.search(expected, line)]
+    faults, tables = (sum(line.startswith(word) for line in lines) for word in ("fault:", "threads"))
+    is_good = took_s < LIMIT_S and codes == [code] * 3 and len(said) == 1
+    is_good = is_good and (program != "doctor" or ((faults, tables) == (code, 1) and not wrote))
+    row(fault=kind, ok=is_good, seconds=round(took_s, 1), codes=codes, by=program, said=said)
     return is_good
 
 
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    arguments = parser.parse_args()
-    why_not = why_no_cluster()
-    if why_not is None and "clock" in arguments.only and shutil.which("faketime") is None:
-        why_not = "faketime is not installed, which --only without clock does not need"
+    arguments, tally = parser.parse_args(), Tally()
+    why_not = why_no_cluster() or (None if shutil.which("faketime") else "faketime is not installed")
     if why_not:
         print(f"error: {why_not}", file=sys.stderr)
         return 2
-    tally = Tally()
     for kind in arguments.only:
         with work_folder() as folder:
             tally.add(examine(kind, folder / "cluster"))

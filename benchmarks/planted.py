@@ -34,7 +34,7 @@ JOBS = {
     "parallel": ["test_any_number_of_workers", "test_sharded_jobs"],
     "report": ["test_resuming", "test_full_disk"],
     "snapshot": ["test_bad_snapshots", "test_resuming", "test_memory_of_a_node"],
-    "tools": ["test_doctor", "test_token_data"],
+    "tools": ["test_doctor_jobs", "test_token_data"],
     "training": ["test_resuming", "test_one_job", "test_stopping"],
 }  # fmt: skip
 PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]

@@ -1,0 +1,279 @@
+"""Find out why a cluster does not start, or which of its links are slow.
+
+    torchrun ... -m mingpt doctor [CONFIG.yaml] [section.key=value ...]     # started as the run is
+
+With the flags and settings of the run, it prints what each node has, the rate at which it receives data from
+each other node, and a sentence per fault. Exit code 0: no fault; 1: faults (torchrun does not restart the
+workers); 2: a mistake on the command line (torchrun itself exits with 1). Settings that differ, token shards
+and folders are checked by the start of the trainer, which refuses them in one sentence.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import socketserver
+import textwrap
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mingpt.base.command import CommandParser, write_lines
+from mingpt.base.errors import NonRetryableError, UserError
+from mingpt.base.system import ipv4_addresses, run_within, start
+from mingpt.config import Config
+from mingpt.config.cli import parse
+from mingpt.distributed import Launch, ProcessExit
+from mingpt.distributed.exit import first_line
+from mingpt.distributed.rendezvous import Rendezvous
+
+Facts = dict[str, Any]  # what a worker has, as JSON; see find_facts
+MEET_S, FACTS_S, ANSWER_S = 20.0, 15.0, 60.0  # limits of the rendezvous, of finding facts, of an answer
+CONNECT_S, GROUP_S = 2.0, 8.0  # limits of a connection and of a collective
+LINK_S = 0.4  # for how long a link is measured
+CHUNK = bytes(1 << 20)
+SLOW = 0.25  # share of the usual rate below which a link is slow
+MAX_CLOCK_S = 1.0
+# {fact: what to do on a node where it is not as on most; "" if it may differ}
+ADVICE = {
+    "host": "",
+    "device": "look at CUDA_VISIBLE_DEVICES and the driver, take equal nodes, or set trainer.device=cpu",
+    "program": "install the same code and torch there, since others compute other bits",
+    "threads": "set OMP_NUM_THREADS there, since the bits of a result depend on it",
+    "Python": "",
+}
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Check up on all workers, then exit this process; a fault ends the job without restarts. Collective."""
+    settings = CommandParser("python -m mingpt doctor", __doc__).parse_known_args(arguments)[1]
+    launch = Launch.from_environment()
+    process_exit = ProcessExit(launch)
+    try:
+        examine(launch, parse(settings))
+    except Exception as error:  # which a next generation would meet again
+        what = NonRetryableError(f"worker {launch.rank} on {platform.node()}: {first_line(error)}")
+        process_exit.abort_job(error if isinstance(error, UserError) else what, lambda: False)
+    process_exit.exit_process(None)
+
+
+def examine(launch: Launch, config: Config) -> None:
+    """Print the report on rank 0. All ranks raise NonRetryableError if there are faults. Collective."""
+    from torch.distributed import HashStore
+
+    store = Rendezvous(launch, MEET_S).process_group_store if launch.is_distributed else HashStore()
+    store.set_timeout(timedelta(seconds=ANSWER_S))
+    clock = time.time()  # all workers have met just now
+    facts = run_within(FACTS_S, lambda: find_facts(launch, config)) | {"clock": clock}
+    facts["links"] = receive_from_all(launch.rank, all_gather(store, launch, "facts", facts))
+    rows, faults = find_faults(all_gather(store, launch, "links", facts))
+    if not faults:
+        facts["problem"] = try_backend(store, launch, config)
+        rows, faults = find_faults(all_gather(store, launch, "backend", facts))
+    if launch.rank == 0:
+        write_lines(
+            textwrap.fill(line, 80, subsequent_indent="         ", break_on_hyphens=False)
+            for line in [*rows, "", *(faults or ["no fault found"])]
+        )
+    with contextlib.suppress(Exception):  # rank 0, which may host the store, has left
+        all_gather(store, launch, "done", True)
+    if faults:
+        raise NonRetryableError(f"faults found: {len(faults)}")
+
+
+def all_gather(store: Any, launch: Launch, name: str, value: Any) -> list[Facts]:
+    """Return the values of all ranks, by rank. They are JSON, and a name is used once. Collective.
+
+    Raises NonRetryableError if a worker or the store does not answer.
+    """
+    store.set(f"{name}/{launch.rank}", json.dumps(value))
+    values = []
+    for rank in range(launch.world_size):
+        try:
+            values.append(json.loads(store.get(f"{name}/{rank}")))
+        except RuntimeError:  # of torch.distributed
+            raise NonRetryableError(f"worker {rank} did not answer within {ANSWER_S:g} s") from None
+    return values
+
+
+def find_facts(launch: Launch, config: Config) -> Facts:
+    """Return what this worker has; the first worker of each node sends data from a `port`, others have 0."""
+    from mingpt.distributed import device as devices
+
+    problem, device, cpu = devices.idle_gpus(config.trainer.device, launch) or "", "", ""
+    with contextlib.suppress(OSError):  # not on Linux
+        cpu = "".join(re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1])
+    try:
+        devices.check_gloo()
+        found = devices.find_device(config.trainer.device, launch)
+        facts = devices.gpu_facts(found) or {devices.device_name(found): cpu}
+        device = ", ".join(f"{name} {value}" for name, value in facts.items())
+    except UserError as error:
+        problem = str(error)
+    addresses = find_addresses()
+    disk, memory = free_gb(config.run_dir), free_gb(config.snapshot.memory_path)
+    server = ZeroServer(("", 0), socketserver.BaseRequestHandler)
+    start(server.serve_forever)
+    return {
+        "name": platform.node(),
+        "host": f"{' '.join(next(iter(addresses.items())))}; workers: {launch.local_world_size}, from "
+        f"{launch.rank - launch.local_rank} on; free: {disk} GB for run_dir, {memory} GB "
+        "for snapshots in memory",
+        "device": device,
+        "program": devices.find_program(),
+        "threads": launch.threads(config.trainer),
+        "Python": platform.python_version(),
+        "problem": problem,
+        "addresses": addresses,
+        "port": 0 if launch.local_rank else server.server_address[1],
+    }
+
+
+def find_addresses() -> dict[str, str]:
+    """Return {interface: address} of this host, at first the address at which gloo will listen.
+
+    It is that of GLOO_SOCKET_IFNAME; without this variable, that of the host's name if it resolves.
+    """
+    used, own, found = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], "127.0.0.1", {}
+    with contextlib.suppress(OSError):  # not on Linux, or the name does not resolve
+        found = {name: str(address.ip) for name, address in ipv4_addresses()}
+        own = str(socket.getaddrinfo(platform.node(), None)[0][4][0])
+    return {used or "host name": found.get(used, own)} | found
+
+
+def free_gb(place: str) -> float:
+    """Return the free GB of the disk on which `place` is, or will be."""
+    while not os.path.exists(place):
+        place = os.path.dirname(place) or "."
+    return round(shutil.disk_usage(place).free / 1e9, 1)
+
+
+class ZeroServer(socketserver.ThreadingTCPServer):
+    """Sends zeros to whoever connects, until the connection is closed."""
+
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                request.sendall(CHUNK)
+
+
+def receive_from_all(rank: int, workers: list[Facts]) -> list[tuple[int, str, float]]:
+    """Return (sender, *receive_from) of each other node if this is a node's first worker, else [].
+
+    Nodes start with different senders, so that each receives from one node, and sends to one, at a time.
+    """
+    nodes = [number for number, there in enumerate(workers) if there["port"]]
+    if rank not in nodes:
+        return []
+    own, links = nodes.index(rank), []
+    for sender in nodes[own + 1 :] + nodes[:own]:
+        links.append((sender, *receive_from(workers[sender])))
+    return links
+
+
+def receive_from(there: Facts) -> tuple[str, float]:
+    """Return ("", MB/s) of the link from another node; the text says why there is none, and what to do."""
+    problem = ""
+    for interface, address in there["addresses"].items():
+        try:
+            mb_s = receive_mb_s(address, there["port"])
+        except OSError as error:
+            problem = problem or f"{address} ({interface}): {error.strerror or 'no answer'}"
+        else:
+            return (
+                problem
+                and f"{problem}; {address} can be reached: set GLOO_SOCKET_IFNAME={interface} (and "
+                "NCCL_SOCKET_IFNAME) there"
+            ), mb_s
+    return f"{problem}; let TCP ports 32768-60999 in through the firewall there, or look at the MTU", 0.0
+
+
+def receive_mb_s(address: str, port: int) -> float:
+    """Return the rate, in MB/s, at which data come from an address. Raises OSError if none do."""
+    buffer, received = bytearray(CHUNK), 0
+    with socket.create_connection((address, port), CONNECT_S) as connection:
+        began = time.monotonic()
+        while time.monotonic() < began + LINK_S:
+            received += connection.recv_into(buffer)
+        return received / 1e6 / (time.monotonic() - began)
+
+
+def try_backend(store: Any, launch: Launch, config: Config) -> str:
+    """Connect all workers as for training; return why NCCL, or gloo on CPUs, cannot, or "". Collective."""
+    from torch import distributed
+
+    from mingpt.distributed.device import find_device
+
+    def compute() -> None:
+        device = find_device(config.trainer.device, launch)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        distributed.init_process_group(
+            backend, None, timedelta(seconds=GROUP_S), launch.world_size, launch.rank, store
+        )
+        distributed.all_gather_object([None] * launch.world_size, "on the current device")
+
+    try:
+        run_within(2 * GROUP_S, compute)
+    except Exception as error:  # a backend raises exceptions of many kinds, and any is an answer
+        return (
+            f"the workers cannot compute together ({first_line(error)}): remove the cause, set "
+            "NCCL_SOCKET_IFNAME as GLOO_SOCKET_IFNAME, or set trainer.device=cpu"
+        )
+    return ""
+
+
+def find_faults(workers: list[Facts]) -> tuple[list[str], list[str]]:
+    """Return lines on the facts and the links, and a sentence per fault, which names the node and a way out.
+
+    Of values that equally many nodes have, that of the lowest rank counts as usual.
+    """
+    rows, found, first = [], [], workers[0]
+    for fact, advice in ADVICE.items():
+        values = group((there["name"], there[fact]) for there in workers)
+        rows += [f"{fact:9}{', '.join(nodes)}: {value or '-'}" for value, nodes in values.items()]
+        usual, *others = sorted(values, key=lambda value: -len(values[value]))
+        for value in others:
+            if advice and value:
+                found += [
+                    (name, f": {fact} is {value}, on the others {usual}: {advice}") for name in values[value]
+                ]
+    links = [(there["name"], *link) for there in workers for link in there["links"]]
+    rates = sorted([0.0, *(mb_s for *_, mb_s in links)])
+    usual_mb_s = rates[3 * len(rates) // 4]
+    for name, sender, problem, mb_s in links:
+        other = workers[sender]["name"]
+        rows.append(f"MB/s     {name} receives {mb_s:,.1f} from {other}")
+        if problem:
+            found.append((name, f" cannot connect to {other} at {problem}"))
+        elif mb_s <= SLOW * usual_mb_s:
+            found.append(
+                (
+                    name,
+                    f" receives {mb_s:,.1f} MB/s from {other}, and {usual_mb_s:,.1f} are usual: look at the "
+                    "network cards, the cables and the MTU of both",
+                )
+            )
+    for there in workers:
+        lead_s = there["clock"] - first["clock"]
+        if there["problem"]:
+            found.append((there["name"], f": {there['problem']}"))
+        if abs(lead_s) > MAX_CLOCK_S:
+            found.append(
+                (there["name"], f": the clock is {lead_s:+.1f} s off {first['name']}'s: have NTP set it")
+            )
+    return rows, [f"fault:   {' and '.join(nodes)}{text}" for text, nodes in group(found).items()]
+
+
+def group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return {value: nodes that have it, each once} of pairs (node, value)."""
+    found: dict[str, list[str]] = {}
+    for node, value in dict.fromkeys(pairs):
+        found.setdefault(value, []).append(node)
+    return found
