@@ -18,7 +18,7 @@ COMMANDS = {
     "compare": ("tools.compare", "say where two runs begin to differ, and why"),
     "doctor": ("tools.doctor.command", "say why a cluster does not start"),
     "plan": ("tools.plan.command", "say what a run needs, before it is started, and what fits"),
-    "prepare": ("tools.prepare.command", "encode text into token shards"),
+    "prepare": ("tools.prepare", "encode text into token shards"),
     "timeline": ("report.plot", "draw what happened to a run over time"),
     "export": ("tools.export", "write a run as a folder in Hugging Face's format"),
 }

@@ -25,7 +25,7 @@ from mingpt.data.tokenizers import Tokenizer
 LOCAL = ("file://", "local://", "memory://")
 # Files that `python -m mingpt prepare` reads and training does not.
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+KINDS = {".jsonl": "line", ".ndjson": "line", ".parquet": "row"}  # what has a document
 # tiktoken pins the same checksums.
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 GPT2_VOCAB = ("encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")
@@ -138,9 +138,19 @@ def failed_request(error: Exception) -> BaseException | None:
 
 def hint_to_prepare(path: str) -> str:
     """Return a hint to run `prepare`, for an error message, if only `prepare` can read the file; else ""."""
-    name = path.partition("?")[0] if "://" in path else path
-    is_for_prepare = name.lower().endswith((*KINDS, *COMPRESSED))
+    is_for_prepare = suffix_of(path) in KINDS or name_of(path).endswith(COMPRESSED)
     return ": make token shards of it with `python -m mingpt prepare`" if is_for_prepare else ""
+
+
+def name_of(path: str) -> str:
+    """Return a path, or a URL without its query, in lower case."""
+    return (path.partition("?")[0] if "://" in path else path).lower()
+
+
+def suffix_of(path: str) -> str:
+    """Return the suffix of a path or URL, before that of a compression: .jsonl for a.jsonl.gz."""
+    stem, suffix = os.path.splitext(name_of(path))
+    return os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
 
 
 def load_named_tokenizer(name: str, setting: str = "data.tokenizer") -> Tokenizer:
