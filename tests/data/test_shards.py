@@ -116,17 +116,14 @@ def test_a_known_header_counts_even_where_the_name_would_allow_none(tmp_path: Pa
     assert everything(data.val) == list(range(70_000, 70_004))
 
 
-def test_files_are_ordered_by_prefix_and_number_and_validation_comes_last(tmp_path: Path) -> None:
-    for number in (10, 2, 9, 11, 3, 4, 5, 6, 7, 8):
-        write_llmc(tmp_path / f"b_train_{number}.bin", [number])
-    write_llmc(tmp_path / "b_val_000000.bin", [90, 91])
-    write_llmc(tmp_path / "a_train_007.bin", [107])
-    write_llmc(tmp_path / "a_train_006.bin", [106])
+def test_files_are_read_in_the_order_of_their_names_and_validation_comes_last(tmp_path: Path) -> None:
+    for number in (10, 2, 9):
+        write_llmc(tmp_path / f"b_train_{number:03d}.bin", [number])
+    write_llmc(tmp_path / "a_val_0.bin", [90, 91])
     write_llmc(tmp_path / "other.bin", [200])
     data = open_shards(str(tmp_path), 0.1)
-    assert everything(data.train) == [106, 107, *range(2, 12), 200]
-    assert everything(data.val) == [90, 91]
-    assert list(data.files)[-1] == "b_val_000000.bin" and len(data.files) == 14
+    assert everything(data.train) == [2, 9, 10, 200] and everything(data.val) == [90, 91]
+    assert list(data.files)[-1] == "a_val_0.bin" and len(data.files) == 5
 
 
 @pytest.mark.parametrize(
@@ -165,7 +162,7 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
         for number in range(files):
             wide = bool(RNG.integers(2))
             part = some_tokens(int(RNG.integers(1, 51)), 2**32 - 1 if wide else 2**16)
-            write_llmc(tmp_path / f"{split}_{number}.bin", part, wide=wide)
+            write_llmc(tmp_path / f"{split}_{number:02d}.bin", part, wide=wide)
             parts[split].append(part)
     data = open_shards(str(tmp_path), 0.1)
     for tokens, split in ((data.train, "train"), (data.val, "val")):
@@ -286,14 +283,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (lambda folder: os.mkfifo(folder / "a.bin"), r"/a\.bin .*is no regular file"),
     "a device": (lambda folder: (folder / "a.bin").symlink_to("/dev/zero"), r"/a\.bin .*is no regular file"),
     "a broken link": (lambda folder: (folder / "a.bin").symlink_to("gone"), r"/a\.bin does not exist"),
-    "a gap": (
-        lambda folder: (folder / "train_3.bin").unlink(),
-        r"/train_3\.bin is missing: .*train_2\.bin and train_4\.bin",
-    ),
-    "a number twice": (
-        lambda folder: (folder / "train_03.bin").touch(),
-        r"/train_03\.bin and .*train_3\.bin have the same number",
-    ),
     "one token of validation": (
         lambda folder: write_llmc(folder / "val_0.bin", [1]),
         r"the validation part of .* has 1 of at least 2 tokens",
@@ -314,32 +303,12 @@ def test_damage_is_told_in_a_sentence(kind: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-OTHER_TYPES = [
-    (b"", "<u4", 65, "uint32"),
-    (b"", "<u4", 128_256, "uint32"),
-    (b"", "<i8", 50257, "int64"),
-    (b"", ">u2", 65, ">u2"),
-    (b"", ">u2", 50257, ">u2"),
-    (b"", ">u4", 50257, ">u4"),
-    (b"", ">i8", 65, ">i8"),
-    (llmc_header(8000), "<u4", 128_256, "uint32"),  # the header's size fits
-    (llmc_header(4000), "<i8", 50257, "int64"),  # it does not fit
-    (llmc_header(2000, wide=True), "<u2", 50257, "uint16"),
-    (llmc_header(8000, wide=True), "<i8", 50257, "int64"),
-]
-
-
-@pytest.mark.parametrize(("header", "dtype", "below", "name"), OTHER_TYPES)
-def test_tokens_of_another_type_are_named_with_a_program_that_converts_them(
-    header: bytes, dtype: str, below: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = some_tokens(4000, below)
-    (tmp_path / "train.bin").write_bytes(header + tokens.astype(dtype).tobytes())
-    with pytest.raises(UserError, match=rf"train\.bin seems to hold tokens of type {name} ") as caught:
+@pytest.mark.parametrize("header", [b"", llmc_header(8000)])
+@pytest.mark.parametrize(("dtype", "below"), [("<u4", 65), ("<u4", 128_256), ("<i8", 50257)])
+def test_wider_tokens_are_not_read_as_uint16(header: bytes, dtype: str, below: int, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(header + some_tokens(4000, below).astype(dtype).tobytes())
+    with pytest.raises(UserError, match=r"train\.bin seems to hold tokens of 4 or 8 bytes"):
         open_shards(str(tmp_path), 0.1)
-    monkeypatch.chdir(tmp_path)
-    exec(str(caught.value).split('"')[1], {})
-    assert everything(open_shards("new.bin", 0.1).train) == tokens[:3600].tolist()
 
 
 def rare(often: int, seldom: int) -> np.ndarray:
@@ -370,10 +339,13 @@ def test_uint16_tokens_are_not_taken_for_another_type(kind: str, tmp_path: Path)
     ("path", "sentence"),
     [
         ("{}/none.bin", r"none\.bin does not exist"),
-        ("{}/none_*.bin", r"none_\*\.bin matches no file"),
-        ("{}/texts/*.txt", r"\*\.txt matches no file whose name ends in \.bin"),
+        ("{}/none_*.bin", r"none_\*\.bin has no file whose name ends in \.bin"),
+        ("{}/texts/*.txt", r"\*\.txt has no file whose name ends in \.bin"),
         ("{}/held", r"only validation files, .*val_0\.bin.* for training"),
-        ("{}/texts", r"has no \.bin file: name a text, or a folder of token shards, which `python -m mingpt"),
+        (
+            "{}/texts",
+            r"/texts has no file .*: name a text, or token shards, which `python -m mingpt prepare`",
+        ),
         ("{}/*/*.bin", r"in several folders, .*/held and .*/one"),
     ],
 )
