@@ -32,12 +32,11 @@ from typing import Any, Never
 
 import fsspec
 import numpy as np
-import pydantic
 from tqdm import tqdm
 
 from mingpt.base.command import CommandParser, write_lines
 from mingpt.base.errors import UserError
-from mingpt.base.files import check_json, decode_text, fsync_path, parse_json, write_atomic
+from mingpt.base.files import decode_text, fsync_path, parse_json, write_atomic
 from mingpt.base.paths import refuse_pipe, typed_path
 from mingpt.data import CharTokenizer, JsonTokenizer, Tokenizer, load_named_tokenizer
 from mingpt.data.json_tokenizer import PIECE_CHARACTERS, byte_level_bpe, import_tokenizers, split_text
@@ -72,12 +71,6 @@ def find_files(names: Sequence[str]) -> list[Any]:
     return found
 
 
-class Document(pydantic.BaseModel):
-    """A line of .jsonl or a row of parquet; fields other than `text` are ignored."""
-
-    text: pydantic.StrictStr
-
-
 def read(file: Any) -> Iterator[str]:
     """Yield the documents of a file. Raises UserError with the place of one that has no text in UTF-8."""
     path, kind = file.path, KINDS.get(suffix_of(file.path))
@@ -85,13 +78,12 @@ def read(file: Any) -> Iterator[str]:
         stream = io.BufferedReader(raw)  # a network driver may return fewer bytes than asked for
         if kind is None:
             yield decode_text(stream.read())
-        rows = read_parquet(stream) if kind == "row" else map(bytes.strip, stream)
+        rows: Iterable[Any] = read_parquet(stream) if kind == "row" else map(bytes.strip, stream)
         for number, row in enumerate(rows, 1):
             if row:
                 with readable(f"{kind} {number:,} of {path}"):
-                    document = parse_json(row) if isinstance(row, bytes) else row
-                    text = check_json(document, Document).text
-                    text.encode()  # fails for a lone surrogate
+                    text = (parse_json(row) if isinstance(row, bytes) else row)["text"]
+                    text.encode()  # fails for a lone surrogate, and for what is no text
                 yield text
 
 
@@ -102,14 +94,22 @@ def read_parquet(stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-def open_texts(files: Sequence[Any], count: int, val_fraction: float) -> Iterator[str]:
-    """Return the documents, which are `count`; a single one as two, cut by its characters."""
+def split(
+    files: Sequence[Any], sizes: np.ndarray, val_fraction: float
+) -> tuple[Iterator[str], Iterator[str]]:
+    """Return the documents for training, then those for validation, to be read in this order.
+
+    They have `sizes` bytes. Those that begin in the last `val_fraction` of the bytes, and the last one, are
+    for validation; the first one is not. A single document is cut by its characters.
+    """
     texts = chain.from_iterable(map(read, files))
-    if count > 1:
-        return texts
-    text = next(texts)
-    n_train = int(len(text) * (1 - val_fraction))
-    return iter((text[:n_train], text[n_train:]))
+    if len(sizes) == 1:
+        text = next(texts)
+        cut = int(len(text) * (1 - val_fraction))
+        return iter([text[:cut]]), iter([text[cut:]])
+    begins = sizes.cumsum() - sizes
+    late = int(np.searchsorted(begins, int(sizes.sum() * (1 - val_fraction))))
+    return islice(texts, max(1, min(late, len(sizes) - 1))), texts
 
 
 def progress(what: str, total: int | None = None) -> "tqdm[Never]":
@@ -200,8 +200,8 @@ def encode_all(
             yield from pool.map(encode, some)
 
 
-def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> None:
-    """Write tokens to shards as they come, after room for a header. Raises UserError if there are none."""
+def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
+    """Write tokens to shards as they come, after room for a header; return their number. UserError if it is 0."""
     done = 0
     for tokens in arrays:
         while len(tokens):
@@ -212,6 +212,7 @@ def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_token
             done, tokens = done + len(head), tokens[len(head) :]
     if not done:
         raise UserError(f"the {part} part has no token: give more text")
+    return done
 
 
 def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -226,17 +227,6 @@ def finish_shard(path: Path, dtype: np.dtype[Any]) -> dict[str, Any]:
     return {"name": path.name, "tokens": tokens, "bytes": size, "sha256": digest}
 
 
-def count_train(sizes: np.ndarray, val_fraction: float) -> int:
-    """Return how many documents, of `sizes` bytes, are for training.
-
-    Documents that begin in the last `val_fraction` of the bytes, and the last one, are for validation; the
-    first one is not.
-    """
-    begins = sizes.cumsum() - sizes
-    late = np.searchsorted(begins, int(sizes.sum() * (1 - val_fraction)))
-    return max(1, min(int(late), len(sizes) - 1))
-
-
 def make_tokenizer(
     files: Sequence[Any], sizes: np.ndarray, alphabet: set[str], options: Namespace
 ) -> Tokenizer:
@@ -245,14 +235,13 @@ def make_tokenizer(
         return CharTokenizer("".join(sorted(alphabet)))
     if options.tokenizer != "bpe":
         return load_named_tokenizer(options.tokenizer, "--tokenizer")
-    texts = open_texts(files, len(sizes), options.val_fraction)
-    n_train = count_train(sizes, options.val_fraction)
-    return JsonTokenizer(train_bpe(options.vocab_size, islice(texts, n_train)))
+    texts, _ = split(files, sizes, options.val_fraction)
+    return JsonTokenizer(train_bpe(options.vocab_size, texts))
 
 
 def prepare(options: Namespace, out: Path) -> str:
     """Do what the command's options say; return a summary. Raises UserError, or OSError for --out."""
-    files, val_fraction = find_files(options.texts), options.val_fraction
+    files, tokens = find_files(options.texts), 0
     out.mkdir(parents=True, exist_ok=True)
     if os.listdir(out):
         read_meta(out)  # its error says so if prepare was interrupted here
@@ -263,34 +252,27 @@ def prepare(options: Namespace, out: Path) -> str:
         file.write(UNFINISHED)
     dtype, end = UINT16 if len(tokenizer) <= 1 << 16 else UINT32, tokenizer.end_of_text
     ends = [] if end is None else [end]
-    texts, n_train = open_texts(files, len(sizes), val_fraction), count_train(sizes, val_fraction)
+    train, val = split(files, sizes, options.val_fraction)
     with progress("encoding", int(sizes.sum())) as bar:
-        parts = (("train", islice(texts, n_train), ends if len(sizes) > 1 else []), ("val", texts, ends))
-        for part, some, ends in parts:
+        for part, texts, after in (("train", train, ends if len(sizes) > 1 else []), ("val", val, ends)):
             before = bar.n
-            arrays = encode_all(read_batches(some, tokenizer, bar), tokenizer, ends, dtype)
-            write_tokens(out, part, arrays, options.shard_tokens)
+            arrays = encode_all(read_batches(texts, tokenizer, bar), tokenizer, after, dtype)
+            tokens += write_tokens(out, part, arrays, options.shard_tokens)
     first = int(np.fromfile(out / "val_00000.bin", dtype, 1, offset=HEADER_BYTES)[0])
     loses_text = tokenizer.loses("".join(islice(chain.from_iterable(map(read, files)), 100)))
     content = tokenizer.to_tokenizer_json() or b""
-    meta: dict[str, Any] = {
+    digest = hashlib.sha256(content).hexdigest()
+    meta = {
         "format": 1,
         "complete": True,
-        "tokenizer": {
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "vocab_size": len(tokenizer),
-            "end_of_text": end,
-        },
+        "tokenizer": {"sha256": digest, "vocab_size": len(tokenizer), "end_of_text": end},
         "val_bytes": None if loses_text else bar.n - before - bytes_of_token(tokenizer, first),
         "files": [finish_shard(path, dtype) for path in sorted(out.glob("*.bin"))],
     }
     write_atomic(out / "tokenizer.json", content)
     write_atomic(out / META, json.dumps(meta, indent=1) + "\n")
-    tokens = sum(shard["tokens"] for shard in meta["files"])
-    return (
-        f"{out}: {tokens:,} tokens in {len(meta['files'])} files, {sizes.sum() / tokens:.2f} bytes per "
-        f"token, a vocabulary of {len(tokenizer):,}"
-    )
+    ratio = int(sizes.sum()) / tokens
+    return f"{out}: {tokens:,} tokens of {ratio:.2f} bytes, and a vocabulary of {len(tokenizer):,}"
 
 
 OPTIONS: dict[str, Any] = {  # type, default, what it is
