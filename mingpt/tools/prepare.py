@@ -201,7 +201,7 @@ def encode_all(
 
 
 def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
-    """Write tokens to shards as they come, after room for a header; return their number. UserError if it is 0."""
+    """Write tokens to shards as they come; return their number. UserError if there are none."""
     done = 0
     for tokens in arrays:
         while len(tokens):
