@@ -45,7 +45,7 @@ from mingpt.data.source import KINDS, readable, suffix_of
 from mingpt.data.tokenizers import bytes_of_token
 
 BATCH_CHARACTERS = 1 << 20  # encoded at once; `tokenizers` needs about 100 bytes for a token meanwhile
-BATCHES_AT_ONCE = 8
+BATCHES_AT_ONCE = 8  # are read before the first one is encoded
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
 END_OF_TEXT = "<|endoftext|>"

