@@ -24,8 +24,9 @@ import struct
 import sys
 from argparse import Namespace
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Never
@@ -45,7 +46,7 @@ from mingpt.data.source import KINDS, readable, suffix_of
 from mingpt.data.tokenizers import bytes_of_token
 
 BATCH_CHARACTERS = 1 << 20  # encoded at once; `tokenizers` needs about 100 bytes for a token meanwhile
-BATCHES_AT_ONCE = 8  # are read before the first one is encoded
+MAX_PENDING = 3  # batches that are read ahead
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
 END_OF_TEXT = "<|endoftext|>"
@@ -183,7 +184,7 @@ def read_batches(texts: Iterable[str], tokenizer: Tokenizer, bar: "tqdm[Never]")
 
 
 def encode_all(
-    batches: Iterator[list[str]], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
+    batches: Iterable[list[str]], tokenizer: Tokenizer, end: list[int], dtype: np.dtype[Any]
 ) -> Iterator[np.ndarray]:
     """Yield the tokens of each batch, with `end` for each "".
 
@@ -195,9 +196,13 @@ def encode_all(
         parts = [tokens if piece else end for piece, tokens in arrays]
         return np.concatenate(parts, dtype=dtype, casting="unsafe")
 
+    pending = deque[Future[np.ndarray]]()
     with ThreadPoolExecutor(2) as pool:
-        while some := list(islice(batches, BATCHES_AT_ONCE)):
-            yield from pool.map(encode, some)
+        for batch in batches:
+            pending.append(pool.submit(encode, batch))
+            if len(pending) > MAX_PENDING:
+                yield pending.popleft().result()
+        yield from (tokens.result() for tokens in pending)
 
 
 def write_tokens(out: Path, part: str, arrays: Iterable[np.ndarray], shard_tokens: int) -> int:
