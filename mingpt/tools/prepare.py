@@ -45,7 +45,7 @@ from mingpt.data.shard_files import FORMATS, HEADER_BYTES, UINT16, UINT32, read_
 from mingpt.data.source import KINDS, readable, suffix_of
 from mingpt.data.tokenizers import bytes_of_token
 
-BATCH_CHARACTERS = 1 << 20  # encoded at once; `tokenizers` needs about 100 bytes for a token meanwhile
+BATCH_CHARACTERS = 1 << 19  # encoded at once; `tokenizers` needs about 100 bytes for a token meanwhile
 MAX_PENDING = 3  # batches that are read ahead
 SAMPLE_BYTES = 200_000_000
 SAMPLE_WORD_BYTES = 4_000_000  # of distinct words: training needs about 120 bytes of memory for each
